@@ -79,7 +79,7 @@ pub enum Error {
         stages: String,
     },
     /// Prompts whose completions all get equal rewards, so that there is nothing to learn from.
-    #[error("no group of completions teaches anything: {message}")]
+    #[error("no group of completions gives a training signal: {message}")]
     NoSignal {
         /// The completions that were sampled, their rewards, and the keys that bound the search.
         message: String,
@@ -156,7 +156,7 @@ pub enum Error {
     },
     /// A rank that showed no sign of life for longer than its phase allows.
     #[error(
-        "no heartbeat for {stood_s:.1} s in {phase}: heartbeat.{phase}_s or heartbeat.timeout_s allows {limit_s} s ({state})"
+        "no heartbeat for {stood_s:.1} s in phase {phase} (heartbeat.{phase}_s or heartbeat.timeout_s allows {limit_s} s); last state: {state}"
     )]
     Hang {
         /// The phase in which it stands still.
@@ -170,7 +170,7 @@ pub enum Error {
     },
     /// A process beside a rank that answers nothing, though it ends by itself what takes longer than the key allows.
     #[error(
-        "{process} has answered nothing for {silent_s:.1} s, though every request has an answer after {key} = {limit_s} s: process {pid} is in state {state}"
+        "{process} has not answered for {silent_s:.1} s, although {key} = {limit_s} s limits each request: process {pid} is in state {state}"
     )]
     Silent {
         /// The process, by the work that it does.
@@ -207,7 +207,7 @@ pub enum Error {
 
     // ---- memory: exit code 11 ----
     /// An allocation that did not succeed.
-    #[error("out of memory: {owner} asked for {}", amount(*requested_bytes))]
+    #[error("out of memory: {owner} needs {}", amount(*requested_bytes))]
     OutOfMemory {
         /// Owner of the allocation and, where known, who holds the rest and which key to lower.
         owner: String,
@@ -247,8 +247,8 @@ pub enum Error {
 
     /// Results that were to be equal to the last bit, and are not.
     #[error(
-        "{message}. With `exact` they are to be equal to the last bit. After an update of a driver or a library remove the folder `exact` of the \
-         cache, or train on with `exact = false`"
+        "{message}. With `exact = true` both must be equal bit for bit. After an update of a driver or library delete the folder `exact` in the \
+         cache, or continue with `exact = false`"
     )]
     Unequal {
         /// The place and the size of the difference.
@@ -257,7 +257,7 @@ pub enum Error {
 
     /// A model whose numbers are further from transformers' than rounding is.
     #[error(
-        "{}: its numbers are not those of transformers: {message}; in float32 (--dtype float32) a difference is no rounding",
+        "{}: outputs differ from transformers by more than rounding errors: {message}; run again with --dtype float32 to rule out rounding",
         model.display()
     )]
     Differs {
@@ -270,7 +270,7 @@ pub enum Error {
     // ---- rewards: exit code 14 ----
     /// A reward whose workers were replaced again and again, or whose service stayed away, with no score in between.
     #[error(
-        "reward '{name}': it failed {num_failures} times in a row with no score in between (reward.max_worker_failures), the last time: {message}"
+        "reward '{name}' failed {num_failures} times in a row without a score (limit: reward.max_worker_failures); last failure: {message}"
     )]
     RewardService {
         /// The reward.
@@ -282,7 +282,7 @@ pub enum Error {
     },
 
     /// A process of tools, environments or an agent that was replaced again and again with no answer in between.
-    #[error("{name} has ended {num_failures} times in a row with no answer in between, the last time: {message}")]
+    #[error("{name} ended {num_failures} times in a row without an answer in between; last failure: {message}")]
     ToolService {
         /// The process, by the work that it does.
         name: &'static str,
@@ -332,10 +332,10 @@ pub enum Error {
         message: String,
     },
     /// Stopped on request before training began.
-    #[error("preempted before there was anything to save")]
+    #[error("stopped by a signal before there was anything to save")]
     StoppedEarly,
     /// Stopped on request (TERM, INT, USR1, HUP) after saving.
-    #[error("preempted at step {step}; saved {}", saved.display())]
+    #[error("stopped by a signal at step {step}; saved {}", saved.display())]
     Preempted {
         /// The step saved.
         step: u64,

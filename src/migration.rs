@@ -112,7 +112,7 @@ pub(crate) const RENAMED: &[(&str, &str)] = &[
 ];
 
 /// The answer for keys without a counterpart here.
-pub(crate) const NONE: &str = "nothing takes its place; colo-grpo config prints every key there is";
+pub(crate) const NONE: &str = "no equivalent; colo-grpo config prints all keys";
 
 /// Names, of tables too (`start*`: all that begin so; verl's without `actor_rollout_ref.`), and what is written here. A name that is
 /// listed comes before those in [`RENAMED`], and these before a table or a start; of several the first row.

@@ -72,6 +72,6 @@ mod tests {
         [10, 5].into_iter().for_each(|step| std::fs::create_dir(folder(step)).unwrap());
         refuse_what_is_missing(&folder(10)).unwrap();
         let told = refuse_what_is_missing(&folder(7)).unwrap_err().to_string();
-        assert!(told.ends_with("beside it are checkpoint-5, checkpoint-10"), "{told}");
+        assert!(told.ends_with("the run has checkpoint-5, checkpoint-10"), "{told}");
     }
 }

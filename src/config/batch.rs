@@ -291,7 +291,8 @@ mod tests {
             message(&["tensor_parallel_size=4"], 6).ends_with("a divisor of the 6 ranks that generate: 1, 2, 3, 6")
         );
         assert!(
-            message(&["tensor_parallel_size=2"], 1).ends_with("1, as one rank generates; --nproc 2 starts as many")
+            message(&["tensor_parallel_size=2"], 1)
+                .ends_with("1, as there is only one rank to generate; --nproc 2 starts more ranks")
         );
         assert!(message(&["zero.shard_group_size=3"], 4).ends_with("a divisor of the 4 ranks that train: 1, 2, 4"));
         assert!(message(&["gradient_accumulation_steps=3", "steps_per_generation=4"], 1).ends_with("batch: 1, 2, 4"));

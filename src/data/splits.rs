@@ -218,7 +218,7 @@ mod tests {
         let several = of(None, "train").unwrap_err();
         assert!(several.ends_with("as it has several: main, socratic"), "{several}");
         let wrong = of(Some("mian"), "train").unwrap_err();
-        assert!(wrong.ends_with("there is no 'mian': main, socratic"), "{wrong}");
+        assert!(wrong.ends_with("it has no 'mian': main, socratic"), "{wrong}");
         let one = "---\nconfigs:\n- config_name: default\n  data_files: 'rows/*.jsonl'\n---\n";
         let names = files(&["rows/a.jsonl", "rows/b.jsonl", "rows/c/d.jsonl"]);
         let found = split_files(&names, Some(one.to_owned()), None, "train");
@@ -239,7 +239,7 @@ mod tests {
         assert_eq!(of(&names, None, "train").unwrap(), names[..2]);
         assert_eq!(of(&names, None, "train_sft").unwrap(), names[2..3]);
         let part = of(&names[1..], None, "train").unwrap_err();
-        assert_eq!(part, "1 of the 2 files of 'data/train' are here");
+        assert_eq!(part, "only 1 of the 2 files of the split 'data/train' are in the cache");
         assert_eq!(of(&["train.jsonl", "eval.jsonl"], None, "test").unwrap(), ["eval.jsonl"]);
         assert_eq!(of(&["rows.csv", "val/a.csv", "note.txt"], None, "train").unwrap(), ["rows.csv"]);
         assert_eq!(of(&["math/train/0000.parquet", "art/train/0000.parquet"], Some("math"), "train").unwrap().len(), 1);

@@ -51,7 +51,10 @@ pub(super) fn announce(world: &World, number: u64, announcement: Announcement) -
     world.broadcast_bytes(&mut header, 0)?;
     let word = |at: usize| u64::from_le_bytes(header[at..at + 8].try_into().expect("eight bytes"));
     if word(0) != number {
-        return Err(failed(format!("rank 0 is at turn {}, this rank at {number}", word(0))));
+        return Err(failed(format!(
+            "ranks are out of step: rank 0 announces scheduling round {}, this rank expects {number}",
+            word(0)
+        )));
     }
     if word(8) == 0 {
         return Ok(announcement);

@@ -54,7 +54,8 @@ impl ApiRequest {
 
     /// Reads a body whose fields have these defaults.
     pub fn read_with(body: &[u8], is_chat: bool, defaults: &SamplingParams) -> Result<Self, Refusal> {
-        let wrong = |error: &dyn fmt::Display| Refusal::new(400, format!("the body is not a JSON object: {error}"));
+        let wrong =
+            |error: &dyn fmt::Display| Refusal::new(400, format!("the request body is not a JSON object: {error}"));
         let text = std::str::from_utf8(body).map_err(|error| wrong(&error))?;
         let body: Value = serde_json::from_str(text).map_err(|error| wrong(&error))?;
         check_numbers(&body, text).map_err(|error| Refusal::new(400, error))?;

@@ -185,7 +185,7 @@ impl EngineClient {
 }
 
 fn stopping() -> Refusal {
-    Refusal::new(503, "the server is stopping and takes no further requests")
+    Refusal::new(503, "the server is stopping and accepts no more requests")
 }
 
 impl RequestHandle {

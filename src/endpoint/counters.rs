@@ -62,10 +62,10 @@ impl Counters {
         let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed) as f64;
         let load = *self.load.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let gauges = [
-            ("num_requests_running", "Completions that have KV blocks.", load.num_running),
+            ("num_requests_running", "Completions that are being generated (they hold KV blocks).", load.num_running),
             ("num_requests_waiting", "Completions that wait for KV blocks or a slot.", load.num_waiting),
-            ("kv_blocks", "KV blocks in all.", load.num_blocks),
-            ("kv_blocks_free", "KV blocks that no sequence reads.", load.num_free_blocks),
+            ("kv_blocks", "Total number of KV blocks.", load.num_blocks),
+            ("kv_blocks_free", "KV blocks that no sequence uses.", load.num_free_blocks),
         ];
         for (name, help, value) in gauges {
             metric(name, "gauge", help, &[("", value as f64)]);
@@ -76,13 +76,17 @@ impl Counters {
             ("{outcome=\"refused\"}", read(&self.refused)),
             ("{outcome=\"failed\"}", read(&self.failed)),
         ];
-        metric("requests_total", "counter", "Requests by how they ended.", &outcomes);
+        metric("requests_total", "counter", "Finished requests, by outcome.", &outcomes);
         let counters = [
-            ("prompt_tokens_total", "Tokens of prompts.", read(&self.prompt_tokens)),
-            ("generation_tokens_total", "Tokens sampled.", read(&self.generation_tokens)),
-            ("preemptions_total", "Completions that gave their KV blocks to others.", load.num_preemptions as f64),
-            ("spec_decode_num_draft_tokens_total", "Draft tokens that were computed.", load.num_draft_tokens as f64),
-            ("spec_decode_num_accepted_tokens_total", "Draft tokens that were drawn.", load.num_accepted_tokens as f64),
+            ("prompt_tokens_total", "Prompt tokens processed.", read(&self.prompt_tokens)),
+            ("generation_tokens_total", "Tokens generated.", read(&self.generation_tokens)),
+            (
+                "preemptions_total",
+                "Completions that were preempted to free their KV blocks.",
+                load.num_preemptions as f64,
+            ),
+            ("spec_decode_num_draft_tokens_total", "Draft tokens proposed.", load.num_draft_tokens as f64),
+            ("spec_decode_num_accepted_tokens_total", "Draft tokens accepted.", load.num_accepted_tokens as f64),
         ];
         for (name, help, value) in counters {
             metric(name, "counter", help, &[("", value)]);
@@ -93,7 +97,8 @@ impl Counters {
     fn first_token_page(&self) -> String {
         let name = "colo_grpo_time_to_first_token_seconds";
         let times = self.first_token.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        let mut page = format!("# HELP {name} From a request to its first token.\n# TYPE {name} histogram\n");
+        let mut page =
+            format!("# HELP {name} Time from a request to its first token, in seconds.\n# TYPE {name} histogram\n");
         let mut so_far = 0;
         for (bound, count) in BUCKETS.iter().zip(times.counts) {
             so_far += count;

@@ -168,7 +168,8 @@ impl Episode {
     /// Refuses what would be sampled otherwise than the run samples: the trainer would compute other log-probabilities.
     fn check(&self, ask: &ApiRequest) -> Result<(), Refusal> {
         let (asked, own) = (&ask.params, &self.params);
-        let same = "expected the run's own value, or none: the policy is trained on what it samples so";
+        let same = "expected the value of the training run, or none: the policy is trained on samples of this \
+                    distribution";
         let differs = [
             ("temperature", asked.temperature != own.temperature),
             ("top_p", asked.top_p != own.top_p),
@@ -181,10 +182,13 @@ impl Episode {
             return Err(Refusal::of(name, same));
         }
         if asked.structure.is_some() {
-            return Err(Refusal::of("response_format", "no structure while the policy is trained"));
+            return Err(Refusal::of(
+                "response_format",
+                "structured output is not supported in training, as it changes the sampled distribution",
+            ));
         }
         if asked.num_generations != 1 {
-            return Err(Refusal::of("n", "expected 1: an episode asks once more for another answer"));
+            return Err(Refusal::of("n", "expected 1: send another request for another answer"));
         }
         Ok(())
     }
@@ -217,7 +221,7 @@ impl Episode {
             self.shared.first_refusal.call_once(|| {
                 let why = refusal.cut_message();
                 tracing::warn!(
-                    "a request of the agent was refused: {why}; this is said once, agent/num_refused counts them"
+                    "a request of the agent was refused: {why}; further refusals are only counted (agent/num_refused)"
                 );
             });
         })
@@ -246,7 +250,10 @@ impl Episode {
         }
         if state.num_requests >= self.shared.max_requests {
             let most = self.shared.max_requests;
-            return Err(Refusal::new(400, format!("this episode has made agent_max_requests = {most} requests")));
+            return Err(Refusal::new(
+                400,
+                format!("this episode has used all of its agent_max_requests = {most} requests"),
+            ));
         }
         let (prompt, begun, goes_on) = match state.longest(&setting, messages) {
             Some((place, end)) => {
@@ -259,7 +266,7 @@ impl Episode {
                 let most = params.max_completion_length.max(model.max_sequence_length);
                 if !turns.append(&mut begun, replies, version, most).map_err(|error| refused(&error))? {
                     let message = format!(
-                        "its newest messages alone leave no room for an answer: a conversation has at most {most} tokens"
+                        "the newest messages alone leave no room for an answer: a conversation may have {most} tokens"
                     );
                     return Err(Refusal::of_length("messages", message));
                 }
@@ -278,8 +285,9 @@ impl Episode {
         if num_begun >= most {
             let context = prompt.len() + num_begun;
             let message = format!(
-                "{context} tokens, {num_begun} of them behind the first request, leave no room for an answer: a conversation has at most \
-                 max_completion_length = {} tokens behind its first request and {} in all",
+                "a conversation of {context} tokens, {num_begun} of them after the first request, leaves no room for \
+                 an answer: at most max_completion_length = {} tokens may follow the first request, and {} tokens in \
+                 all",
                 params.max_completion_length, model.max_sequence_length
             );
             return Err(Refusal::of_length("messages", message));

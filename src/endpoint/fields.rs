@@ -41,7 +41,7 @@ impl Fields {
     pub fn end(mut self) -> Result<(), Refusal> {
         WITHOUT_EFFECT.iter().for_each(|name| drop(self.0.remove(*name)));
         match self.0.keys().next() {
-            Some(name) => Err(Refusal::of(name, "this server knows no such field")),
+            Some(name) => Err(Refusal::of(name, "this field is not supported")),
             None => Ok(()),
         }
     }

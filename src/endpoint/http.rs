@@ -66,7 +66,7 @@ pub(super) fn router(service: Arc<HttpState>, guard: Guard) -> Router {
             (router.route("/v1/chat/completions", post(chat_completions)), paths)
         }
         Some(_) => {
-            let paths = "/v1/models and /v1/chat/completions behind an episode's base_url, /health and /metrics";
+            let paths = "/v1/models and /v1/chat/completions under an episode's base_url, /health and /metrics";
             let router = Router::new().route("/episodes/{episode}/v1/models", get(models));
             (router.route("/episodes/{episode}/v1/chat/completions", post(turn)), paths)
         }
@@ -74,9 +74,9 @@ pub(super) fn router(service: Arc<HttpState>, guard: Guard) -> Router {
     let router = router
         .route("/health", get(health))
         .route("/metrics", get(metrics))
-        .fallback(async move || Refusal::new(404, format!("no such path; there are {paths}")))
+        .fallback(async move || Refusal::new(404, format!("no such path; available are {paths}")))
         .method_not_allowed_fallback(async |method: Method| {
-            Refusal::new(405, format!("this path does not take {method}; the header Allow names what it takes"))
+            Refusal::new(405, format!("this path does not support {method}; see the header Allow"))
         })
         .with_state(service);
     guard.before(router, |status, message| Refusal::new(status.as_u16(), message).into_response())
@@ -116,7 +116,7 @@ async fn one_model(State(service): State<Arc<HttpState>>, name: PathText, header
 type PathText = Result<Path<String>, PathRejection>;
 
 fn text(part: PathText) -> Result<String, Refusal> {
-    let refuse = |rejection: PathRejection| Refusal::new(400, format!("the path: {}", rejection.body_text()));
+    let refuse = |rejection: PathRejection| Refusal::new(400, format!("invalid path: {}", rejection.body_text()));
     part.map(|Path(text)| text).map_err(refuse)
 }
 
@@ -132,7 +132,7 @@ async fn turn(State(service): State<Arc<HttpState>>, episode: PathText, request:
     let episode = text(episode).ok().and_then(|episode| service.episodes.as_ref()?.find(&episode));
     match episode {
         Some(episode) => service.answer(request, true, Some(episode)).await,
-        None => Refusal::new(404, "no episode has this base_url, or it has ended").into_response(),
+        None => Refusal::new(404, "there is no episode with this base_url, or it has ended").into_response(),
     }
 }
 
@@ -194,7 +194,7 @@ impl HttpState {
     }
 
     fn too_large(&self) -> Refusal {
-        Refusal::new(413, format!("the body is larger than --max_body_bytes {}", self.max_body_bytes))
+        Refusal::new(413, format!("the request body is larger than --max_body_bytes {}", self.max_body_bytes))
     }
 
     /// Reads a body, which takes room as it arrives. One whose head says that it is too large is not waited for.
@@ -206,7 +206,8 @@ impl HttpState {
         let read = async {
             let mut read = ReadBody { bytes: Vec::new(), room: self.room(1)? };
             while let Some(frame) = poll_fn(|cx| Pin::new(&mut body).poll_frame(cx)).await {
-                let frame = frame.map_err(|error| Refusal::new(400, format!("the body: {error}")))?;
+                let frame =
+                    frame.map_err(|error| Refusal::new(400, format!("cannot read the request body: {error}")))?;
                 let Ok(data) = frame.into_data() else { continue };
                 let len = read.bytes.len() + data.len();
                 if len > self.max_body_bytes {
@@ -218,7 +219,7 @@ impl HttpState {
             Ok(read)
         };
         match tokio::time::timeout(BODY_TIME, read).await {
-            Err(_) => Err(Refusal::new(408, "the body did not arrive in time")),
+            Err(_) => Err(Refusal::new(408, "the request body did not arrive in time")),
             Ok(outcome) => outcome,
         }
     }

@@ -18,7 +18,7 @@ pub(super) fn logprobs(fields: &mut Fields, is_chat: bool) -> Result<Option<usiz
         Some(count) if count > MAX_TOP_LOGPROBS => {
             Err(Refusal::of(name, format!("expected at most {MAX_TOP_LOGPROBS}, not {count}")))
         }
-        Some(1..) if !is_wanted => Err(Refusal::of(name, "expected logprobs: true beside it")),
+        Some(1..) if !is_wanted => Err(Refusal::of(name, "expected logprobs: true as well")),
         None if is_chat => Ok(is_wanted.then_some(0)),
         count => Ok(count.filter(|_| is_wanted)),
     }
@@ -42,7 +42,7 @@ pub(super) fn structure(fields: &mut Fields) -> Result<Option<Structure>, Refusa
     }
     match found.len() {
         0 | 1 => Ok(found.pop().map(|(_, structure)| structure)),
-        _ => Err(Refusal::of(found[1].0, format!("one structure at a time: {} is there already", found[0].0))),
+        _ => Err(Refusal::of(found[1].0, format!("only one structure per request: {} is given as well", found[0].0))),
     }
 }
 

@@ -192,7 +192,9 @@ impl EpisodePlayer {
         if let Some(failure) = group.take(sample, outcome.end, played.conversations, &self.options.model.tokenizer)? {
             self.stats.num_failed += 1;
             if !std::mem::replace(&mut self.has_failed, true) {
-                tracing::warn!("an episode is lost, its completions are masked: {failure}; this is said once");
+                tracing::warn!(
+                    "an episode failed, its completions are masked: {failure}; further failures are not reported"
+                );
             }
             self.loss.get_or_insert(failure);
         }

@@ -75,7 +75,7 @@ impl ServedModel {
         }
         let served: Vec<_> = self.names().map(|name| format!("'{name}'")).collect();
         let message =
-            format!("'{name}' is not served; expected one of {} (--served_model_name, --adapter)", served.join(", "));
+            format!("no model '{name}'; expected one of {} (--served_model_name, --adapter)", served.join(", "));
         Err(Refusal { status: 404, param: Some("model".to_owned()), code: None, message })
     }
 
@@ -136,24 +136,28 @@ impl ServedModel {
 
     fn too_long(&self, num_bytes: usize, param: &str) -> Refusal {
         let max = self.max_sequence_length;
-        Refusal::of_length(param, format!("{num_bytes} bytes are more than the maximum context length of {max} tokens"))
+        Refusal::of_length(
+            param,
+            format!("a prompt of {num_bytes} bytes is longer than the maximum context length of {max} tokens"),
+        )
     }
 
     fn max_tokens(&self, prompt_len: usize, asked: Option<usize>) -> Result<usize, Refusal> {
         let max = self.max_sequence_length;
-        let expected = format!("expected 1 to {} tokens, not {prompt_len}", max - 1);
+        let expected = format!("expected 1 to {} tokens, got {prompt_len}", max - 1);
         if prompt_len == 0 {
             return Err(Refusal::of("prompt", expected));
         }
         if prompt_len >= max {
-            let message = format!("{expected}: the maximum context length of {max} tokens holds the answer, too");
+            let message = format!("{expected}: prompt and answer share the maximum context length of {max} tokens");
             return Err(Refusal::of_length("prompt", message));
         }
         match asked.unwrap_or(max - prompt_len) {
             0 => Err(Refusal::of("max_tokens", "expected at least 1")),
             asked if asked > max - prompt_len => {
                 let message = format!(
-                    "{asked} tokens after a prompt of {prompt_len} are more than the maximum context length of {max} tokens; lower it"
+                    "max_tokens = {asked} after a prompt of {prompt_len} tokens exceeds the maximum context length of \
+                     {max} tokens; lower max_tokens"
                 );
                 Err(Refusal::of_length("max_tokens", message))
             }

@@ -16,9 +16,11 @@ pub(crate) fn explained(error: &std::io::Error) -> String {
     match error.raw_os_error() {
         Some(libc::EFBIG) => {
             let most = rustix::process::getrlimit(rustix::process::Resource::Fsize).current;
-            let most =
-                most.map_or_else(|| "the file system's".to_owned(), |most| format!("{most} bytes, as ulimit -f says"));
-            format!("{error}: the limit of a file's size, also of memory that processes share, is {most}; raise it")
+            let most = most.map_or_else(|| "the file system's".to_owned(), |most| format!("{most} bytes (ulimit -f)"));
+            format!(
+                "{error}: the limit on the size of a file, which also applies to shared memory, is {most}; raise the \
+                 limit"
+            )
         }
         _ => error.to_string(),
     }
@@ -28,7 +30,7 @@ pub(crate) fn explained(error: &std::io::Error) -> String {
 pub(super) fn lines(list: &[impl fmt::Display]) -> String {
     let mut lines: Vec<_> = list.iter().take(MAX_LISTED).map(ToString::to_string).collect();
     if list.len() > MAX_LISTED {
-        lines.push(format!("and {} more like these", list.len() - MAX_LISTED));
+        lines.push(format!("and {} more", list.len() - MAX_LISTED));
     }
     lines.join("\n")
 }
@@ -36,5 +38,5 @@ pub(super) fn lines(list: &[impl fmt::Display]) -> String {
 /// The message of a panic.
 pub fn panic_message(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
-    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "of an unknown kind".to_owned())
+    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "(no message)".to_owned())
 }

@@ -31,7 +31,10 @@ pub(super) fn hint(keys: &[UnknownKey]) -> String {
     let files: Vec<&str> = keys.iter().filter(of_another).filter_map(UnknownKey::file).collect();
     match files.as_slice() {
         [file, ..] if files.len() >= MANY => {
-            format!("\nto translate a file of TRL, open-r1 or verl: colo-grpo import {file} --output run.toml")
+            format!(
+                "\nthese look like keys of TRL, open-r1 or verl; translate the file with: colo-grpo import {file} \
+                 --output run.toml"
+            )
         }
         _ => String::new(),
     }

@@ -15,8 +15,8 @@ pub fn unreadable_notice(name: &str, dataset: &Dataset, rewards: &RewardPool, wo
     let empty = rewards.row_of_empty_tests(own).map(|place| (own[place].id + 1).to_string());
     if let Some(row) = first_text(&*world.group(), empty)? {
         let message = format!(
-            "row {row}: every test expects an empty output, so that a program passes which does nothing: expected one test or more \
-             with an output; leave the row out"
+            "row {row}: every test expects an empty output, so a program that does nothing would pass; remove the row \
+             or add a test that expects output"
         );
         return Err(Error::bad_file(name, message));
     }
@@ -29,8 +29,8 @@ pub fn unreadable_notice(name: &str, dataset: &Dataset, rewards: &RewardPool, wo
     let first = first_text(&*world.group(), first)?;
     Ok(first.map(|row| {
         format!(
-            "warning: {name}: {} of {} reference answers hold nothing that an answer could be compared with; their samples are masked \
-             (the first is in row {row})",
+            "warning: {name}: {} of {} reference answers could not be parsed; their samples are masked (the first is \
+             in row {row})",
             count[0],
             dataset.len()
         )

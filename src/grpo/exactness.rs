@@ -45,7 +45,7 @@ pub(crate) fn check_exactness(stats: &LossStats) -> Result<()> {
     let greatest = stats.entries().iter().find(|(name, _)| *name == MAX).map(|(_, value)| *value);
     match greatest {
         Some(Aggregate::Max(difference)) if difference > 0.0 => Err(Error::Unequal {
-            message: format!("the trainer's log-probabilities differ from the sampler's by up to {difference:e} nats"),
+            message: format!("log-probabilities of the trainer and of the sampler differ by up to {difference:e} nats"),
         }),
         _ => Ok(()),
     }

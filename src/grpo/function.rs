@@ -74,7 +74,7 @@ impl LossFunction {
         if loss.numel() != 1 || !loss.requires_grad() {
             let expected = "a scalar that depends on logprobs".to_owned();
             let got = if loss.numel() == 1 { "a constant".to_owned() } else { format!("a tensor {:?}", loss.size()) };
-            return Err(Error::InvalidArgument { op: "loss of the program", expected, got });
+            return Err(Error::InvalidArgument { op: "custom loss function", expected, got });
         }
         let mut gradients = Tensor::f_run_backward(&[&loss], &[&leaf], false, false)?;
         Ok((loss.detach().reshape([0_i64; 0]).to_kind(leaf.kind()), gradients.remove(0)))

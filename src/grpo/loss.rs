@@ -236,22 +236,22 @@ impl LossInput<'_> {
             }
         }
         if self.entropy_term.is_some() && self.entropy.is_none() {
-            return invalid("entropy, as the objective has a term of it".into(), "none".into());
+            return invalid("entropy, as the objective has an entropy term".into(), "none".into());
         }
         if config.beta != 0.0 && self.ref_logprobs.is_none() {
-            return invalid("ref_logprobs, as beta is not 0".into(), "none".into());
+            return invalid("ref_logprobs, as beta is above 0".into(), "none".into());
         }
         if config.distillation.is_some() && self.teacher_logprobs.is_none() {
-            return invalid("teacher_logprobs, as there is a divergence from a teacher".into(), "none".into());
+            return invalid("teacher_logprobs, as the objective has a distillation term".into(), "none".into());
         }
         if config.distillation.is_some_and(|distillation| distillation.top.is_some()) {
             let Some(top) = self.top else {
-                return invalid("top, as there is a divergence over a teacher's tokens".into(), "none".into());
+                return invalid("top, as the distillation term uses the teacher's top tokens".into(), "none".into());
             };
             let shapes = [top.logprobs.size(), top.teacher_logprobs.size()];
             if shapes[0] != shapes[1] || shapes[0].len() != 2 || shapes[0][0] != shape[0] {
                 return invalid(
-                    format!("log-probabilities [{}, K] of both, of a teacher's tokens", shape[0]),
+                    format!("log-probabilities [{}, K] of the policy and of the teacher", shape[0]),
                     format!("{shapes:?}"),
                 );
             }

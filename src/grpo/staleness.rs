@@ -39,9 +39,8 @@ pub fn age_stats(
     let kind = input.logprobs.kind();
     let Some(ages) = token_ages.filter(|ages| ages.size() == input.logprobs.size() && max_age <= MAX_ASYNC_STEPS)
     else {
-        let expected =
-            format!("an age for each of {:?} tokens, and ages up to {MAX_ASYNC_STEPS}", input.logprobs.size());
-        let got = format!("{:?} ages, up to {max_age}", token_ages.map(Tensor::size));
+        let expected = format!("one age per token of {:?}, each at most {MAX_ASYNC_STEPS}", input.logprobs.size());
+        let got = format!("ages of shape {:?}, up to {max_age}", token_ages.map(Tensor::size));
         return Err(Error::InvalidArgument { op: "age_stats", expected, got });
     };
     let segments = Segments::new(input.sequence_of_token, input.advantages.size()[0], kind);
@@ -102,6 +101,6 @@ mod tests {
         assert_eq!(difference, Aggregate::Mean { sum: 0.75, count: 2.0 }, "the sampler did not score one");
         let Aggregate::Mean { sum, count } = value("staleness/age_2/importance_sampling_ratio") else { panic!() };
         assert!((sum - ((-0.5f64).exp() + 1.0 + 0.25f64.exp())).abs() < 1e-12 && count == 3.0);
-        assert!(age_stats(&input, &config, None, 2).unwrap_err().to_string().contains("an age for each of [4]"));
+        assert!(age_stats(&input, &config, None, 2).unwrap_err().to_string().contains("one age per token of [4]"));
     }
 }

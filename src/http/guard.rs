@@ -69,8 +69,8 @@ impl Guard {
         match headers.get_all(header::HOST).iter().find(|host| !allowed(host)) {
             Some(host) if !self.is_open_to_any_host => {
                 let name = name_of(host.to_str().unwrap_or("?"));
-                let mend = format!("ask by its address, or start it with --allowed_hosts {name}");
-                Err((StatusCode::FORBIDDEN, format!("Host: {name} is no name of this server; {mend}")))
+                let mend = format!("use its IP address, or start the server with --allowed_hosts {name}");
+                Err((StatusCode::FORBIDDEN, format!("Host: {name} is not a known name of this server; {mend}")))
             }
             _ => Ok(()),
         }
@@ -87,7 +87,8 @@ impl Guard {
         match self.origins.iter().any(|known| known == "*" || known.eq_ignore_ascii_case(text)) {
             true => Ok(Some(origin)),
             false => {
-                let message = "web pages of other origins may not ask; a server of models takes --allowed_origins";
+                let message = "requests from web pages of other origins are refused; serve allows origins with \
+                               --allowed_origins";
                 Err((StatusCode::FORBIDDEN, format!("Origin: {text}: {message}")))
             }
         }

@@ -77,7 +77,10 @@ impl HttpServer {
     /// [`Error::Environment`] if it is in use or not this machine's.
     pub fn bind(host: &str, port: u16) -> Result<TcpListener> {
         let refuse = |error: std::io::Error| Error::Environment {
-            message: format!("--host {host} --port {port}: {error}; give another, or --port 0 for a free one"),
+            message: format!(
+                "cannot listen on --host {host} --port {port}: {error}; choose another port, or --port 0 for any free \
+                 port"
+            ),
         };
         let listener = TcpListener::bind((host, port)).map_err(refuse)?;
         listener.set_nonblocking(true).map_err(refuse)?;
@@ -93,7 +96,9 @@ impl HttpServer {
     }
 
     fn start_within(listener: TcpListener, router: Router, limits: Limits) -> Result<Self> {
-        let failed = |error: std::io::Error| Error::Environment { message: format!("the server's thread: {error}") };
+        let failed = |error: std::io::Error| Error::Environment {
+            message: format!("cannot start the thread of the HTTP server: {error}"),
+        };
         let address = listener.local_addr().map_err(failed)?;
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()

@@ -125,7 +125,7 @@ impl Workers {
                 let name = signal_name(signal);
                 let (what, lost) = on_stop.describe();
                 console::say(format_args!(
-                    "{name}: passed on to all ranks: {what}; another one after a second ends them at once{lost}"
+                    "{name}: passed on to all ranks: {what}; send it again after a second to end them at once{lost}"
                 ));
             }
             self.reap(false);
@@ -169,7 +169,7 @@ impl Workers {
         let Some(cause) = stalls.iter().find(of_stopped).or(stalls.first()) else { return false };
         let rank = self.workers[cause.rank].rank;
         tracing::debug!("rank {rank} hangs");
-        self.tell_every_rank("nothing moves");
+        self.tell_every_rank("no progress");
         let pulse = pulses[cause.rank].clone().expect("a rank that stalls is running");
         let error = Error::Hang {
             phase: pulse.phase().name(),
@@ -193,7 +193,7 @@ impl Workers {
     }
 
     fn tell_every_rank(&self, why: &str) {
-        console::say(format_args!("{why}; every rank, before all are killed:"));
+        console::say(format_args!("{why}; state of every rank, before all are killed:"));
         for worker in &self.workers {
             let state = match &worker.end {
                 None => format!("process {}", process_state(&worker.child)),
@@ -233,7 +233,7 @@ impl Workers {
     pub(super) fn outcome(&self, interrupted: bool) -> AttemptOutcome {
         let outcome = |code, messages| AttemptOutcome { code, messages, was_asked_to_stop: self.signal.is_some() };
         if interrupted {
-            let message = "ended at once by a second signal; what was not saved is lost";
+            let message = "ended at once by a second signal; unsaved progress is lost";
             return outcome(ExitCode::Interrupted, vec![message.to_owned()]);
         }
         let failures =
@@ -252,7 +252,9 @@ impl Workers {
             return outcome(ExitCode::Preempted, report.iter().map(FailureReport::to_string).collect());
         }
         match self.workers.iter().any(|worker| self.died_of_our_signal(worker)) {
-            true => outcome(ExitCode::Preempted, vec!["preempted before there was anything to save".to_owned()]),
+            true => {
+                outcome(ExitCode::Preempted, vec!["stopped by a signal before there was anything to save".to_owned()])
+            }
             false => outcome(ExitCode::Done, Vec::new()),
         }
     }
@@ -267,8 +269,7 @@ impl Workers {
                 (format!("exit status {status}"), ExitCode::from_number(status).unwrap_or(ExitCode::RankDied))
             }
             (None, Some(libc::SIGKILL)) => {
-                let hint =
-                    "where nobody sent it, the host ran out of memory: see dmesg, or memory.events of the cgroup";
+                let hint = "if nobody sent it, the host ran out of memory: see dmesg, or memory.events of the cgroup";
                 (format!("{}; {hint}", signal_name(libc::SIGKILL)), ExitCode::RankDied)
             }
             (None, signal) => (signal_name(signal.unwrap_or(0)), ExitCode::RankDied),

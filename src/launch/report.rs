@@ -30,7 +30,7 @@ pub fn report_error(error: &Error, rank: Option<usize>) {
     let json = serde_json::to_vec(&report).map_err(std::io::Error::from);
     let written = json.and_then(|json| std::fs::write(&path, json));
     if let Err(problem) = written {
-        console::say(format_args!("{report} (and {}: {problem})", path.display()));
+        console::say(format_args!("{report} (and it could not be written to {}: {problem})", path.display()));
     }
 }
 
@@ -101,7 +101,9 @@ impl ReportFile {
     /// [`Error::Environment`] if the kernel has no memory for it.
     pub(super) fn new() -> Result<Self> {
         let file = rustix::fs::memfd_create(c"colo-grpo-report", MemfdFlags::CLOEXEC);
-        let failed = |error| Error::Environment { message: format!("memory for a worker's error: {error}") };
+        let failed = |error| Error::Environment {
+            message: format!("cannot create shared memory for a worker's error report: {error}"),
+        };
         Ok(Self(File::from(file.map_err(failed)?)))
     }
 

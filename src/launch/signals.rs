@@ -110,7 +110,9 @@ fn tell_requests(on_stop: OnStop) {
     let tell = move || {
         if told.read_exact(&mut [0]).is_ok() {
             let (what, lost) = on_stop.describe();
-            console::say(format_args!("stop: {what}; another signal after a second ends it at once{lost}"));
+            console::say(format_args!(
+                "stop requested: {what}; another signal after a second ends the program at once{lost}"
+            ));
         }
     };
     if detach(std::thread::Builder::new().name("signals".to_owned()), tell).is_ok() {
@@ -215,7 +217,7 @@ impl SignalInbox {
         writer.set_nonblocking(true).map_err(failed)?;
         pipe.set_nonblocking(true).map_err(failed)?;
         if PIPE.compare_exchange(-1, writer.as_raw_fd(), Ordering::AcqRel, Ordering::Acquire).is_err() {
-            return Err(Error::Environment { message: "another launch is under way in this process".to_owned() });
+            return Err(Error::Environment { message: "this process is already running another launch".to_owned() });
         }
         let _ = writer.into_raw_fd(); // the handler's, closed on drop
         let before = REQUESTS.map(|signal| (signal, set_handler(signal, handler_address(write_to_pipe)))).into();

@@ -40,7 +40,7 @@ fn launch(options: &LaunchOptions) -> Result<ExitCode> {
         if num_restarts == options.max_restarts || !outcome.is_worth_a_restart() {
             if outcome.is_worth_a_restart() || outcome.was_stopped() {
                 let may_restart = outcome.is_worth_a_restart() && options.max_restarts == 0;
-                let hint = if may_restart { "; max_restarts=N continues by itself" } else { "" };
+                let hint = if may_restart { "; max_restarts=N restarts automatically" } else { "" };
                 way_on::tell_way_on(options.output_dir.as_deref(), hint, &outcome.messages);
             }
             return Ok(outcome.code);
@@ -49,9 +49,9 @@ fn launch(options: &LaunchOptions) -> Result<ExitCode> {
             return Ok(ExitCode::Preempted);
         }
         let from = match options.node_rank == 0 && resume(&mut options, &before)? {
-            _ if options.node_rank > 0 => "from where the node of rank 0 does",
+            _ if options.node_rank > 0 => "from the checkpoint that the node of rank 0 chooses",
             true => "from the newest checkpoint",
-            false => "as it began: it has saved no checkpoint",
+            false => "from the beginning, as no checkpoint was saved",
         };
         console::say(format_args!("restart {} of {} {from}", num_restarts + 1, options.max_restarts));
     }

@@ -41,7 +41,7 @@ pub fn load_again_with_settings() {
         return;
     }
     if let Err(error) = load_again(&missing) {
-        tracing::debug!("the program could not be loaded again: {error}");
+        tracing::debug!("cannot restart the program with its environment variables set: {error}");
     }
 }
 

@@ -40,6 +40,7 @@ pub fn watch_self(rank: usize, limits: &HeartbeatLimits, collective_timeout: Dur
             }
         }
     });
-    let failed = |error| Error::Environment { message: format!("a thread to watch heartbeats: {error}") };
+    let failed =
+        |error| Error::Environment { message: format!("cannot start the thread that watches heartbeats: {error}") };
     started.map(drop).map_err(failed)
 }

@@ -24,10 +24,11 @@ impl OnStop {
     pub(super) fn describe(self) -> (&'static str, &'static str) {
         match self {
             Self::End => ("they end", ""),
-            Self::Save => {
-                ("the step under way is finished, a checkpoint is saved, and the run ends with 75", ", without saving")
-            }
-            Self::Answer => ("requests under way are answered, further ones are refused", ", without answers"),
+            Self::Save => (
+                "the current step is finished, a checkpoint is saved, and the run ends with exit code 75",
+                ", without saving",
+            ),
+            Self::Answer => ("current requests are answered, new ones are refused", ", without answers"),
         }
     }
 }

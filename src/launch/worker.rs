@@ -89,7 +89,8 @@ impl LaunchOptions {
         }
         let list = if devices.is_empty() { "none".to_owned() } else { devices.join("; ") };
         let message = format!(
-            "--nproc {} asks for more GPUs than are visible: {list} (CUDA_VISIBLE_DEVICES={}); lower --nproc or set device=cpu",
+            "--nproc {} needs more GPUs than are visible: {list} (CUDA_VISIBLE_DEVICES={}); lower --nproc or set \
+             device=cpu",
             self.num_workers,
             std::env::var("CUDA_VISIBLE_DEVICES").unwrap_or_else(|_| "unset".to_owned())
         );
@@ -115,9 +116,12 @@ impl Rendezvous {
         let refuse = |error: std::io::Error| Error::Environment {
             message: match port {
                 Some(port) => {
-                    format!("--master_port {port} on {address}: {error}; give another, or none and a free one is taken")
+                    format!(
+                        "cannot listen on --master_port {port} at {address}: {error}; choose another port, or omit the \
+                         option to use a free one"
+                    )
                 }
-                None => format!("--master_addr {address}: {error}; give an address of this machine"),
+                None => format!("cannot listen on --master_addr {address}: {error}; give an address of this machine"),
             },
         };
         let listener = TcpListener::bind((address, port.unwrap_or(0))).map_err(refuse)?;

@@ -47,7 +47,11 @@ impl Arena {
         }
         let to = bytes.next_multiple_of(self.range.page_bytes());
         if to > self.range.reserved_bytes() {
-            let expected = format!("at most the {} bytes that '{}' reserved", self.range.reserved_bytes(), self.name);
+            let expected = format!(
+                "at most the {} bytes of addresses that arena '{}' reserved",
+                self.range.reserved_bytes(),
+                self.name
+            );
             return Err(invalid("Arena::map", expected, bytes));
         }
         if to > self.mapped_bytes {
@@ -164,7 +168,7 @@ pub(super) fn check_view(
     let bytes = shape.iter().try_fold(element_bytes, |bytes, &n| bytes.checked_mul(usize::try_from(n).ok()?));
     let end = bytes.and_then(|bytes| byte_offset.checked_add(bytes));
     if !byte_offset.is_multiple_of(element_bytes) || end.is_none_or(|end| end > usable_bytes) {
-        let expected = format!("an aligned view inside the {usable_bytes} usable bytes of '{name}'");
+        let expected = format!("an aligned view inside the {usable_bytes} mapped bytes of arena '{name}'");
         return Err(invalid(op, expected, format!("{shape:?} {kind:?} at byte {byte_offset}")));
     }
     Ok(())

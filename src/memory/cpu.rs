@@ -86,7 +86,7 @@ impl AddressRange for CpuRange {
         // SAFETY: [from, to) lies inside the own mapping; by the arena's contract no view of it is used any more.
         let gone = check(unsafe { libc::madvise(self.start.add(from).cast(), to - from, libc::MADV_DONTNEED) })
             .and_then(|()| self.protect(from, to, libc::PROT_NONE))
-            .map_err(|source| Error::Environment { message: format!("unmap of arena '{}': {source}", self.name) });
+            .map_err(|source| Error::Environment { message: format!("cannot unmap arena '{}': {source}", self.name) });
         (if gone.is_ok() { from } else { to }, gone)
     }
 

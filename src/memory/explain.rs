@@ -13,10 +13,10 @@ const MEND: &str = ", to mend: ";
 pub fn explain_out_of_memory(error: Error) -> Error {
     let (owner, requested_bytes) = match error {
         Error::OutOfMemory { owner, requested_bytes } if [A_TENSOR, A_LIBRARY].contains(&owner.as_str()) => {
-            (format!("{owner} in {}", phase::at_failure().name()), requested_bytes)
+            (format!("{owner} in phase {}", phase::at_failure().name()), requested_bytes)
         }
         Error::OutOfMemory { owner, requested_bytes } if !owner.contains(MEND) => (owner, requested_bytes),
-        Error::Cuda { op, code: OUT_OF_MEMORY, .. } => (format!("{op} in {}", phase::at_failure().name()), 0),
+        Error::Cuda { op, code: OUT_OF_MEMORY, .. } => (format!("{op} in phase {}", phase::at_failure().name()), 0),
         other => return other,
     };
     let key = match phase::at_failure() {

@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 /// [`Error::Environment`] where /proc/meminfo cannot be read.
 pub fn available_host_bytes() -> Result<usize> {
     let text = fs::read_to_string("/proc/meminfo")
-        .map_err(|error| Error::Environment { message: format!("/proc/meminfo: {error}") })?;
+        .map_err(|error| Error::Environment { message: format!("cannot read /proc/meminfo: {error}") })?;
     let available = parse_kib(&text, "MemAvailable:")
         .ok_or_else(|| Error::Environment { message: "/proc/meminfo has no MemAvailable".to_owned() })?;
     Ok([cgroup_bytes(), data_bytes()].into_iter().flatten().fold(available, usize::min))

@@ -126,7 +126,7 @@ impl HostPool {
         let on_host = tensor.device() == Device::Cpu;
         if (tensor.device() != self.device && !on_host) || !tensor.is_contiguous() {
             let expected = format!("a contiguous tensor on {:?}", self.device);
-            let got = format!("strides {:?} on {:?}", tensor.stride(), tensor.device());
+            let got = format!("a tensor of strides {:?} on {:?}", tensor.stride(), tensor.device());
             return Err(Error::InvalidArgument { op, expected, got });
         }
         Ok(tensor.numel() * kind.elt_size_in_bytes())

@@ -70,7 +70,7 @@ impl HostPool {
         let thread = std::thread::Builder::new().name("copy-feeder".to_owned());
         let feeder = thread.spawn(move || feed(&pages, &pieces));
         let feeder = feeder.map_err(|error| Error::Environment {
-            message: format!("a thread that feeds a copy to the GPU: {error}"),
+            message: format!("cannot start the thread that copies host memory to the GPU: {error}"),
         })?;
         Ok(Paced { feeder: Some(feeder), tensor: tensor.shallow_clone() })
     }

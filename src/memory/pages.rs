@@ -91,18 +91,19 @@ impl PinnedPages {
         for piece in cut(0..bytes) {
             let out_of_memory = |why: &str| {
                 let held = Ledger::summary(MemoryKind::Host);
-                let owner = format!("{name} (pinned, {} of {bytes} bytes done; {why}; {held})", piece.start);
+                let owner =
+                    format!("{name} (pinned memory, {} of {bytes} bytes allocated; {why}; {held})", piece.start);
                 Error::OutOfMemory { owner, requested_bytes: piece.len() }
             };
             let available = available_host_bytes()?;
             if piece.len() > available {
-                return Err(out_of_memory(&format!("the host has {available} bytes left")));
+                return Err(out_of_memory(&format!("the host has only {available} bytes left")));
             }
             // SAFETY: a new allocation of the size asked for, freed by the chunk's drop.
             let allocate = || unsafe { result::malloc_host(piece.len(), sys::CU_MEMHOSTALLOC_PORTABLE) };
             let address = numa::on_node(node, allocate);
             let address = check("cuMemHostAlloc", address).map_err(|error| match error {
-                Error::Cuda { code: OUT_OF_MEMORY, .. } => out_of_memory("the driver has no more"),
+                Error::Cuda { code: OUT_OF_MEMORY, .. } => out_of_memory("the CUDA driver can pin no more memory"),
                 other => other,
             })?;
             pages.chunks.push(PinnedAllocation(address.cast()));

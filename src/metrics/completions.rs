@@ -53,7 +53,7 @@ impl CompletionsWriter {
             return Err(Error::invalid_value(
                 "reward_funcs",
                 DROPPED,
-                "another name: it is a column of dynamic_sampling",
+                "another name: dynamic_sampling adds a column of this name",
             ));
         }
         let (folder, reward_names) = (Folder::new(output_dir).folder(FOLDER), reward_names.to_vec());
@@ -66,7 +66,7 @@ impl CompletionsWriter {
     /// [`Error::InvalidValue`] if a reward has the name of their column.
     pub fn with_messages(mut self, tokenizer: &Arc<Tokenizer>) -> Result<Self> {
         if self.reward_names.iter().any(|name| name == MESSAGES) {
-            let expected = "another name: it is a column of completions that call tools";
+            let expected = "another name: completions that call tools have a column of this name";
             return Err(Error::invalid_value("reward_funcs", MESSAGES, expected));
         }
         self.tokenizer = Some(Arc::clone(tokenizer));
@@ -99,7 +99,7 @@ impl CompletionsWriter {
         if let Err(error) = file.and_then(|file| write_rows(file, &path, &self.reward_names, &rows))
             && !std::mem::replace(&mut self.has_failed, true)
         {
-            tracing::warn!("completions cannot be written: {error}; training goes on, this is said once");
+            tracing::warn!("cannot write completions: {error}; training continues without them (reported once)");
         }
         Ok(())
     }
@@ -192,7 +192,8 @@ fn check_names(reward_names: &[String]) -> Result<()> {
     match reward_names.iter().find(|name| COLUMNS.contains(&name.as_str())) {
         Some(name) => {
             let expected = format!(
-                "a reward of another name: completions have columns {}; rename the function, or let a table name it: rewards.NAME.function",
+                "a reward of another name, as completions already have the columns {}; rename the function, or give it \
+                 another name with rewards.NAME.function",
                 COLUMNS.join(", ")
             );
             Err(Error::invalid_value("reward_funcs", name, expected))
@@ -303,8 +304,12 @@ mod tests {
             let refused = CompletionsWriter::new(Path::new("out"), &[name.to_owned()], tells_dropped);
             refused.map_err(|error| error.to_string())
         };
-        assert!(refusal("advantage", false).unwrap_err().contains("another name: completions have columns step"));
-        assert!(refusal("dropped", true).unwrap_err().contains("a column of dynamic_sampling"));
+        assert!(
+            refusal("advantage", false)
+                .unwrap_err()
+                .contains("another name, as completions already have the columns step")
+        );
+        assert!(refusal("dropped", true).unwrap_err().contains("dynamic_sampling adds a column of this name"));
         assert!(refusal("dropped", false).is_ok());
     }
 }

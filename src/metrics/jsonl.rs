@@ -82,7 +82,7 @@ impl JsonLines {
             match resume_step {
                 Some(step) => truncate_after(&folder, step)?,
                 None => {
-                    tracing::info!("{} is from another run: moved to {EARLIER}", path.display());
+                    tracing::info!("{} belongs to another run: moved to {EARLIER}", path.display());
                     folder.rename(FILE, EARLIER).map_err(Error::io(&path))?;
                 }
             }

@@ -54,7 +54,7 @@ impl LastingFile {
             offset += num_read as u64;
         }
         self.file = again;
-        tracing::warn!("{} was deleted or moved: it is written again", self.folder.path().join(&self.name).display());
+        tracing::warn!("{} was deleted or moved: writing it again", self.folder.path().join(&self.name).display());
         Ok(())
     }
 }

@@ -144,7 +144,7 @@ impl RunLog {
         if let Err(error) = write_report(&self.output_dir)
             && !std::mem::replace(&mut self.report_has_failed, true)
         {
-            tracing::warn!("the report cannot be written: {error}; training goes on, this is said once");
+            tracing::warn!("cannot write the report: {error}; training continues without it (reported once)");
         }
         self.next_report = Instant::now() + REPORT_INTERVAL.max(start.elapsed() * REPORT_COST);
     }
@@ -155,8 +155,9 @@ impl RunLog {
     /// [`Error::Io`](crate::Error::Io).
     pub fn begin_again(&self, config: &impl Serialize) -> Result<()> {
         let folder = self.output_dir.display();
-        self.display
-            .say(&format!("warning: {folder} was deleted or moved: it is made again; what was saved there is gone"));
+        self.display.say(&format!(
+            "warning: {folder} was deleted or moved: creating it again; checkpoints saved there are lost"
+        ));
         write_run_config(&self.output_dir, config)
     }
 

@@ -130,8 +130,9 @@ impl RankReporter {
             }
         };
         let thread = std::thread::Builder::new().name("ranks".to_owned()).spawn(work);
-        let failed =
-            |error| Error::Environment { message: format!("a thread that tells what this rank does: {error}") };
+        let failed = |error| Error::Environment {
+            message: format!("cannot start the thread that writes this rank's state: {error}"),
+        };
         Ok(Self { ends, thread: Some(thread.map_err(failed)?) })
     }
 

@@ -69,7 +69,10 @@ impl Services {
         let missing = match Command::new(python).args(["-c", FIND]).args(&self.modules).stdin(Stdio::null()).output() {
             Ok(output) => String::from_utf8_lossy(&output.stdout).split_whitespace().collect::<Vec<_>>().join(" "),
             Err(error) => {
-                let expected = format!("an interpreter in reward.python that has {}: {error}", self.modules.join(" "));
+                let expected = format!(
+                    "a Python interpreter in reward.python that has {}; starting it failed: {error}",
+                    self.modules.join(" ")
+                );
                 return Err(Error::invalid_value("report_to", self.modules.join(" "), expected));
             }
         };
@@ -78,10 +81,12 @@ impl Services {
             return Ok(());
         }
         if self.tensorboard && self.modules.len() + 1 == ReportService::ALL.len() {
-            notices.push(format!("report_to = all leaves out {missing}, which {python} lacks; to install: {installs}"));
+            notices.push(format!(
+                "report_to = all skips {missing}, which {python} does not have; install with: {installs}"
+            ));
             return Ok(());
         }
-        let expected = format!("services whose packages {python} has; to install: {installs}");
+        let expected = format!("services whose packages are installed in {python}; install with: {installs}");
         Err(Error::invalid_value("report_to", missing, expected))
     }
 }
@@ -123,7 +128,7 @@ impl Sidecar {
         let ended = self.child.as_mut().and_then(|child| child.try_wait().ok().flatten());
         if let Some(status) = ended {
             self.child = None;
-            self.warn(&format!("its process ended, {status}"));
+            self.warn(&format!("its process ended with {status}"));
         }
     }
 
@@ -135,11 +140,11 @@ impl Sidecar {
         while start.elapsed() < PATIENCE {
             match child.try_wait() {
                 Ok(None) => thread::sleep(LOOK),
-                Ok(Some(status)) if !status.success() => return self.warn(&format!("its process ended, {status}")),
+                Ok(Some(status)) if !status.success() => return self.warn(&format!("its process ended with {status}")),
                 _ => return,
             }
         }
-        self.warn(&format!("it is not done after {} s and goes on by itself", PATIENCE.as_secs()));
+        self.warn(&format!("it has not finished after {} s and continues in the background", PATIENCE.as_secs()));
     }
 
     fn warn(&self, why: &str) {
@@ -148,9 +153,12 @@ impl Sidecar {
         let (text, log) = (String::from_utf8_lossy(&text), self.folder.path().join(LOG));
         let last = text.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or_default();
         let hint = match last.contains("ModuleNotFoundError") {
-            true => format!("; to install it: {} -m pip install {modules}", self.services.python),
+            true => format!("; install with: {} -m pip install {modules}", self.services.python),
             false => String::new(),
         };
-        tracing::warn!("report_to {modules}: {why}: {last}{hint} ({}); training goes on", log.display());
+        tracing::warn!(
+            "report_to {modules}: {why}: {last}{hint} (log: {}); training continues without it",
+            log.display()
+        );
     }
 }

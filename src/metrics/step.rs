@@ -73,7 +73,8 @@ impl StepMetrics {
                 continue;
             };
             if sum.reduce != entry.reduce {
-                let message = format!("'{name}' is {:?} and {:?}", sum.reduce, entry.reduce);
+                let message =
+                    format!("ranks disagree on how to reduce metric '{name}': {:?} and {:?}", sum.reduce, entry.reduce);
                 let rank = group.ranks()[group.rank()];
                 return Err(Error::Collective { op: OP, group: group.name().to_owned(), rank, message });
             }

@@ -89,7 +89,7 @@ impl<T> Destination<T> {
         if let Err(error) = &result
             && !std::mem::replace(&mut self.has_failed, true)
         {
-            tracing::warn!("{} cannot be written: {error}; training goes on, this is said once", self.name);
+            tracing::warn!("cannot write {}: {error}; training continues without it (reported once)", self.name);
         }
         result.ok()
     }

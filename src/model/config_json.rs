@@ -237,7 +237,7 @@ fn layers(config: &JsonObject, traits: &Traits) -> Result<Vec<BlockSpec>> {
     };
     let turned = (head_dim as f64 * partial_rotary_factor) as usize;
     if traits.turns_pairs && !head_dim.is_multiple_of(turned) {
-        let expected = format!("a share whose columns divide the {head_dim} of a head");
+        let expected = format!("a fraction whose number of rotated columns divides the head width {head_dim}");
         return Err(config.wrong("partial_rotary_factor", expected));
     }
     let rotation = |layer_type| -> Result<Option<RopeSpec>> {
@@ -287,7 +287,9 @@ fn family(config: &JsonObject) -> Result<(Family, bool)> {
     };
     let contradicts = |names: Names| {
         let other = model_type.filter(|&model_type| model_type != names.model_type);
-        other.map(|_| config.wrong("model_type", format!("\"{}\", that of {}", names.model_type, names.architecture)))
+        other.map(|_| {
+            config.wrong("model_type", format!("\"{}\", the model_type of {}", names.model_type, names.architecture))
+        })
     };
     let found = Family::ALL.iter().find_map(|&family| {
         let Traits { architecture, model_type, whole, .. } = family.traits();
@@ -347,7 +349,8 @@ fn head_dim(config: &JsonObject, usual: Option<usize>, hidden_size: usize, num_h
     };
     match head_dim {
         even if even > 0 && even.is_multiple_of(2) => Ok(even),
-        odd => Err(config.wrong("head_dim", format!("an even number (it works out as {odd}): rope turns pairs"))),
+        odd => Err(config
+            .wrong("head_dim", format!("an even number (it works out as {odd}), as RoPE rotates pairs of columns"))),
     }
 }
 

@@ -165,7 +165,7 @@ pub fn init_folder(
 pub fn copy_tokenizer(from: &Path, to: &Path) -> Result<()> {
     let [required, ..] = TOKENIZER_FILES;
     if !from.join(required).exists() {
-        return Err(Error::bad_file(from.join(required), "missing: the tokenizer's folder must have it"));
+        return Err(Error::bad_file(from.join(required), "the file is missing: the tokenizer's folder must have it"));
     }
     let templates = from.join(TEMPLATES_FOLDER).read_dir().into_iter().flatten().flatten();
     let templates: Vec<_> = templates.map(|entry| Path::new(TEMPLATES_FOLDER).join(entry.file_name())).collect();

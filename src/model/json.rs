@@ -143,17 +143,17 @@ fn absent(path: &Path) -> String {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty() && !folder.exists());
     match folder.map(Path::display) {
         Some(name) => {
-            format!(
-                "no such folder {name}; a model of the Hugging Face Hub is named USER/NAME and is downloaded by its name"
-            )
+            format!("there is no folder {name}; to download a model from the Hugging Face Hub write USER/NAME")
         }
         None => match path.parent().and_then(model_within) {
-            Some(model) => format!("missing; the folder holds a model, name that: {}", model.display()),
+            Some(model) => {
+                format!("the file is missing; the model is in a subfolder, name that instead: {}", model.display())
+            }
             None => match path.parent().map(held_by).filter(|held| !held.is_empty()) {
                 Some(held) => {
-                    format!("the folder is there, but not this file of a Hugging Face model; it holds {held}")
+                    format!("the file is missing: this is not a Hugging Face model folder; it contains {held}")
                 }
-                None => "missing; a Hugging Face model folder has it".to_owned(),
+                None => "the file is missing: expected a Hugging Face model folder".to_owned(),
             },
         },
     }
@@ -193,12 +193,12 @@ mod tests {
     fn a_run_s_folder_is_told_from_its_model_s() {
         let run = tempfile::tempdir().unwrap();
         let said = || JsonObject::read(&run.path().join(CONFIG)).map(|_| ()).unwrap_err().to_string();
-        assert!(said().ends_with("missing; a Hugging Face model folder has it"), "{}", said());
+        assert!(said().ends_with("the file is missing: expected a Hugging Face model folder"), "{}", said());
         for (name, file) in [("checkpoint-2", CONFIG), ("final", ADAPTER_CONFIG), ("checkpoint-10", CONFIG)] {
             std::fs::create_dir(run.path().join(name)).unwrap();
             std::fs::write(run.path().join(name).join(file), "{}").unwrap();
         }
-        assert!(said().ends_with(&format!("name that: {}", run.path().join("final").display())), "{}", said());
+        assert!(said().ends_with(&format!("name that instead: {}", run.path().join("final").display())), "{}", said());
         std::fs::rename(run.path().join("final"), run.path().join(".final.tmp")).unwrap();
         assert!(said().ends_with("checkpoint-10"), "{}", said());
     }

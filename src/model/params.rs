@@ -84,7 +84,7 @@ impl ParamTable {
     /// If there is no such unit.
     pub fn index(&self, unit: Unit) -> usize {
         let found = self.units.binary_search_by_key(&unit, |layout| layout.unit);
-        found.unwrap_or_else(|_| panic!("{unit} in a table of {} units", self.units.len()))
+        found.unwrap_or_else(|_| panic!("{unit} is not in the table of {} units", self.units.len()))
     }
 
     /// Elements of all parameters, padding left out.

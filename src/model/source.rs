@@ -59,10 +59,10 @@ fn refuse_gguf(folder: &Path) -> Result<()> {
     }
     let (place, name) = (file.parent().unwrap_or(folder).display(), file.file_name().unwrap_or_default().display());
     let message = format!(
-        "a model in GGUF, llama.cpp's format, which is not read: expected a Hugging Face folder (config.json, tokenizer.json, \
-         *.safetensors). Take the repository that it was made from, or convert it, which cannot bring back what its quantization \
-         rounded: python3 -c \"from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; \
-         [c.from_pretrained('{place}', gguf_file='{name}').save_pretrained('converted') for c in (M, T)]\""
+        "GGUF (the format of llama.cpp) is not supported: expected a Hugging Face folder (config.json, tokenizer.json, \
+         *.safetensors). Use the original repository, or convert the file, which keeps its quantization error: python3 \
+         -c \"from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; [c.from_pretrained('{place}', \
+         gguf_file='{name}').save_pretrained('converted') for c in (M, T)]\""
     );
     Err(Error::bad_file(file, message))
 }
@@ -94,10 +94,10 @@ fn model_files(repo: &Repo, snapshot: &Snapshot<'_>) -> Result<Vec<String>> {
     let weights = [SINGLE, ADAPTER_WEIGHTS].into_iter().find(|name| has(name));
     let Some(weights) = weights else {
         let pickled = names.iter().find(|name| [".bin", ".pt", ".gguf"].iter().any(|end| name.ends_with(end)));
-        let instead =
-            pickled.map_or_else(|| "nothing that could be converted".to_owned(), |name| format!("only {name}"));
+        let instead = pickled.map_or_else(|| "no other weights either".to_owned(), |name| format!("only {name}"));
         let message = format!(
-            "no weights as safetensors: it has {instead}; expected {SINGLE} or {INDEX} (the Hub converts others: {})",
+            "the repository has no safetensors weights ({instead}); expected {SINGLE} or {INDEX} (convert other \
+             formats at {})",
             "https://huggingface.co/spaces/safetensors/convert"
         );
         return Err(Error::Hub { repo: repo.to_string(), message });
@@ -139,7 +139,7 @@ mod tests {
             assert_eq!(error.exit_code(), ExitCode::Files);
             for part in [
                 "model-q4_k_m.gguf",
-                "GGUF, llama.cpp's format",
+                "GGUF (the format of llama.cpp)",
                 "Hugging Face folder",
                 "gguf_file='model-q4_k_m.gguf'",
             ] {

@@ -40,7 +40,7 @@ impl Stages {
         let (num_layers, most) = (spec.num_layers(), spec.attention_layers().count());
         if !(1..=most).contains(&num_stages) {
             let numbers = if most > 1 { format!("1 to {most}") } else { "1".to_owned() };
-            let expected = format!("{numbers}: every stage has at least one of the model's layers with attention");
+            let expected = format!("{numbers}, as every stage needs at least one layer with attention");
             return Err(Error::invalid_value("pipeline_parallel_size", num_stages, expected));
         }
         let sizes = match partition {
@@ -52,7 +52,7 @@ impl Stages {
         };
         if sizes.len() != num_stages || sizes.contains(&0) {
             return refuse(match num_stages {
-                1 => format!("none, or pipeline_parallel_size = {}: without it there is one stage", sizes.len()),
+                1 => format!("none, or pipeline_parallel_size = {}: by default there is one stage", sizes.len()),
                 _ => format!("layers of {num_stages} stages (pipeline_parallel_size), at least 1 each"),
             });
         }
@@ -69,7 +69,7 @@ impl Stages {
             |index: &usize| spec.attention_layers().any(|layer| stages.stage(*index).layers.contains(&layer));
         match (0..num_stages).find(|index| !has_attention(index)) {
             Some(index) => {
-                refuse(format!("a layer with attention in every stage: stage {index} has gated delta nets alone"))
+                refuse(format!("a layer with attention in every stage, but stage {index} has only gated delta nets"))
             }
             None => Ok(stages),
         }
@@ -237,12 +237,12 @@ mod tests {
         assert!(refused(&spec, 2, &[usize::MAX, 29]).contains("a sum of 28"));
         let hybrid = ModelSpec::preset("qwen3.5-9b").unwrap();
         let rest = hybrid.num_layers() - 1;
-        assert!(refused(&hybrid, 2, &[1, rest]).contains("stage 0 has gated delta nets alone"));
+        assert!(refused(&hybrid, 2, &[1, rest]).contains("stage 0 has only gated delta nets"));
         assert_eq!(Stages::new(&hybrid, 8, &[]).unwrap().count(), 8);
         let few = refused(&hybrid, 9, &[]);
         assert_eq!(
             few,
-            "pipeline_parallel_size = 9: expected 1 to 8: every stage has at least one of the model's layers with attention"
+            "pipeline_parallel_size = 9: expected 1 to 8, as every stage needs at least one layer with attention"
         );
     }
 }

@@ -209,8 +209,11 @@ fn an_agent_that_always_fails_ends_the_run_with_the_cause() {
     fs::write(&file, "def play(row, base_url):\n    raise ValueError('no server for me')\n").unwrap();
     let output = folder.path().join("run");
     let keys = format!("agent={}:play reward_funcs=[] output_dir={}", file.display(), output.display());
-    let parts =
-        ["no sample in 3 steps in a row", "an episode is lost: agent: ValueError: no server for me", "mine.py:2"];
+    let parts = [
+        "no sample in 3 steps in a row",
+        "an episode failed, its completions are masked: agent: ValueError: no server for me",
+        "mine.py:2",
+    ];
     run(&format!("{CALCULATOR} max_steps=4 {keys}")).assert_error(&keys, 14, &parts);
 }
 

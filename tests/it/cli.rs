@@ -308,7 +308,7 @@ fn a_world_that_is_too_small_is_told_with_its_line_and_all_else() {
     let file = fs::read_to_string("configs/tiny-cpu.toml").unwrap();
     let line = 1 + file.lines().position(|line| line.starts_with("tensor_parallel_size = 2")).unwrap();
     let size = format!(
-        "tensor_parallel_size = 2: expected 1, as one rank generates; --nproc 2 starts as many (configs/tiny-cpu.toml:{line})"
+        "tensor_parallel_size = 2: expected 1, as there is only one rank to generate; --nproc 2 starts more ranks (configs/tiny-cpu.toml:{line})"
     );
     let others =
         ["generation_batch_size = 3: expected", "reward_funcs = exact_match: expected names", "here: exact_answer"];

@@ -75,7 +75,11 @@ fn an_unequal_product_ends_the_run() {
     );
     let ended = run(&line);
     assert_eq!(ended.code, Some(16), "{line}\n{}", ended.stderr);
-    assert!(ended.stderr.contains("log-probabilities differ from the sampler's by up to"), "{}", ended.stderr);
+    assert!(
+        ended.stderr.contains("log-probabilities of the trainer and of the sampler differ by up to"),
+        "{}",
+        ended.stderr
+    );
 }
 
 /// From a checkpoint of a run without it and back, which the run says.

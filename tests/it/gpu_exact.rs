@@ -297,7 +297,11 @@ fn gpu_an_unequal_product_ends_the_run() {
     );
     let ended = run(&line);
     assert_eq!(ended.code, Some(16), "{}", ended.stderr);
-    assert!(ended.stderr.contains("log-probabilities differ from the sampler's by up to"), "{}", ended.stderr);
+    assert!(
+        ended.stderr.contains("log-probabilities of the trainer and of the sampler differ by up to"),
+        "{}",
+        ended.stderr
+    );
 }
 
 /// Before the first step, with the values that would do.

@@ -228,7 +228,7 @@ fn a_run_of_a_model_and_a_data_set_by_name() {
     assert_eq!(reward(&out), reward(&out.with_extension("2")));
 
     let wrong = run("dataset_config=mian seedd=1 dataset_train_split=train", true);
-    wrong.assert_error("a configuration that is not there", 2, &["unknown key 'seedd'", "there is no 'mian': main"]);
+    wrong.assert_error("a configuration that is not there", 2, &["unknown key 'seedd'", "it has no 'mian': main"]);
 }
 
 /// `eval` finds its rows as a run does, and its launcher downloads them.

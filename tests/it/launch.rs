@@ -263,7 +263,7 @@ fn a_run_is_started_again_as_often_as_asked_for() {
     let ended = launcher.end();
     assert_eq!(ended.code, Some(10));
     assert_eq!(ended.stderr.matches("error: rank 1 died: signal 9").count(), 3, "{}", ended.stderr);
-    let from = "as it began: it has saved no checkpoint";
+    let from = "from the beginning, as no checkpoint was saved";
     for text in [format!("restart 1 of 2 {from}"), format!("restart 2 of 2 {from}")] {
         assert!(ended.stderr.contains(&text), "{}", ended.stderr);
     }
@@ -277,7 +277,7 @@ fn a_signal_before_there_is_anything_to_save_is_no_failure() {
     launcher.signal(&["USR1"]);
     let ended = launcher.end();
     assert_eq!(ended.code, Some(75), "{}", ended.stderr);
-    assert!(ended.stderr.contains("preempted before there was anything to save"), "{}", ended.stderr);
+    assert!(ended.stderr.contains("stopped by a signal before there was anything to save"), "{}", ended.stderr);
 }
 
 #[test]
@@ -301,5 +301,5 @@ fn more_workers_than_gpus_are_refused() {
     });
     let ended = launcher.end();
     assert_eq!(ended.code, Some(4));
-    assert!(ended.stderr.contains("--nproc 1000 asks for more GPUs than are visible"), "{}", ended.stderr);
+    assert!(ended.stderr.contains("--nproc 1000 needs more GPUs than are visible"), "{}", ended.stderr);
 }

@@ -390,7 +390,7 @@ fn a_server_that_is_stopped_answers_what_is_under_way() {
         assert_eq!(rest.contains(refused), !is_answered, "{rest}");
         let ended = server.end();
         assert_eq!(ended.code, Some(0), "{}", ended.stderr);
-        assert!(ended.stderr.contains("requests under way are answered"), "{}", ended.stderr);
+        assert!(ended.stderr.contains("current requests are answered"), "{}", ended.stderr);
     }
 }
 

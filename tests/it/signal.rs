@@ -253,7 +253,7 @@ fn a_run_without_any_signal_ends_with_what_it_saw() {
     let replace = ["dynamic_sampling=replace", "dynamic_sampling_max_gen_batches=3"];
     let ended = runs.train("replace", 2, &[&solved[..], &replace].concat());
     assert_eq!(ended.code, Some(3), "{}", ended.output);
-    let message = "no group of completions teaches anything: 12 groups were sampled for a batch of 4 (at most 12: \
+    let message = "no group of completions gives a training signal: 12 groups were sampled for a batch of 4 (at most 12: \
                    dynamic_sampling_max_gen_batches = 3 batches, or the 256 rows there are): 12 have equal rewards; their mean \
                    reward is 1.0000. Take rows";
     assert!(ended.output.contains(message), "{}", ended.output);

@@ -126,7 +126,7 @@ def add(a: int, b: int) -> int:
     signal(run.id(), "-TERM");
     let ended = end(run);
     assert_eq!(ended.code, Some(75), "{}", ended.stderr);
-    assert!(ended.stderr.contains("preempted before there was anything to save"), "{}", ended.stderr);
+    assert!(ended.stderr.contains("stopped by a signal before there was anything to save"), "{}", ended.stderr);
 }
 
 /// A hang costs its own turn alone, and rewards see the messages.
@@ -219,7 +219,7 @@ def called(completions, trainer_state, **columns):
     fs::write(folder.path().join("may"), "").unwrap();
     let output = folder.path().join("saved");
     let ended = run(&format!("{CALCULATOR} {keys} --nproc 2 max_steps=6 output_dir={}", output.display()));
-    let times = "the process of the tools has ended 3 times in a row with no answer in between";
+    let times = "the process of the tools ended 3 times in a row without an answer in between";
     assert!(ended.code == Some(14) && ended.stderr.contains(times), "{}", ended.stderr);
     let mut names = fs::read_dir(&output).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
     assert!(names.any(|name| name.starts_with("checkpoint-")), "{}", ended.stderr);

@@ -259,6 +259,6 @@ mod tests {
         assert!(alone.trim_end().ends_with(" -"), "nothing to compare with:\n{alone}");
         std::fs::write(&results, "{\"mode\": \"split\"}\n").unwrap();
         let error = compare(&results, &output, &[]).unwrap_err().to_string();
-        assert!(error.contains("a line without num_generators"), "{error}");
+        assert!(error.contains("a line has no num_generators"), "{error}");
     }
 }

@@ -99,7 +99,7 @@ fn what_an_episode_may_not_ask_for_is_refused_by_its_name() {
     let params = SamplingParams { temperature: 0.7, max_completion_length: 20, ..SamplingParams::default() };
     let played = EpisodeFixture::new(&params);
     for (more, part) in [
-        (json!({"temperature": 1.0}), "temperature: expected the run's own value"),
+        (json!({"temperature": 1.0}), "temperature: expected the value of the training run"),
         (json!({"top_p": 0.5}), "top_p: "),
         (json!({"top_k": 3}), "top_k: "),
         (json!({"seed": 3}), "seed: "),
@@ -115,7 +115,7 @@ fn what_an_episode_may_not_ask_for_is_refused_by_its_name() {
     assert_eq!(*same.0.params, expected, "and the model's name is the client's affair");
     let (said, _) = played.answer(same, "0123456789012345678");
     let refusal = played.ask(&[user("go"), said, user("on")], json!({})).unwrap_err();
-    assert!(refusal.message.contains("max_completion_length = 20 tokens behind its first request"), "{refusal:?}");
+    assert!(refusal.message.contains("max_completion_length = 20 tokens may follow the first request"), "{refusal:?}");
     assert_eq!(refusal.code, Some("context_length_exceeded"), "by which harnesses know that they may say less");
     for _ in 1..9 {
         played.ask(&[user("go")], json!({})).unwrap();

@@ -78,7 +78,9 @@ impl PlayedGroup {
         tokenizer: &Tokenizer,
     ) -> Result<Option<String>> {
         let (environment, failure) = match end {
-            Ok(_) if played.is_empty() => (None, Some("agent: it has sampled nothing".to_owned())),
+            Ok(_) if played.is_empty() => {
+                (None, Some("agent: the episode ended without a request to the model".to_owned()))
+            }
             Ok(end) => (Some(Arc::new(end)), None),
             Err(failure) => (None, Some(failure)),
         };
@@ -114,7 +116,8 @@ fn assemble(group: &mut RolloutGroup, played: Vec<PlayedConversation>, tokenizer
         let common = |prompt: &[u32]| first.iter().zip(prompt).take_while(|(a, b)| a == b).count();
         let token_ids = first[..prompts().map(common).min().unwrap_or(0)].to_vec();
         if token_ids.is_empty() {
-            let message = "agent: conversations of a row begin with different tokens: they need a prompt in common, of one token at least";
+            let message = "agent: the conversations of a row begin with different tokens, but they must share at least \
+                           the first token of their prompt";
             return Err(Error::Environment { message: message.to_owned() });
         }
         if token_ids != group.prompt.token_ids {

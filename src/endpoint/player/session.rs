@@ -191,7 +191,7 @@ impl GroupTurns for PlayedSession<'_> {
             if self.places.insert(key, number).is_some() {
                 return Err(Error::InvalidArgument {
                     op: "play episodes",
-                    expected: "each prompt once in a session".to_owned(),
+                    expected: "each prompt at most once per session".to_owned(),
                     got: format!("prompt {} twice", key.prompt_id),
                 });
             }

@@ -66,7 +66,9 @@ impl Linear {
     /// # Panics
     /// If it is in two.
     pub fn piece(&self) -> &Piece {
-        let [piece] = &self.pieces[..] else { panic!("a matrix in {} pieces", self.pieces.len()) };
+        let [piece] = &self.pieces[..] else {
+            panic!("this matrix is stored in {} pieces, not in one", self.pieces.len())
+        };
         piece
     }
 

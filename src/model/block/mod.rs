@@ -110,7 +110,7 @@ pub fn block_backward(
     let (h, mixed) = mixed.map_or_else(|| mixer.forward(ctx, layer, w, (&x, attended), packed, false), Ok)?;
     let dh = mlp.backward(ctx, layer, w, (&h, dy), grads)?;
     let dx = mixer.backward(ctx, w, (&x, &dh), mixed, packed, grads)?;
-    assert!(!grads.is_unwritten(), "a matrix of layer {layer} without a gradient");
+    assert!(!grads.is_unwritten(), "backward left a matrix of layer {layer} without a gradient");
     Ok(dx)
 }
 

@@ -14,7 +14,7 @@ const USUAL_INTERVAL: usize = 4;
 /// Puts the gated delta nets that a `config.json` describes into the layers that have one.
 pub(super) fn read(config: &JsonObject, hidden: usize, layers: &mut [BlockSpec]) -> Result<()> {
     if config.has("attn_output_gate") && !config.flag("attn_output_gate")? {
-        return Err(config.wrong("attn_output_gate", "true, as transformers computes this family"));
+        return Err(config.wrong("attn_output_gate", "true, as transformers has it for this family"));
     }
     let size = |key, usual| if config.has(key) { config.size(key, 1 << 16) } else { Ok(usual) };
     let heads = DeltaHeads {
@@ -35,7 +35,7 @@ pub(super) fn read(config: &JsonObject, hidden: usize, layers: &mut [BlockSpec])
     let full_attention = full_attention(config, num_layers)?;
     if full_attention.is_empty() || full_attention.len() == num_layers {
         let all = full_attention.len();
-        let expected = format!("at least one layer of each type; here {all} of {num_layers} have full_attention");
+        let expected = format!("at least one layer of each type, but {all} of {num_layers} have full_attention");
         return Err(config.wrong(layer_types::KEY, expected));
     }
     for layer in (0..num_layers).filter(|layer| !full_attention.contains(layer)) {

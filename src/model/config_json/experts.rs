@@ -27,7 +27,7 @@ pub(super) fn read(config: &JsonObject, hidden: usize, traits: &Traits) -> Resul
     };
     let norm_topk_prob = match traits.divides_by_choices {
         true if config.has("norm_topk_prob") && !config.flag("norm_topk_prob")? => {
-            return Err(config.wrong("norm_topk_prob", "true, as transformers computes this family"));
+            return Err(config.wrong("norm_topk_prob", "true, as transformers has it for this family"));
         }
         true => true,
         false if traits.has_delta_nets && !config.has("norm_topk_prob") => true, // as in transformers

@@ -27,7 +27,7 @@ pub(super) fn check(config: &JsonObject) -> Result<()> {
         Some("compressed-tensors") => {
             expect(&own, "format", &["float-quantized"])?;
             if own.get("kv_cache_scheme").is_some() {
-                return Err(own.wrong("kv_cache_scheme", "none: scales of keys and values are made as they come"));
+                return Err(own.wrong("kv_cache_scheme", "none: fixed scales for the KV cache are not supported"));
             }
             let groups = own.object("config_groups")?.ok_or_else(|| own.wrong("config_groups", "groups of weights"))?;
             groups.keys().try_for_each(|group| {
@@ -48,7 +48,7 @@ pub(super) fn check(config: &JsonObject) -> Result<()> {
             })
         }
         _ => {
-            let expected = "fp8 or compressed-tensors, in e4m3: other quantised weights are not read";
+            let expected = "fp8 or compressed-tensors, in e4m3: other quantized weights are not supported";
             Err(own.wrong("quant_method", expected))
         }
     }

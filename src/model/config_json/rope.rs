@@ -31,7 +31,7 @@ pub(super) fn read(config: &JsonObject, layer_type: &str) -> Result<(f64, Option
         Some(Some("llama3")) => Some(RopeScaling::Llama3(llama3(&rope)?)),
         Some(Some("yarn")) => Some(RopeScaling::Yarn(yarn(config, &rope)?)),
         Some(Some("longrope" | "su")) => {
-            let expected = "another type: LongRoPE's frequencies, which depend on the longest sequence, are not served";
+            let expected = "another type: LongRoPE is not supported (its frequencies depend on the longest sequence)";
             return Err(rope.wrong(type_key, expected));
         }
         Some(_) => return Err(rope.wrong(type_key, "\"default\", \"linear\", \"llama3\" or \"yarn\"")),
@@ -62,7 +62,10 @@ pub(super) fn partial_rotary_factor(config: &JsonObject, head_dim: usize, usual:
     let columns = (head_dim as f64 * factor) as usize;
     match factor <= 1.0 && columns > 0 && columns.is_multiple_of(2) {
         true => Ok(factor),
-        false => Err(place.wrong(KEY, format!("at most 1, and an even number of the {head_dim} columns of a head"))),
+        false => Err(place.wrong(
+            KEY,
+            format!("at most 1, and such that an even number of the {head_dim} columns of a head is rotated"),
+        )),
     }
 }
 

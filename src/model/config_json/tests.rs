@@ -154,7 +154,11 @@ fn what_cannot_be_computed_is_refused_by_name() {
     let cases = [
         ("architectures", json!(["GPT2LMHeadModel"]), "architectures is [\"GPT2LMHeadModel\"]: expected one of Qwen2"),
         ("hidden_act", json!("gelu"), "hidden_act is \"gelu\": expected \"silu\" or \"gelu_pytorch_tanh\""),
-        ("model_type", json!("llama"), "model_type is \"llama\": expected \"qwen2\", that of Qwen2ForCausalLM"),
+        (
+            "model_type",
+            json!("llama"),
+            "model_type is \"llama\": expected \"qwen2\", the model_type of Qwen2ForCausalLM",
+        ),
         ("attention_bias", json!(true), "attention_bias is true: expected false; biases of all four"),
         ("mlp_bias", json!(true), "mlp_bias is true"),
         ("attention_dropout", json!(0.1), "attention_dropout is 0.1: expected 0"),
@@ -336,7 +340,10 @@ fn layers_of_smollm3_turn_or_not_as_in_transformers() {
     assert_eq!(load(&listed.to_config_json()).unwrap(), listed);
     for value in [json!([1, 0]), json!("none"), json!([1, 0, -1, 1])] {
         let error = load(&with(&good, "no_rope_layers", value)).unwrap_err().to_string();
-        assert!(error.contains("expected a list of 1 (turns) and 0, one for each of 4 layers"), "{error}");
+        assert!(
+            error.contains("expected a list of 1 (with RoPE) and 0 (without), one for each of 4 layers"),
+            "{error}"
+        );
     }
 }
 

@@ -26,7 +26,7 @@ pub(super) fn read(whole: JsonObject) -> Result<JsonObject> {
 pub(super) fn whole_config(spec: &ModelSpec, base: Option<&Path>) -> Result<Value> {
     let base = base.ok_or_else(|| Error::InvalidArgument {
         op: "ModelSpec::write_config",
-        expected: "the folder of the files that the text is a part of".to_owned(),
+        expected: "the folder of the original vision-language model".to_owned(),
         got: "none".to_owned(),
     })?;
     let mut config = Value::Object(JsonObject::read(&base.join(CONFIG))?.into_map());

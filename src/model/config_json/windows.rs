@@ -23,7 +23,9 @@ pub(super) fn read(
     let window = match counts {
         Window::Never => return all(None),
         Window::Refused if config.flag("use_sliding_window")? => {
-            return Err(config.wrong("use_sliding_window", "false: windows in every second layer are not served"));
+            return Err(
+                config.wrong("use_sliding_window", "false: sliding windows in every second layer are not supported")
+            );
         }
         Window::Refused => return all(None),
         Window::Always(usual) if !config.has(KEY) => return all(Some(usual)),

@@ -30,9 +30,8 @@ const WINDOW_OF_PHI_3_MINI: usize = 2047;
 fn read(config: &JsonObject, spec: ModelSpec) -> Result<ModelSpec> {
     match spec.attention().rope.is_some_and(|rope| rope.scaling.is_some()) {
         false => Ok(spec),
-        true => {
-            Err(config.wrong("rope_scaling", "null: frequencies that depend on the longest sequence are not served"))
-        }
+        true => Err(config
+            .wrong("rope_scaling", "null: LongRoPE is not supported (its frequencies depend on the longest sequence)")),
     }
 }
 

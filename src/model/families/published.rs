@@ -90,7 +90,7 @@ fn what_is_not_computed_of_these_families_is_refused_by_name() {
             json!(30.0),
             "final_logit_softcapping is 30.0: expected no such key, or null",
         ),
-        (&gemma, "attn_logit_softcapping", json!(50.0), "scores of attention have no cap"),
+        (&gemma, "attn_logit_softcapping", json!(50.0), "soft-capping of attention scores is not supported"),
         (&gemma, "use_bidirectional_attention", json!(true), "use_bidirectional_attention is true"),
         (
             &gemma,
@@ -99,8 +99,13 @@ fn what_is_not_computed_of_these_families_is_refused_by_name() {
             "hidden_activation is \"gelu\": expected \"silu\" or \"gelu_pytorch_tanh\"",
         ),
         (&phi, "rope_scaling", longrope, "LongRoPE"),
-        (&phi, "resid_pdrop", json!(0.1), "training computes no dropout of sublayers"),
-        (&glm, "partial_rotary_factor", json!(0.75), "a share whose columns divide the 128 of a head"),
+        (&phi, "resid_pdrop", json!(0.1), "dropout of sublayer outputs is not supported"),
+        (
+            &glm,
+            "partial_rotary_factor",
+            json!(0.75),
+            "a fraction whose number of rotated columns divides the head width 128",
+        ),
         (&gpt_oss, "swiglu_limit", json!(10.0), "swiglu_limit is 10.0: expected 7"),
         (&gpt_oss, "swiglu_alpha", json!(1.0), "swiglu_alpha is 1.0: expected 1.702"),
         (&gpt_oss, "num_experts_per_tok", json!(33), "num_experts_per_tok is 33: expected a whole number from 1 to 32"),
@@ -110,7 +115,7 @@ fn what_is_not_computed_of_these_families_is_refused_by_name() {
             json!({"quant_method": "fp8"}),
             "quantization_config.quant_method is \"fp8\": expected \"mxfp4\"",
         ),
-        (&glm, "quantization_config", json!({"quant_method": "mxfp4"}), "other quantised weights are not read"),
+        (&glm, "quantization_config", json!({"quant_method": "mxfp4"}), "other quantized weights are not supported"),
         (&glm, "attention_bias", json!(3), "attention_bias is 3: expected true or false"),
     ] {
         let mut config = config.clone();

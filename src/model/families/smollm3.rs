@@ -42,7 +42,9 @@ fn turns(config: &JsonObject, num_layers: usize) -> Result<Vec<bool>> {
     };
     let turns = list.as_array().and_then(|list| list.iter().map(|turns| Some(turns.as_u64()? != 0)).collect());
     let turns: Option<Vec<bool>> = turns.filter(|turns: &Vec<bool>| turns.len() == num_layers);
-    turns.ok_or_else(|| config.wrong(KEY, format!("a list of 1 (turns) and 0, one for each of {num_layers} layers")))
+    turns.ok_or_else(|| {
+        config.wrong(KEY, format!("a list of 1 (with RoPE) and 0 (without), one for each of {num_layers} layers"))
+    })
 }
 
 fn write(spec: &ModelSpec, config: &mut Value) {

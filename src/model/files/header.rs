@@ -42,12 +42,13 @@ impl MappedFile {
             .map_err(|error| bad(format!("bad header: {}", fault(text).unwrap_or_else(|| error.to_string()))))?;
         match data_start.checked_add(header.data_len()) {
             Some(expected) if expected as u64 == actual => Ok(Self { path: path.to_owned(), map, header, data_start }),
-            Some(expected) if expected as u64 > actual => {
-                Err(bad(format!("truncated: {actual} bytes, expected {expected}; copy or download it again")))
-            }
-            expected => {
-                Err(bad(format!("{actual} bytes, but the header describes {}", expected.unwrap_or(usize::MAX))))
-            }
+            Some(expected) if expected as u64 > actual => Err(bad(format!(
+                "the file is truncated: it has {actual} bytes, expected {expected}; copy or download it again"
+            ))),
+            expected => Err(bad(format!(
+                "the file has {actual} bytes, but its header describes {}",
+                expected.unwrap_or(usize::MAX)
+            ))),
         }
     }
 
@@ -151,18 +152,20 @@ fn map(path: &Path) -> Result<(Mmap, usize)> {
     })?;
     let actual = file.metadata().map_err(|error| bad(error.to_string()))?.len();
     if actual < LENGTH_BYTES as u64 {
-        return Err(bad(format!("truncated: {actual} bytes, expected at least {LENGTH_BYTES}")));
+        return Err(bad(format!("the file is truncated: it has {actual} bytes, expected at least {LENGTH_BYTES}")));
     }
     // SAFETY: the map is read-only, and only this module reads it. Somebody who shortens the file meanwhile ends the
     // process (SIGBUS), as with every reader that maps weights.
     let map = unsafe { Mmap::map(&file) }.map_err(|error| bad(error.to_string()))?;
     let header_bytes = u64::from_le_bytes(map[..LENGTH_BYTES].try_into().expect("8 bytes"));
     if header_bytes > MAX_HEADER_BYTES {
-        return Err(bad(format!("header of {header_bytes} bytes: expected at most {MAX_HEADER_BYTES}")));
+        return Err(bad(format!("the header has {header_bytes} bytes: expected at most {MAX_HEADER_BYTES}")));
     }
     let data_start = LENGTH_BYTES + header_bytes as usize;
     if data_start > map.len() {
-        return Err(bad(format!("truncated: {actual} bytes, expected {data_start} for the header alone")));
+        return Err(bad(format!(
+            "the file is truncated: it has {actual} bytes, but its header alone needs {data_start}"
+        )));
     }
     Ok((map, data_start))
 }
@@ -184,14 +187,14 @@ fn fault(header: &[u8]) -> Option<String> {
     let (mut end, mut last) = (0, "the data's beginning");
     for ((first, next), name, TensorInfo { dtype, shape, .. }) in tensors {
         let bits = shape.iter().try_fold(dtype.bitsize(), |bits, &size| bits.checked_mul(size));
-        let bytes = bits.map_or_else(|| "more than can be counted as".to_owned(), |bits| bits.div_ceil(8).to_string());
+        let bytes = bits.map_or_else(|| "more than 2^64".to_owned(), |bits| bits.div_ceil(8).to_string());
         if next < first || bits != (next - first).checked_mul(8) {
             return Some(format!(
-                "{name} has the bytes {first} to {next}, but {dtype:?} {shape:?} takes {bytes} bytes"
+                "{name} is stored in bytes {first} to {next}, but {dtype:?} {shape:?} needs {bytes} bytes"
             ));
         }
         if first > end {
-            return Some(format!("the bytes {end} to {first}, between {last} and {name}, are no tensor's"));
+            return Some(format!("bytes {end} to {first}, between {last} and {name}, belong to no tensor"));
         }
         if first < end {
             return Some(format!("{name} begins at byte {first}, before the end of {last} at {end}"));

@@ -161,7 +161,10 @@ impl WeightFiles {
             Some(scales) => scales.check(shape),
             None => {
                 let expected = SCALES.map(|scales| format!("{name}{scales}")).join(" or ");
-                Err(Error::bad_file(&shard.path, format!("{name} is in e4m3 without scales: expected {expected}")))
+                Err(Error::bad_file(
+                    &shard.path,
+                    format!("{name} is stored in e4m3, but its scales are missing: expected {expected}"),
+                ))
             }
         }
     }
@@ -170,7 +173,7 @@ impl WeightFiles {
         for name in shard.names() {
             if let Some(other) = self.places.insert(name.clone(), self.shards.len()) {
                 let other = self.shards[other].path.display();
-                return Err(Error::bad_file(&shard.path, format!("tensor {name} is also in {other}")));
+                return Err(Error::bad_file(&shard.path, format!("tensor {name} is stored twice: also in {other}")));
             }
         }
         self.shards.push(shard);
@@ -244,7 +247,7 @@ impl WeightFiles {
             faults.push(format!("unexpected {}", list(&unexpected)));
         }
         if !faults.is_empty() {
-            let message = format!("not the weights of this config.json: {}", faults.join("; "));
+            let message = format!("the weights do not match config.json: {}", faults.join("; "));
             return Err(Error::bad_file(origin, message));
         }
         expected.iter().try_for_each(|(name, shape)| match mxfp4::is_part(name) {
@@ -296,22 +299,24 @@ fn locate(folder: &Path) -> Result<Vec<PathBuf>> {
         let files: BTreeSet<String> = weight_map(folder)?.into_values().collect();
         return Ok(files.into_iter().map(|file| folder.join(file)).collect());
     }
-    let entries = folder.read_dir().map_err(|error| Error::bad_file(folder, format!("no model folder: {error}")))?;
+    let entries = folder
+        .read_dir()
+        .map_err(|error| Error::bad_file(folder, format!("cannot read this model folder: {error}")))?;
     let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
     let pickled = names.filter(|name| [".bin", ".pt", ".pth", ".bin.index.json"].iter().any(|end| name.ends_with(end)));
     match pickled.min() {
         Some(name) => Err(Error::bad_file(folder.join(name), convert_hint(folder))),
-        None => Err(Error::bad_file(folder, format!("no weights: expected {SINGLE} or {INDEX}"))),
+        None => Err(Error::bad_file(folder, format!("the folder has no weights: expected {SINGLE} or {INDEX}"))),
     }
 }
 
 fn convert_hint(folder: &Path) -> String {
     let folder = folder.display();
     format!(
-        "pickled weights can run code when they are opened and are not read; convert them with: \
-         python3 -c \"from transformers import AutoModelForCausalLM as M; \
-         M.from_pretrained('{folder}', torch_dtype='auto').save_pretrained('{folder}-safetensors')\" \
-         and copy the tokenizer's files to {folder}-safetensors"
+        "pickled weights (.bin, .pt) can run code when opened and are not supported; convert them with: python3 -c \
+         \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{folder}', \
+         torch_dtype='auto').save_pretrained('{folder}-safetensors')\" and copy the tokenizer's files to \
+         {folder}-safetensors"
     )
 }
 

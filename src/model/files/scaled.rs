@@ -42,7 +42,10 @@ impl Scales<'_> {
     pub fn check(self, shape: &[i64]) -> Result<()> {
         let bad = |message| Err(Error::bad_file(&self.file.path, message));
         let &[rows, columns] = shape else {
-            return bad(format!("{} has scales of {shape:?}: expected those of a matrix", self.name));
+            return bad(format!(
+                "{} has scales for a tensor of shape {shape:?}, but only matrices may have scales",
+                self.name
+            ));
         };
         let own = self.shape();
         let blocks = [rows, columns].map(blocks);

@@ -53,24 +53,28 @@ impl Format for Fp8 {
 
     fn refusal(&self, of: Use, spec: &ModelSpec, on_gpu: bool) -> Option<String> {
         if matches!(of, Use::Training) && self.rounds_columns && spec.num_expert_layers() > 0 {
-            return Some("gradients of experts' weights are not made in FP8: fp8 leaves them in dtype".to_owned());
+            return Some(
+                "weight gradients of experts are not supported in FP8; use fp8, which computes them in dtype"
+                    .to_owned(),
+            );
         }
         if !on_gpu {
             return None;
         }
         let (linears, sides): (Vec<LinearSpec>, _) = match of {
             Use::Training => {
-                let sides = "on a GPU sides of matrices have to be multiples of 16 and at most 65536";
+                let sides = "on GPUs both dimensions of a matrix must be multiples of 16 and at most 65536";
                 (trained_linears(spec).collect(), sides)
             }
             Use::Engine { tp_size } => {
-                let sides = "sides of a rank's matrices have to be multiples of 16, and rows at most 32768 long";
+                let sides = "both dimensions of a rank's matrices must be multiples of 16, and rows at most 32768 \
+                             elements long";
                 let linears = spec.layers.iter().flat_map(|block| block.tp_slice(tp_size).linears());
                 (linears.filter(|linear| linear.matrix.is_rounded()).collect(), sides)
             }
         };
         if linears.iter().any(|linear| linear.experts.is_some() && linear.bias.is_some()) {
-            return Some("on a GPU experts with biases are not multiplied in FP8".to_owned());
+            return Some("on GPUs experts with biases are not supported in FP8".to_owned());
         }
         let serves = match of {
             Use::Training => kernels::fp8_trains,

@@ -100,7 +100,7 @@ impl Nf4Matrix {
     fn quantize(matrix: &Tensor /* [N, K] */, levels: &Levels) -> Result<Self> {
         if matrix.size()[1] % BLOCK as i64 != 0 {
             let got = format!("{:?}", matrix.size());
-            let expected = format!("rows of a multiple of {BLOCK} weights");
+            let expected = format!("rows whose length is a multiple of {BLOCK}");
             return Err(Error::InvalidArgument { op: "Nf4::encode", expected, got });
         }
         let blocks = matrix.f_to_kind(Kind::Float)?.f_reshape([-1, BLOCK as i64])?;

@@ -69,7 +69,7 @@ impl dyn StoredFormat {
         let Some(tensor) = tensors.find(ragged) else { return Ok(()) };
         let columns = tensor.shape[1];
         refuse(format!(
-            "{name} needs rows of a multiple of {multiple} weights, and those of {} have {columns}",
+            "{name} needs rows whose length is a multiple of {multiple}, but rows of {} have {columns} elements",
             tensor.name
         ))
     }
@@ -223,7 +223,9 @@ mod tests {
         let error = <dyn StoredFormat>::check(&Nf4, &ragged).unwrap_err();
         assert_eq!(error.exit_code(), crate::error::ExitCode::Configuration);
         assert!(
-            error.to_string().starts_with("quantization = nf4: expected none: NF4 needs rows of a multiple of 64"),
+            error
+                .to_string()
+                .starts_with("quantization = nf4: expected none: NF4 needs rows whose length is a multiple of 64"),
             "{error}"
         );
     }

@@ -181,6 +181,6 @@ impl Fused {
 
 /// The layer of a block's layout.
 fn layer_of(layout: &UnitLayout) -> usize {
-    let Unit::Block(layer) = layout.unit else { panic!("the {} has no adapters", layout.unit) };
+    let Unit::Block(layer) = layout.unit else { panic!("the {} has no LoRA adapters", layout.unit) };
     layer
 }

@@ -38,25 +38,25 @@ pub(crate) const ADAPTER_KEYS: KeyTable = KeyTable {
     harmless: "auto_mapping corda_config ensure_weight_tying eva_config exclude_modules inference_mode loftq_config lora_ga_config \
         megatron_core peft_version qalora_group_size runtime_config target_modules task_type unsloth_fixed velora_config",
     refused: &[
-        ("alora_invocation_tokens", &[], "adapters are on for all tokens"),
-        ("alpha_pattern", &["{}"], "all modules have one lora_alpha"),
-        ("arrow_config", &[], "adapters are not routed"),
-        ("bias", &["\"none\""], "biases are not adapted"),
-        ("fan_in_fan_out", &["false"], "weights are [out, in]"),
-        ("kasa_config", &[], "only B A is added, without a diagonal between them"),
-        ("layer_replication", &["[]"], "layers are those of the base"),
-        ("layers_pattern", &["[]", "\"\""], "all layers are adapted"),
-        ("layers_to_transform", &["[]"], "all layers are adapted"),
-        ("lora_bias", &["false"], "B has no bias"),
-        ("megatron_config", &["{}"], "modules are those of transformers"),
-        ("modules_to_save", &["[]"], "only adapters are read"),
-        ("monteclora_config", &[], "adapters are not drawn"),
-        ("rank_pattern", &["{}"], "all modules have one rank"),
-        ("target_parameters", &["[]"], "experts are adapted projection by projection"),
-        ("trainable_token_indices", &["[]", "{}"], "the table is not adapted"),
-        ("use_bdlora", &[], "A and B are whole"),
-        ("use_dora", &["false"], "only B A is added, without a magnitude"),
-        ("use_qalora", &["false"], "inputs are not pooled"),
+        ("alora_invocation_tokens", &[], "adapters that are active for some tokens only are not supported"),
+        ("alpha_pattern", &["{}"], "only one lora_alpha for all modules is supported"),
+        ("arrow_config", &[], "routing between adapters is not supported"),
+        ("bias", &["\"none\""], "training biases is not supported"),
+        ("fan_in_fan_out", &["false"], "transposed weights are not supported"),
+        ("kasa_config", &[], "only plain LoRA (B A) is supported, without a matrix in between"),
+        ("layer_replication", &["[]"], "replicated layers are not supported"),
+        ("layers_pattern", &["[]", "\"\""], "adapters must cover all layers"),
+        ("layers_to_transform", &["[]"], "adapters must cover all layers"),
+        ("lora_bias", &["false"], "biases in B are not supported"),
+        ("megatron_config", &["{}"], "Megatron modules are not supported"),
+        ("modules_to_save", &["[]"], "modules that are trained as a whole are not supported"),
+        ("monteclora_config", &[], "sampled adapters are not supported"),
+        ("rank_pattern", &["{}"], "only one rank for all modules is supported"),
+        ("target_parameters", &["[]"], "experts must be adapted by projection (target_modules)"),
+        ("trainable_token_indices", &["[]", "{}"], "training embedding rows is not supported"),
+        ("use_bdlora", &[], "block-diagonal A and B are not supported"),
+        ("use_dora", &["false"], "only plain LoRA (B A) is supported, without a magnitude vector"),
+        ("use_qalora", &["false"], "pooled inputs are not supported"),
     ],
     ignores_unknown: false,
 };
@@ -105,7 +105,7 @@ fn tensors(
     unit: Unit,
     f: &mut dyn FnMut(&PeftTensor<'_>) -> Result<()>,
 ) -> Result<()> {
-    let Unit::Block(layer) = unit else { panic!("the {unit} has no adapters") };
+    let Unit::Block(layer) = unit else { panic!("the {unit} has no LoRA adapters") };
     for fused in lora.fused(spec, layer) {
         for expert in fused.linear.each_expert() {
             for pieces in fused.pieces.chunk_by(|a, b| a.index == b.index) {
@@ -195,7 +195,8 @@ impl AdapterFiles {
         }
         let Some(other) = self.file.names().into_iter().find(|name| !expected.contains(name)) else { return Ok(()) };
         let message = format!(
-            "{other} is not served: expected A and B of projections that lora.target_modules can name, in the model's {} layers",
+            "{other} is not supported: expected the matrices A and B of projections that lora.target_modules can name, \
+             in the model's {} layers",
             self.spec.num_layers()
         );
         Err(Error::bad_file(&self.file.path, message))
@@ -205,9 +206,9 @@ impl AdapterFiles {
 fn convert_hint(folder: &Path) -> String {
     let folder = folder.display();
     format!(
-        "pickled adapters can run code when they are opened and are not read; convert them with: python3 -c \"import torch; \
-         from safetensors.torch import save_file; \
-         save_file(torch.load('{folder}/{PICKLED}', weights_only=True), '{folder}/{WEIGHTS}')\""
+        "pickled adapters can run code when opened and are not supported; convert them with: python3 -c \"import \
+         torch; from safetensors.torch import save_file; save_file(torch.load('{folder}/{PICKLED}', \
+         weights_only=True), '{folder}/{WEIGHTS}')\""
     )
 }
 
@@ -310,8 +311,9 @@ fn read_config(path: &Path, targets: Vec<TargetModule>) -> Result<LoraSpec> {
     let init = config.get(INIT).and_then(Value::as_str).map(str::to_lowercase).unwrap_or_default();
     if let Some(name) = CHANGES_BASE.into_iter().find(|name| init.starts_with(name)) {
         let expected = format!(
-            "an initialization that leaves the base weights as they are: {name} takes a part out of them, and these files are for what is \
-             left; PEFT makes plain LoRA of them with save_pretrained(.., path_initial_model_for_weight_conversion=..)"
+            "an initialization that does not change the base weights: {name} subtracts a part from them, so these \
+             adapters only fit the changed base; PEFT converts them to plain LoRA with save_pretrained(.., \
+             path_initial_model_for_weight_conversion=..)"
         );
         return Err(config.wrong(INIT, expected));
     }
@@ -352,7 +354,7 @@ mod tests {
     #[test]
     fn adapters_whose_formula_is_another_are_refused_by_name() {
         for (config, message) in [
-            (json!({"init_lora_weights": "pissa"}), "pissa takes a part out of them"),
+            (json!({"init_lora_weights": "pissa"}), "pissa subtracts a part from them"),
             (json!({"init_lora_weights": "pissa_niter_16"}), "path_initial_model_for_weight_conversion"),
             (json!({"init_lora_weights": "OLoRA"}), "olora takes"),
             (json!({"init_lora_weights": "corda"}), "corda takes"),

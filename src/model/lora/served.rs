@@ -18,8 +18,8 @@ impl LoraSpec {
     pub fn check_gpu(&self, spec: &ModelSpec, kind: Kind, format: &dyn Format) -> Result<()> {
         if format.is_exact() && kind == Kind::BFloat16 && !self.r.is_multiple_of(RANK_UNIT) {
             let expected = format!(
-                "a multiple of {RANK_UNIT} with exact = true on a GPU in bfloat16: one kernel adds adapters in the engine and in training, and \
-                 it takes no others; dtype=float32 has any"
+                "a multiple of {RANK_UNIT} with exact = true on a GPU in bfloat16, as the LoRA kernel needs it; \
+                 dtype=float32 supports any rank"
             );
             return Err(Error::invalid_value("lora.r", self.r, expected));
         }
@@ -27,8 +27,8 @@ impl LoraSpec {
             return Ok(());
         }
         let expected = format!(
-            "a multiple of {RANK_UNIT} beside experts (gate_proj, up_proj, down_proj) on a GPU in bfloat16; dtype=float32 and device=cpu \
-             have any"
+            "a multiple of {RANK_UNIT} for adapters of experts (gate_proj, up_proj, down_proj) on a GPU in bfloat16; \
+             dtype=float32 and device=cpu support any rank"
         );
         Err(Error::invalid_value("lora.r", self.r, expected))
     }

@@ -57,7 +57,7 @@ impl LoraSpec {
         let own = modules(spec);
         let strange = self.targets.iter().find(|module| !own.contains(module));
         if let Some(module) = strange.filter(|_| self.targets != TargetModule::ALL) {
-            return refuse(&format!("some of {}: this model has no {}", names(&own), module.name()));
+            return refuse(&format!("modules among {}: this model has no {}", names(&own), module.name()));
         }
         let targets: Vec<_> = self.targets.iter().map(|module| module.name()).collect();
         let settings =
@@ -66,7 +66,11 @@ impl LoraSpec {
         for fused in spec.family.traits().fused_tensors {
             let count = fused.modules.iter().filter(|module| self.targets.contains(module)).count();
             if count > 0 && count < fused.modules.len() {
-                return refuse(&format!("{} together: PEFT adapts {} as one", names(fused.modules), fused.name));
+                return refuse(&format!(
+                    "all of {} or none: PEFT adapts {} as one module",
+                    names(fused.modules),
+                    fused.name
+                ));
             }
         }
         if !self.adapts_experts(spec) {
@@ -75,7 +79,8 @@ impl LoraSpec {
         let of_mlp: Vec<_> = self.targets.iter().filter(|&&module| room(module) == MLP).collect();
         if ![&[GateProj, UpProj, DownProj][..], &[DownProj]].iter().any(|all| of_mlp.iter().copied().eq(*all)) {
             return refuse(
-                "gate_proj, up_proj and down_proj together, down_proj alone, or none of them: PEFT reads no other adapters of experts",
+                "gate_proj, up_proj and down_proj together, down_proj alone, or none of them: PEFT supports no other \
+                 adapters of experts",
             );
         }
         Ok(())

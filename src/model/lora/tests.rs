@@ -381,7 +381,8 @@ fn adapters_that_peft_does_not_read_or_a_gpu_does_not_compute_are_refused_by_nam
     let odd = lora(&[DownProj]).check_gpu(&spec, Kind::BFloat16, &Plain);
     refused(
         odd,
-        "lora.r = 3: expected a multiple of 8 beside experts (gate_proj, up_proj, down_proj) on a GPU in bfloat16",
+        "lora.r = 3: expected a multiple of 8 for adapters of experts (gate_proj, up_proj, down_proj) on a GPU in \
+         bfloat16",
     );
     lora(&[DownProj]).check_gpu(&spec, Kind::Float, &Plain).unwrap();
     LoraSpec { r: 16, ..lora(&[DownProj]) }.check_gpu(&spec, Kind::BFloat16, &Plain).unwrap();

@@ -88,8 +88,8 @@ impl BlockSpec {
         let sizes = DecoderSizes { head_dim, hidden_size: self.hidden };
         if let Some(Unserved { name, got, served }) = unserved(sizes, kind) {
             return Some(format!(
-                "{name} = {got} is not served on a GPU with weights of {kind:?}, but {served} are; device=cpu computes with any, and \
-                 dtype=float32 on a GPU with other ones than dtype=bfloat16"
+                "{name} = {got} is not supported on a GPU with weights of {kind:?}, expected {served}; device=cpu \
+                 supports any, and dtype=float32 other values than dtype=bfloat16"
             ));
         }
         let tp_size = engine?;
@@ -109,7 +109,8 @@ impl DeltaNetSpec {
         let heads = self.heads;
         (!delta_step_serves(heads)).then(|| {
             format!(
-                "gated delta nets of {heads:?} are not served by the engine on a GPU: expected {}; device=cpu samples from any",
+                "the engine does not support gated delta nets of {heads:?} on a GPU: expected {}; device=cpu supports \
+                 any",
                 served_delta_sizes()
             )
         })
@@ -122,8 +123,8 @@ impl ExpertsSpec {
         if ![(Activation::Silu, false), (Activation::ClampedSwiglu, true)].contains(&(activation, self.has_biases)) {
             let biases = if self.has_biases { "with" } else { "without" };
             return Some(format!(
-                "experts with {activation:?}, {biases} biases, are not served by the engine on a GPU: expected Silu without, or ClampedSwiglu with \
-                 biases; device=cpu samples from any"
+                "the engine does not support experts with {activation:?}, {biases} biases, on a GPU: expected Silu \
+                 without or ClampedSwiglu with biases; device=cpu supports any"
             ));
         }
         let num_groups = match router.scores {
@@ -152,8 +153,8 @@ impl ExpertsSpec {
         ];
         let (name, got, _, served) = sizes.into_iter().find(|(_, _, is_served, _)| !is_served)?;
         Some(format!(
-            "{name} = {got} is not served by the engine on a GPU with weights of {kind:?}: expected {served}; device=cpu samples \
-             from any model with experts"
+            "the engine does not support {name} = {got} on a GPU with weights of {kind:?}: expected {served}; \
+             device=cpu supports any model with experts"
         ))
     }
 }

@@ -281,7 +281,7 @@ fn optimizer_files_that_lie_are_refused_by_name() {
         (u64::MAX.to_le_bytes().to_vec(), "header of 18446744073709551615 bytes"),
         (good[..4].to_vec(), "truncated: 4 bytes"),
         (good[..good.len() - 1].to_vec(), "truncated: "),
-        ([&good[..], &[0]].concat(), "but the header describes"),
+        ([&good[..], &[0]].concat(), "but its header describes"),
         (with_header(&"[".repeat(100_000)), "bad header: "),
         (with_header(&tensor("[0,128]")), "truncated: "),
         (with_header(&tensor("[18446744073709551488,0]")), "bad header: "),

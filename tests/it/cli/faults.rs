@@ -69,7 +69,7 @@ fn model_folders() {
             "no configuration",
             &|model| fs::remove_file(model.join("config.json")).unwrap(),
             3,
-            &["config.json", "the folder is there, but not this file"],
+            &["config.json", "this is not a Hugging Face model folder"],
         ),
     ];
     for (what, damage, code, fragments) in cases {
@@ -236,7 +236,7 @@ fn configurations() {
         ),
         ("18 ranks", small("--nproc 3 tensor_parallel_size=2"), 2, &["the 3 ranks that generate", "1, 3"]),
         ("18 batch", small("per_device_train_batch_size=6"), 2, &["num_generations = 4", "nearest valid", "4 or 8"]),
-        ("19 port", small(&format!("--nproc 2 --master_port {port}")), 4, &["--master_port", "give another"]),
+        ("19 port", small(&format!("--nproc 2 --master_port {port}")), 4, &["--master_port", "choose another port"]),
         ("19 address", small("--nproc 2 --master_addr 192.0.2.1"), 4, &["--master_addr 192.0.2.1", "of this machine"]),
         (
             "a network of one node",
@@ -287,9 +287,8 @@ fn configurations() {
             "stages of a hybrid, before any process starts",
             "serve --model tests/golden/qwen3_5 --nproc 2 --pp 2 --port 0".into(),
             2,
-            &[
-                "error: --pipeline_parallel_size = 2: expected 1: every stage has at least one of the model's layers with attention",
-            ],
+            &["error: --pipeline_parallel_size = 2: expected 1, as every stage needs at least one layer with \
+                 attention"],
         ),
         (
             "ranks of an engine",
@@ -401,7 +400,7 @@ fn shapes_that_gpus_do_not_serve() {
     };
     let plan = |more: &str| run(&format!("plan --config_json {} {more}", config.display()));
     shape(100, 128);
-    let heads = ["config.json: head_dim = 100 is not served on a GPU", "multiples of 8 up to 256", "dtype=float32"];
+    let heads = ["config.json: head_dim = 100 is not supported on a GPU", "multiples of 8 up to 256", "dtype=float32"];
     plan("--gpu_memory_gib 80").assert_error("bfloat16 heads of 100", 3, &heads);
     for served in ["--gpu_memory_gib 80 dtype=float32", "device=cpu"] {
         assert_eq!(plan(served).code, Some(0), "{served}");

@@ -58,7 +58,7 @@ fn a_stopped_run_saves_says_so_and_is_resumed() {
     assert_eq!(ended.code, Some(75), "{}", ended.stderr);
     assert_eq!(ended.stderr.matches("; saved ").count(), 1, "{}", ended.stderr);
     assert!(!ended.stderr.contains("error"), "{}", ended.stderr);
-    assert!(ended.stderr.contains("the step under way is finished, a checkpoint is saved"), "{}", ended.stderr);
+    assert!(ended.stderr.contains("the current step is finished, a checkpoint is saved"), "{}", ended.stderr);
     let step = metrics(folder.path()).last().unwrap()["step"].as_u64().unwrap();
     assert!(folder.path().join(format!("checkpoint-{step}")).join("trainer_state.json").exists());
 
@@ -92,7 +92,10 @@ fn a_run_of_one_process_answers_a_signal_before_its_step_ends() {
     let mut run = command(&line).spawn().unwrap();
     await_line(&mut run, "injected fault"); // no step ends from here on
     signal(run.id(), "-INT");
-    await_line(&mut run, "stop: the step under way is finished, a checkpoint is saved, and the run ends with 75");
+    await_line(
+        &mut run,
+        "stop requested: the current step is finished, a checkpoint is saved, and the run ends with exit code 75",
+    );
     std::thread::sleep(Duration::from_millis(1100)); // so that the next one is another request; longer does no harm
     signal(run.id(), "-TERM");
     let ended = end(run);
@@ -156,7 +159,7 @@ fn a_stopped_supervised_run_saves_and_is_resumed() {
     let ended = end(stopped);
     assert_eq!(ended.code, Some(75), "{}", ended.stderr);
     let step = metrics(folder.path()).last().unwrap()["step"].as_u64().unwrap();
-    assert!(ended.stderr.contains(&format!("preempted at step {step}; saved ")), "{}", ended.stderr);
+    assert!(ended.stderr.contains(&format!("stopped by a signal at step {step}; saved ")), "{}", ended.stderr);
     let resume = format!("--nproc 2 max_steps={} resume_from_checkpoint=latest", step + 1);
     let resumed = run(&format!("{line} {resume} output_dir={}", folder.path().display()));
     assert_eq!(resumed.code, Some(0), "{}", resumed.stderr);

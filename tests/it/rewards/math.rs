@@ -150,7 +150,7 @@ fn unreadable_answers_are_counted_at_load() {
     let answers = ["12", "$\\frac{1}{2}$", "none", "x", "so \\boxed{2}", "it is 3", "$y$", "\u{4e8c}"];
     let lines = answers.map(|answer| json!({"prompt": "1 + 1 =", "answer": answer}).to_string() + "\n");
     fs::write(&rows, lines.concat()).unwrap();
-    let notice = "3 of 8 reference answers hold nothing that an answer could be compared with; their samples are masked (the first is in row 3)";
+    let notice = "3 of 8 reference answers could not be parsed; their samples are masked (the first is in row 3)";
     let ended = run(&format!(
         "--nproc 2 {SMALL_RUN} max_steps=1 save_steps=none reward_weights=[] reward_funcs=math reward.python={python} train_file={} \
          output_dir={}",

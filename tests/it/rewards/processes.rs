@@ -402,8 +402,7 @@ fn a_service_that_is_dead_again_and_again_ends_the_wait() {
     assert_eq!(error.exit_code(), ExitCode::RewardService);
     let text = error.to_string();
     assert!(
-        text.contains("reward 'own': it failed 4 times in a row with no score in between")
-            && text.contains("exit status: 1"),
+        text.contains("reward 'own' failed 4 times in a row without a score (limit") && text.contains("exit status: 1"),
         "{text}"
     );
     let again = pool.score(&mut groups).unwrap_err().to_string();

@@ -159,7 +159,7 @@ fn an_adapter_of_a_projection_that_is_not_served_is_named() {
     let view = TensorView::new(Dtype::F32, vec![2], &[0; 8]).unwrap();
     safetensors::serialize_to_file(own.iter().chain([(other, view)]), None, &path).unwrap();
     let (folder, expected) =
-        (folder.path().display(), format!("{other} is not served: expected A and B of projections"));
+        (folder.path().display(), format!("{other} is not supported: expected the matrices A and B of projections"));
     run(&format!("generate --model {folder} --prompt what")).assert_error("generate", 3, &[&expected]);
     run(&format!("serve --port 0 --model {MODEL} --adapter one={folder}")).assert_error("serve", 3, &[&expected]);
 }

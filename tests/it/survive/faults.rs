@@ -28,7 +28,7 @@ fn a_rank_that_hangs_is_found_and_everything_told() {
     let folder = tempfile::tempdir().unwrap();
     let fault = "max_steps=3 heartbeat.forward_backward_s=4 fault=1:1:forward_backward:hang";
     let ended = run(&format!("--nproc 2 {SMALL_RUN} {fault} {}", out(folder.path())));
-    ended.assert_error("hang", 15, &["nothing moves", "error: rank 1, step 1, forward_backward: no heartbeat for "]);
+    ended.assert_error("hang", 15, &["no progress", "error: rank 1, step 1, forward_backward: no heartbeat for "]);
     let line = |rank: usize| ended.stderr.lines().find(|line| line.starts_with(&format!("  rank {rank}: "))).unwrap();
     assert!(line(0).contains("in group '") && line(0).contains("waiting for peers; process "), "{}", line(0));
     assert!(line(1).starts_with("  rank 1: step 1, forward_backward; collective "), "{}", line(1));
@@ -95,7 +95,7 @@ fn a_save_that_cannot_be_written_leaves_the_old_ones() {
     for how in ["save_async=true", "save_async=false"] {
         let more = format!("{line} max_steps=3 resume_from_checkpoint=latest {how}");
         let ended = run_after("ulimit -f 4096", &more);
-        ended.assert_error(how, 12, &["checkpoint-2.tmp", "File too large", "as ulimit -f says; raise it"]);
+        ended.assert_error(how, 12, &["checkpoint-2.tmp", "File too large", "(ulimit -f); raise the limit"]);
         let mut names: Vec<String> = fs::read_dir(folder.path().join("run"))
             .unwrap()
             .map(|entry| entry.unwrap().file_name().into_string().unwrap())
@@ -207,7 +207,7 @@ fn shared_memory_that_cannot_be_had_is_said_before_the_launch() {
         &[
             "shared memory of ",
             " bytes for collectives of 2 ranks: File too large",
-            "524288 bytes, as ulimit -f says; raise it",
+            "524288 bytes (ulimit -f); raise the limit",
         ],
     );
 }

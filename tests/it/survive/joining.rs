@@ -36,7 +36,7 @@ fn a_rank_that_waits_for_others_heeds_a_signal() {
     signal(waiting.id(), "-TERM");
     let ended = end(waiting);
     assert_eq!(ended.code, Some(75), "{}", ended.stderr);
-    assert!(ended.stderr.contains("preempted before there was anything to save"), "{}", ended.stderr);
+    assert!(ended.stderr.contains("stopped by a signal before there was anything to save"), "{}", ended.stderr);
 
     drop(listener);
     let mut first = rank(0, port, "").spawn().unwrap();

@@ -130,7 +130,7 @@ fn an_output_folder_that_is_deleted_is_made_again() {
     fs::remove_dir_all(&moved).unwrap();
     let ended = end(started);
     assert_eq!(ended.code, Some(0), "{}", ended.stderr);
-    assert!(ended.stderr.contains("was deleted or moved: it is made again"), "{}", ended.stderr);
+    assert!(ended.stderr.contains("was deleted or moved: creating it again"), "{}", ended.stderr);
     assert_eq!(metrics(&output_dir).len(), 60);
     for file in ["final/model.safetensors", "report.html", "run_config.json", "checkpoint-60/manifest.json", ".lock"] {
         assert!(output_dir.join(file).exists(), "{file}");

@@ -158,7 +158,7 @@ fn what_is_not_served_is_refused_by_name() {
     let check = |spec: &ModelSpec, on_gpu| MixedPrecision::Fp8.format().check(Use::Training, spec, on_gpu);
     let refused = |spec: &ModelSpec| check(spec, true).unwrap_err().to_string();
     let key = "mixed_precision = fp8: expected none: ";
-    let of_sides = "on a GPU sides of matrices have to be multiples of 16 and at most 65536; ";
+    let of_sides = "on GPUs both dimensions of a matrix must be multiples of 16 and at most 65536; ";
     let odd = dense.clone().with_widths(dense.hidden_size, 392);
     assert_eq!(refused(&odd), format!("{key}{of_sides}Down is [128, 392]"));
     let wide = dense.clone().with_widths(dense.hidden_size, 32_784);
@@ -174,7 +174,7 @@ fn what_is_not_served_is_refused_by_name() {
     assert!(check(&experts, false).is_ok() && check(&experts, true).is_ok());
     for on_gpu in [false, true] {
         let refused = MixedPrecision::Fp8All.format().check(Use::Training, &experts, on_gpu).unwrap_err().to_string();
-        let reason = "gradients of experts' weights are not made in FP8: fp8 leaves them in dtype";
+        let reason = "weight gradients of experts are not supported in FP8; use fp8, which computes them in dtype";
         assert_eq!(refused, format!("mixed_precision = fp8_all: expected none: {reason}"));
     }
 }

@@ -24,7 +24,7 @@ fn gated_delta_nets_are_read_as_transformers_does_or_refused_by_name() {
         (
             "layer_types",
             json!(vec!["full_attention"; 4]),
-            "at least one layer of each type; here 4 of 4 have full_attention",
+            "at least one layer of each type, but 4 of 4 have full_attention",
         ),
         ("layer_types", json!(vec!["linear_attention"; 4]), "here 0 of 4 have full_attention"),
         (
@@ -88,7 +88,7 @@ fn gated_delta_nets_with_experts_are_read_as_transformers_does_or_refused_by_nam
         (
             "norm_topk_prob",
             json!(false),
-            "norm_topk_prob is false: expected true, as transformers computes this family",
+            "norm_topk_prob is false: expected true, as transformers has it for this family",
         ),
         ("shared_expert_intermediate_size", json!("remove"), "shared_expert_intermediate_size is absent"),
         ("num_experts", json!(4), "num_experts_per_tok is 8: expected at most num_experts = 4"),
