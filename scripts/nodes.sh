@@ -257,7 +257,7 @@ case_stopped() { # the leader of node 1 stands still
   began=$(now)
   leader=$(workers 1 | head -1)
   kill -STOP "$leader"
-  ends stopped 14 10 10 "nothing heard of it for 6 s" "$began" "leader of node 1 stopped; node_timeout_s = 6"
+  ends stopped 14 10 10 "no message from it for 6 s" "$began" "leader of node 1 stopped; node_timeout_s = 6"
 }
 case_cut() {
   both cut max_steps=100000 node_timeout_s=8
@@ -265,7 +265,7 @@ case_cut() {
   local began
   began=$(now)
   link down
-  ends cut 16 10 10 "nothing heard of it for 8 s" "$began" "network cut for good; node_timeout_s = 8"
+  ends cut 16 10 10 "no message from it for 8 s" "$began" "network cut for good; node_timeout_s = 8"
   link up
 }
 case_gap() {

@@ -201,7 +201,9 @@ impl Colocated {
     fn recover(&mut self) {
         self.learner.drop_unfinished();
         if let Err(error) = self.restore() {
-            tracing::error!("{error}: the optimizer state stays in the host pool until the end of the next rollout");
+            tracing::error!(
+                "cannot restore the optimizer state: {error}; it stays in host memory until the end of the next rollout"
+            );
         }
     }
 }

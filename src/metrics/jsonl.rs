@@ -169,7 +169,7 @@ mod tests {
         assert_eq!(read_metrics_in(&run()).unwrap().len(), 1);
         std::fs::remove_file(folder.path().join(FILE)).unwrap();
         std::os::unix::fs::symlink(outside.path(), folder.path().join(FILE)).unwrap();
-        assert!(lines.append(&line(2, &[])).unwrap_err().to_string().contains("is a link"));
+        assert!(lines.append(&line(2, &[])).unwrap_err().to_string().contains("is a symbolic link"));
         assert_eq!(std::fs::read(outside.path()).unwrap(), b"");
     }
 

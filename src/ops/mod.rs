@@ -44,5 +44,5 @@ mod no_memory;
 /// `f` of every item in order, up to the first error.
 pub(crate) fn try_map<T, U, const N: usize>(items: [T; N], f: impl FnMut(T) -> Result<U>) -> Result<[U; N]> {
     let mapped = items.into_iter().map(f).collect::<Result<Vec<U>>>()?;
-    Ok(mapped.try_into().unwrap_or_else(|_| unreachable!("as many results as items")))
+    Ok(mapped.try_into().unwrap_or_else(|_| unreachable!("one result for each item")))
 }

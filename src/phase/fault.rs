@@ -99,10 +99,11 @@ impl std::str::FromStr for Fault {
             repeats,
             phase: *named.ok_or_else(|| {
                 let names: Vec<_> = Phase::ALL.iter().map(|known| known.name()).collect();
-                format!("'{text}': the phase is one of {}", names.join(", "))
+                format!("'{text}': the phase must be one of {}", names.join(", "))
             })?,
-            kind: kind
-                .ok_or_else(|| format!("'{text}': the kind is one of {}", KINDS.map(|(name, _)| name).join(", ")))?,
+            kind: kind.ok_or_else(|| {
+                format!("'{text}': the kind must be one of {}", KINDS.map(|(name, _)| name).join(", "))
+            })?,
         })
     }
 }

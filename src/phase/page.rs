@@ -166,7 +166,9 @@ impl SharedPage {
     /// # Errors
     /// [`Error::Environment`] if the kernel has no memory for it.
     pub fn new() -> Result<Self> {
-        let failed = |error: std::io::Error| Error::Environment { message: format!("a page for heartbeats: {error}") };
+        let failed = |error: std::io::Error| Error::Environment {
+            message: format!("cannot create shared memory for heartbeats: {error}"),
+        };
         // SAFETY: the name outlives the call.
         let fd = unsafe { libc::memfd_create(c"colo-grpo-pulse".as_ptr(), libc::MFD_CLOEXEC) };
         if fd < 0 {
@@ -209,7 +211,7 @@ impl Drop for SharedPage {
 pub fn publish() -> Result<()> {
     let Ok(text) = std::env::var(PULSE_FD_VARIABLE) else { return Ok(()) };
     let refuse = |why: String| Error::Environment { message: format!("{PULSE_FD_VARIABLE}={text}: {why}") };
-    let fd: RawFd = text.parse().map_err(|_| refuse("not a descriptor".to_owned()))?;
+    let fd: RawFd = text.parse().map_err(|_| refuse("not a file descriptor".to_owned()))?;
     let address = map(fd, libc::PROT_READ | libc::PROT_WRITE).map_err(|error| refuse(error.to_string()))?;
     // SAFETY: the launcher opened it for this process; the mapping outlives it.
     drop(unsafe { OwnedFd::from_raw_fd(fd) });

@@ -100,7 +100,7 @@ pub(super) fn span(phase: Phase, duration: Duration) {
 fn record(write: impl FnOnce(&mut Trace) -> std::io::Result<()>) {
     let Ok(mut trace) = TRACE.lock() else { return };
     if let Some(Err(error)) = trace.as_mut().map(write) {
-        tracing::warn!("the phases' trace cannot be written: {error}; training goes on without it");
+        tracing::warn!("cannot write the trace of phases: {error}; training continues without it");
         *trace = None;
     }
 }

@@ -49,7 +49,7 @@ impl MemoryShortage {
                 human(swapped * ranks),
             )
         } else {
-            let nothing = "no key makes room enough: use more GPUs or ones with more memory";
+            let nothing = "no change of a key is enough: use more GPUs or GPUs with more memory";
             let change = advice.as_deref().unwrap_or(nothing);
             format!(
                 "this run needs {per_rank} per rank and {available} are available; {change}, or use a smaller model\n{plan}"
@@ -318,14 +318,14 @@ enum SearchResult {
 /// `set a = 1 and b = 2 (what that means)`.
 fn told(changes: &[KeySetting], input: &PlanInput<'_>) -> String {
     let meanings = changes.iter().filter_map(|(key, to)| match *key {
-        "lora.r" => Some("adapters alone train".to_owned()),
-        "tensor_parallel_size" => Some("ranks of an engine share its weights and its cache".to_owned()),
-        "max_num_seqs" => Some(format!("at most so many sequences at once, not {}", input.config.max_num_seqs)),
-        "activation_offload" => Some("kept inputs of blocks wait for backward on the host".to_owned()),
-        "carried_kv" => Some("the KV cache leaves while training".to_owned()),
+        "lora.r" => Some("only LoRA adapters are trained".to_owned()),
+        "tensor_parallel_size" => Some("the ranks of an engine share its weights and KV cache".to_owned()),
+        "max_num_seqs" => Some(format!("at most this many sequences at once, now {}", input.config.max_num_seqs)),
+        "activation_offload" => Some("saved inputs of blocks are kept on the host until backward".to_owned()),
+        "carried_kv" => Some("the KV cache is freed while training".to_owned()),
         "max_model_length" => {
             let prompt = to.as_u64()? as usize - input.config.max_completion_length;
-            Some(format!("it is {}; prompts then have at most {prompt} tokens", input.max_model_length()))
+            Some(format!("now {}; prompts may then have at most {prompt} tokens", input.max_model_length()))
         }
         _ => None,
     });

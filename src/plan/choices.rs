@@ -46,13 +46,14 @@ pub(super) fn choose(input: &PlanInput<'_>) -> Result<MemoryPlan, MemoryShortage
     let reason = match (is_forced, at, plans[at].0) {
         (true, ..) => "as configured, or the only choice".to_owned(),
         (false, 0, 0) => "all fits on the device".to_owned(),
-        (false, 0, _) if all_fit => format!("moving less needs more than nine tenths of {available}"),
-        (false, 0, _) => format!("moving less needs more than {available}"),
+        (false, 0, _) if all_fit => format!("keeping more on the device needs more than nine tenths of {available}"),
+        (false, 0, _) => format!("keeping more on the device needs more than {available}"),
         (false, ..) => {
             let (less, seqs) = (&plans[0].1, input.num_seqs());
             let (blocks, length) = (less.num_kv_blocks, less.max_model_length);
             format!(
-                "moving less would leave room for {blocks} KV blocks only, with {seqs} sequences of {length} tokens"
+                "keeping more on the device would leave space for only {blocks} KV blocks, for {seqs} sequences of \
+                 {length} tokens"
             )
         }
     };
@@ -71,8 +72,8 @@ fn larger_micro_batches(input: &PlanInput<'_>, largest: usize) -> String {
         return String::new();
     }
     format!(
-        "micro-batches: each gathers all weights (zero.stage = 3); an update of {update} tokens a rank, at its \
-         longest, is at least {now} of them, and {} with max_tokens_per_micro_batch = {most}",
+        "micro-batches: each gathers all weights (zero.stage = 3); an update of up to {update} tokens per rank takes \
+         at least {now} micro-batches, and {} with max_tokens_per_micro_batch = {most}",
         update.div_ceil(most)
     )
 }
@@ -139,7 +140,7 @@ mod tests {
         // 16 sequences of 64 tokens a rank.
         let keys = ["zero.stage=3", "num_generations=8", "generation_batch_size=32", "per_device_train_batch_size=16"];
         let told = advice(1 << 40, true, &keys);
-        assert!(told.contains("an update of 1024 tokens a rank"), "{told}");
+        assert!(told.contains("an update of up to 1024 tokens per rank"), "{told}");
         assert!(told.ends_with("is at least 16 of them, and 1 with max_tokens_per_micro_batch = 1024"), "{told}");
         let of_stage_2 = [&["zero.stage=2"], &keys[1..]].concat();
         assert_eq!(advice(1 << 40, true, &of_stage_2), "", "weights are whole");
@@ -185,7 +186,7 @@ mod tests {
         assert_eq!(roomy.reason, "all fits on the device");
         let tight = plan(roomy.peak_bytes() - 1, true, &[]).unwrap();
         assert_ne!((tight.optimizer, tight.reference), (roomy.optimizer, roomy.reference));
-        assert!(tight.reason.starts_with("moving less needs more"), "{}", tight.reason);
+        assert!(tight.reason.starts_with("keeping more on the device needs more"), "{}", tight.reason);
         let forced = plan(1 << 40, true, &["residency.optimizer=stream", "residency.reference=host"]).unwrap();
         assert_eq!((forced.optimizer, forced.reference), (Optimizer::Stream, Reference::Host));
         let host = |plan: &MemoryPlan| plan.classes.iter().map(|class| class.host_bytes).sum::<usize>();

@@ -52,9 +52,9 @@ pub(super) fn classes(choices: Choices, fullest: Moment, input: &PlanInput<'_>) 
     let mut products = Vec::new();
     if input.room.swap_bytes.is_some() {
         // On a GPU.
-        products.push(resident("workspace of products", WORKSPACE_BYTES + of_format));
+        products.push(resident("workspace of GEMMs", WORKSPACE_BYTES + of_format));
         if input.config.exact && input.kind == Kind::BFloat16 {
-            products.push(resident("trials of exact products, in a first run", exact_trial_bytes(input)));
+            products.push(resident("testing exact GEMMs, in a first run", exact_trial_bytes(input)));
         }
     }
     held(input.role, classes, engine(input), products, whole + bytes.engine_adapters)

@@ -28,10 +28,8 @@ impl fmt::Display for MemoryPlan {
             writeln!(f, "{cache}")?;
         }
         match self.largest_micro_batch {
-            0 => writeln!(f, "largest micro-batch: none leaves a tenth of the memory free")?,
-            tokens => {
-                writeln!(f, "largest micro-batch: {tokens} tokens, beside which a tenth of the memory stays free")?
-            }
+            0 => writeln!(f, "largest micro-batch: no size leaves a tenth of the memory free")?,
+            tokens => writeln!(f, "largest micro-batch: {tokens} tokens, with a tenth of the memory still free")?,
         }
         if !self.micro_batch_advice.is_empty() {
             writeln!(f, "{}", self.micro_batch_advice)?;

@@ -186,7 +186,7 @@ fn a_rank_that_does_one_half_holds_what_that_takes() {
     let of =
         |plan: &MemoryPlan, name| plan.classes.iter().find(|class| class.class == name).map(|class| class.train_bytes);
     assert_eq!(bytes(&trains), (bytes(&both).0 - of(&both, "engine tables").unwrap(), 0));
-    assert!(of(&trains, "engine tables").is_none() && of(&trains, "workspace of products") > Some(0));
+    assert!(of(&trains, "engine tables").is_none() && of(&trains, "workspace of GEMMs") > Some(0));
     assert_eq!((trains.kv_cache_bytes, generates.sum(|class| class.train_bytes)), (0, 0));
     assert!(generates.num_kv_blocks >= both.num_kv_blocks);
     let weights = 2 * ModelSpec::preset("qwen2.5-1.5b").unwrap().num_params();

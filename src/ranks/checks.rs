@@ -57,7 +57,7 @@ pub(super) fn split(
     let describe = |memory: MemoryRange| format!("{} bytes of {:?}", memory.bytes, memory.kind);
     Err(Error::InvalidArgument {
         op,
-        expected: format!("input and output of one kind and size, in {size} equal parts"),
+        expected: format!("input and output of the same dtype and size, in {size} equal parts"),
         got: format!("{} and {}", describe(input), describe(output)),
     })
 }

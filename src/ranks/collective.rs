@@ -103,7 +103,7 @@ pub trait Collective: Send + Sync + Debug {
 }
 
 fn between_gpus_alone(op: &'static str, device: Device) -> Error {
-    Error::InvalidArgument { op, expected: "ranks with a GPU each".into(), got: format!("{device:?}") }
+    Error::InvalidArgument { op, expected: "ranks that have one GPU each".into(), got: format!("{device:?}") }
 }
 
 /// Every rank's bytes, in rank order; lengths may differ. Collective.

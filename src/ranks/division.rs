@@ -45,7 +45,7 @@ impl World {
         if division >= PARTITIONS && ranks.len() > 1 {
             return Err(Error::InvalidArgument {
                 op: "World::subgroup",
-                expected: format!("at most {} divisions of the world", PARTITIONS - FIRST_DIVISION),
+                expected: format!("at most {} subgroup divisions of the world", PARTITIONS - FIRST_DIVISION),
                 got: format!("another one, '{name}'"),
             });
         }
@@ -56,7 +56,7 @@ impl World {
     fn check_subgroup(&self, name: &str, ranks: &[usize]) -> Result<()> {
         let unique = (1..ranks.len()).all(|i| !ranks[..i].contains(&ranks[i]));
         if !unique || !ranks.contains(&self.rank()) || ranks.iter().any(|&rank| rank >= self.size()) {
-            let expected = format!("distinct ranks below {}, {} among them", self.size(), self.rank());
+            let expected = format!("distinct ranks below {} that include this rank {}", self.size(), self.rank());
             return Err(Error::InvalidArgument { op: "World::subgroup", expected, got: format!("{ranks:?}") });
         }
         let own = format!("'{name}' of {ranks:?}");
@@ -65,7 +65,7 @@ impl World {
             let theirs = String::from_utf8_lossy(theirs);
             let same_name = theirs.starts_with(&format!("'{name}' of "));
             if !same_name || (ranks.contains(&rank) && theirs != own) {
-                let message = format!("this rank asked for {own}, but rank {rank} for {theirs}");
+                let message = format!("this rank wants the group {own}, but rank {rank} wants {theirs}");
                 let group = name.to_owned();
                 return Err(Error::Collective { op: "subgroup", group, rank: self.rank(), message });
             }

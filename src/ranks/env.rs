@@ -122,8 +122,8 @@ fn require(get: &impl Fn(&str) -> Option<String>, names: &[&str]) -> Result<()> 
         return Ok(());
     }
     let message = format!(
-        "{} set but {} missing: a worker needs all of them; unset them all to launch workers from here (where RANK counts nodes: env -u RANK \
-         -u WORLD_SIZE colo-grpo --nnodes $WORLD_SIZE --node_rank $RANK ..)",
+        "the environment sets {} but not {}: a worker needs all of them; unset them all to let colo-grpo launch \
+         workers (if RANK numbers nodes: env -u RANK -u WORLD_SIZE colo-grpo --nnodes $WORLD_SIZE --node_rank $RANK ..)",
         set.join(", "),
         missing.join(", ")
     );

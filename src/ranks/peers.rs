@@ -81,7 +81,9 @@ fn connect((control, group): Host<'_>, ordinal: usize, bytes: usize) -> Result<O
     };
     if group.rank == 0 {
         let (name, rank, refusal) = (&group.name, group.ranks[rank], String::from_utf8_lossy(refusal));
-        tracing::warn!("group '{name}' sums through NCCL alone: rank {rank} cannot map its peers' memory: {refusal}");
+        tracing::warn!(
+            "group '{name}' uses NCCL for all reductions, as rank {rank} cannot map the memory of its peers: {refusal}"
+        );
     }
     Ok(None)
 }

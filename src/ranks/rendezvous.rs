@@ -101,9 +101,9 @@ fn through_store(env: &WorkerEnv, options: &WorldOptions) -> Result<(Segment, Op
 pub(super) fn open_segment((process, fd): SegmentAddress) -> Result<File> {
     let path = format!("/proc/{process}/fd/{fd}");
     let opened = OpenOptions::new().read(true).write(true).open(&path);
-    let why = "ranks must be one user's, and see one another's processes";
+    let why = "all ranks must run as the same user and see each other's processes";
     opened.map_err(|error| Error::Environment {
-        message: format!("rendezvous: memory of rank 0, {path}: {error}; {why}"),
+        message: format!("rendezvous: cannot open the shared memory of rank 0, {path}: {error}; {why}"),
     })
 }
 
@@ -112,7 +112,9 @@ pub(super) fn heeding_stop<T: Send + 'static>(work: impl FnOnce() -> Result<T> +
     let (sender, receiver) = channel();
     let thread = std::thread::Builder::new().name("rendezvous".to_owned());
     let started = detach(thread, move || drop(sender.send(work())));
-    started.map_err(|error| Error::Environment { message: format!("a thread for the rendezvous: {error}") })?;
+    started.map_err(|error| Error::Environment {
+        message: format!("cannot start the thread of the rendezvous: {error}"),
+    })?;
     loop {
         match receiver.recv_timeout(LOOK) {
             Ok(outcome) => return outcome,
@@ -148,7 +150,7 @@ pub(super) fn agent_serves() -> bool {
 #[allow(unsafe_code)]
 pub(super) fn inherited(variable: &str) -> Result<Option<OwnedFd>> {
     let Ok(text) = std::env::var(variable) else { return Ok(None) };
-    let refuse = || Error::Environment { message: format!("{variable}={text}: not an open descriptor") };
+    let refuse = || Error::Environment { message: format!("{variable}={text}: not an open file descriptor") };
     let fd: RawFd = text.parse().map_err(|_| refuse())?;
     // SAFETY: asking for a descriptor's flags changes nothing.
     if unsafe { libc::fcntl(fd, libc::F_GETFD) } < 0 {

@@ -235,7 +235,7 @@ impl World {
         if let (Some(_), Carrier::Nccl(nccl)) = (&verdict, &self.tensors) {
             // The verdict is the cause: what cannot be rebuilt fails in the next collective.
             if let Err(error) = nccl.rebuild() {
-                tracing::error!("after a failure the GPUs' groups cannot be made anew: {error}");
+                tracing::error!("cannot rebuild the NCCL communicators after a failure: {error}");
             }
         }
         match (verdict, result) {

@@ -131,7 +131,7 @@ pub fn function(key: &str, name: &str, settings: &RewardConfig) -> Result<Reward
         _ => {
             let names = names().collect::<Vec<_>>().join(", ");
             let expected = format!(
-                "names among {names}, a configuration's tables rewards.NAME, or Python functions as file.py:function{}",
+                "built-in rewards ({names}), names of tables rewards.NAME, or Python functions as file.py:function{}",
                 advice(name)
             );
             Err(Error::invalid_value(key, name, expected))
@@ -186,7 +186,7 @@ fn soft_overlong_punishment(settings: &RewardConfig) -> Result<RewardFunction> {
 /// Advice for a reward that users of TRL, open-r1 and verl bring along, or that lacks its function.
 fn advice(name: &str) -> String {
     if name.ends_with(".py") {
-        return format!("; which function of the file, as {name}:FUNCTION?");
+        return format!("; name a function of the file: {name}:FUNCTION");
     }
     let ours = match name {
         "gsm8k" => "numeric_answer, math",
@@ -217,7 +217,7 @@ fn advice(name: &str) -> String {
             return nearest(name, &known).map(|near| format!("; did you mean {near}?")).unwrap_or_default();
         }
     };
-    format!("; here: {ours}")
+    format!("; the equivalent here: {ours}")
 }
 
 /// The expression that marks answers, where the configuration has one of its own.
@@ -303,7 +303,7 @@ mod tests {
             ("fromat", "did you mean format?"),
             ("length_reward", "did you mean length?"),
             ("correctness_reward", "here: numeric_answer, exact_answer, math"),
-            ("mine.py", "which function of the file, as mine.py:FUNCTION?"),
+            ("mine.py", "name a function of the file: mine.py:FUNCTION"),
         ] {
             let error = function("reward_funcs", name, &RewardConfig::default()).err().unwrap().to_string();
             assert!(error.ends_with(advice), "{error}");

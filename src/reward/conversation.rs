@@ -191,7 +191,7 @@ impl<'a> WorkerConversation<'a> {
             let mut outcome = reply.scores(job.completions.len());
             outcome = outcome.map(|scores| self.service.grading.finish(job, group, scores));
             if Instant::now() > open.deadline {
-                outcome = Err(RewardFailure::new(FailureKind::Timeout, "no answer in its time"));
+                outcome = Err(RewardFailure::new(FailureKind::Timeout, "no reply before its deadline"));
             }
             let lost = outcome.as_ref().err().filter(|failure| failure.kind == FailureKind::Output).cloned();
             answers.push(AnsweredRequest { open, outcome });
@@ -205,7 +205,7 @@ impl<'a> WorkerConversation<'a> {
             self.shared.take_back(self.service, job, twice());
             return Err((WorkerLoss::Failed(twice()), true));
         }
-        let what = format!("a reply to a request that was not made, in {}", excerpt(frame));
+        let what = format!("a reply to a request that was never sent: {}", excerpt(frame));
         Err((WorkerLoss::Failed(RewardFailure::new(FailureKind::Output, what)), false))
     }
 
@@ -221,7 +221,7 @@ impl<'a> WorkerConversation<'a> {
             let reward = &*self.service.name;
             tracing::warn!(
                 reward,
-                "its replies have no \"id\": it is started anew for every request (docs/rewards.md)"
+                "replies of this reward have no \"id\", so a new process is started for every request (docs/rewards.md)"
             );
         }
         let outcome = worker.finish(open.deadline).and_then(|()| reply.scores(open.work.job.completions.len()));

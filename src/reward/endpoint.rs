@@ -65,7 +65,11 @@ impl ServiceEndpoint {
         }
         let secret = |variable: &String| match std::env::var(variable) {
             Ok(secret) if !secret.is_empty() => Ok(format!("Bearer {secret}")),
-            _ => Err(Error::invalid_value(&key("api_key_env"), variable, "the name of a variable that is set")),
+            _ => Err(Error::invalid_value(
+                &key("api_key_env"),
+                variable,
+                "the name of an environment variable that is set",
+            )),
         };
         let config = ureq::Agent::config_builder()
             .http_status_as_error(false)
@@ -125,7 +129,7 @@ impl ServiceEndpoint {
         let least = response.headers().get("retry-after").and_then(|value| value.to_str().ok()?.parse().ok());
         let answer = response.body_mut().with_config().limit(MAX_REPLY_BYTES as u64);
         let answer = answer.read_to_vec().map_err(trouble)?;
-        let said = || format!("status {status}: {}", excerpt(&answer));
+        let said = || format!("HTTP status {status}: {}", excerpt(&answer));
         match status {
             200..300 => Ok(answer),
             408 | 429 | 500..600 => {
@@ -161,7 +165,7 @@ fn trouble(error: ureq::Error) -> AttemptFailure {
     let failure = |kind| RewardFailure::new(kind, error.to_string());
     match &error {
         ureq::Error::Timeout(_) => {
-            AttemptFailure::Final(RewardFailure::new(FailureKind::Timeout, "no answer in its time"))
+            AttemptFailure::Final(RewardFailure::new(FailureKind::Timeout, "no reply before its deadline"))
         }
         ureq::Error::Io(inner) if inner.kind() == io::ErrorKind::TimedOut => {
             AttemptFailure::Final(failure(FailureKind::Timeout))

@@ -128,14 +128,15 @@ impl Judge {
     fn read(&self, said: &str) -> Result<Score, RewardFailure> {
         let bad = |what: &str| {
             let end: String = said.chars().rev().take(200).collect::<Vec<_>>().into_iter().rev().collect();
-            RewardFailure::new(FailureKind::Output, format!("{what} in what the judge said: {end:?}"))
+            RewardFailure::new(FailureKind::Output, format!("{what} in the judge's answer: {end:?}"))
         };
-        let last = self.score_pattern.captures_iter(said).last().ok_or_else(|| bad("no score"))?;
+        let last =
+            self.score_pattern.captures_iter(said).last().ok_or_else(|| bad("no match of judge_score_pattern"))?;
         let number = last.iter().skip(1).flatten().next().and_then(|group| group.as_str().parse::<f64>().ok());
-        let number = number.ok_or_else(|| bad("no number"))?;
+        let number = number.ok_or_else(|| bad("the matched score is not a number"))?;
         let max_score = self.settings.judge_max_score;
         if !(0.0..=max_score).contains(&number) {
-            return Err(bad(&format!("a score that is not from 0 to {max_score}")));
+            return Err(bad(&format!("a score outside of 0 to {max_score}")));
         }
         Score::finite((number / max_score) as f32)
     }

@@ -340,7 +340,7 @@ impl Drop for RewardPool {
 }
 
 fn spawn(work: impl FnOnce() + Send + 'static) -> Result<()> {
-    let failed = |error| Error::Environment { message: format!("no thread for rewards can be started: {error}") };
+    let failed = |error| Error::Environment { message: format!("cannot start a thread for rewards: {error}") };
     detach(std::thread::Builder::new().name("reward".into()), work).map_err(failed)
 }
 

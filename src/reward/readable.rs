@@ -84,7 +84,7 @@ impl AnswerReader {
                 Ok(scores.into_iter().map(is_readable).collect())
             }
             Err(failure) => {
-                tracing::warn!("{num_references} reference answers were not checked: {}", failure.cause);
+                tracing::warn!("cannot check {num_references} reference answers: {}", failure.cause);
                 Ok(vec![true; num_references])
             }
         }

@@ -201,7 +201,7 @@ fn of_environment(completion: &Trajectory, class: &str) -> Option<Result<Score, 
     if end.class != class {
         return Some(Ok(Score::NotApplicable));
     }
-    let reward = end.reward.clone().unwrap_or_else(|| Err("get_reward gave nothing".to_owned()));
+    let reward = end.reward.clone().unwrap_or_else(|| Err("get_reward returned no reward".to_owned()));
     Some(reward.map_err(|cause| RewardFailure::new(FailureKind::Error, cause)).and_then(Score::finite))
 }
 
@@ -215,8 +215,8 @@ impl PoolState {
             }
             None if self.closed => Err(Error::InvalidArgument {
                 op: "RewardPool::wait",
-                expected: "a pool whose rewards have not failed for good".to_owned(),
-                got: "one that is closed".to_owned(),
+                expected: "a reward pool that still accepts work".to_owned(),
+                got: "a pool that was closed after repeated failures".to_owned(),
             }),
             None => Ok(()),
         }
@@ -231,7 +231,7 @@ impl PoolState {
         }
         Err(Error::InvalidArgument {
             op: "RewardPool::wait",
-            expected: "one ticket for each group, whose scores were not taken before".to_owned(),
+            expected: "one ticket for each group, each used once".to_owned(),
             got: format!("{num_groups} groups and {num_tickets} tickets, {} of them open", open.len()),
         })
     }
@@ -302,7 +302,7 @@ impl PoolState {
             self.running.iter().filter(|(_, job)| job.deadline <= now).map(|(number, _)| *number).collect();
         for number in overdue {
             if let Some((index, _)) = functions.get(self.running[&number].num_answers) {
-                let failure = RewardFailure::new(FailureKind::Timeout, "no answer in reward.timeout_s");
+                let failure = RewardFailure::new(FailureKind::Timeout, "no reply within reward.timeout_s");
                 self.fail((*index, &names[*index]), failure);
             }
             self.finish(number);

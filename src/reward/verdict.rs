@@ -125,9 +125,7 @@ impl Verdict {
         match said {
             Score::Value(1.0) => self.score(true, group, index),
             Score::Value(0.0) => self.score(false, group, index),
-            other => {
-                Err(RewardFailure::new(FailureKind::Output, format!("expected a verdict of 0 or 1, got {other:?}")))
-            }
+            other => Err(RewardFailure::new(FailureKind::Output, format!("expected a score of 0 or 1, got {other:?}"))),
         }
     }
 }

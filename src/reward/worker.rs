@@ -55,10 +55,18 @@ impl Program {
         match &self.origin {
             Origin::Key(key, value) => {
                 let is_missing = cause.contains("ModuleNotFoundError") && self.command.len() > 1;
-                let hint =
-                    || format!("; reward.python = {} lacks it: name the interpreter that has it", self.command[0]);
+                let hint = || {
+                    format!(
+                        "; this module is missing in reward.python = {}: name an interpreter that has it",
+                        self.command[0]
+                    )
+                };
                 let hint = if is_missing && self.is_ours { hint() } else { String::new() };
-                Error::invalid_value(key, value, format!("a reward that can be started; {cause}{hint}"))
+                Error::invalid_value(
+                    key,
+                    value,
+                    format!("a reward that can be started; starting it failed: {cause}{hint}"),
+                )
             }
             Origin::Sandbox => Error::Environment { message: format!("reward 'code': {cause}") },
             Origin::MathVerify { reward, python } => {
@@ -183,7 +191,7 @@ impl RewardWorker {
     pub fn reply_at_hand(&mut self) -> Result<Option<Vec<u8>>, RewardFailure> {
         let Some(length) = length(&self.received) else { return Ok(None) };
         if length > self.max_reply_bytes {
-            let what = format!("a reply of {length} bytes (at most {})", self.max_reply_bytes);
+            let what = format!("its reply has {length} bytes (limit: {})", self.max_reply_bytes);
             return Err(self.failure(FailureKind::Output, &what));
         }
         Ok(take_frame(&mut self.received))
@@ -210,13 +218,13 @@ impl RewardWorker {
     /// and must end its output.
     pub fn finish(mut self, deadline: Instant) -> Result<(), RewardFailure> {
         if !self.unsent.is_empty() {
-            return Err(self.failure(FailureKind::Output, "a reply before the request was read"));
+            return Err(self.failure(FailureKind::Output, "it replied before it had read the request"));
         }
         self.requests = None;
         while self.received.is_empty() {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                let what = "its replies have no \"id\", and it did not end when there were no more requests";
+                let what = "its replies have no \"id\", and it did not end when its input was closed";
                 return Err(self.failure(FailureKind::Timeout, what));
             }
             if !self.exchange(left)? {
@@ -228,7 +236,7 @@ impl RewardWorker {
 
     /// The failure of a request whose time is over.
     pub fn overdue(&self) -> RewardFailure {
-        self.failure(FailureKind::Timeout, "no answer in its time")
+        self.failure(FailureKind::Timeout, "no reply before its deadline")
     }
 
     /// Moves bytes in either direction, as soon as some can be; false once the worker has closed its output.
@@ -277,7 +285,7 @@ impl RewardWorker {
         self.kill();
         let status = self.child.wait().map_or_else(|error| error.to_string(), |status| status.to_string());
         self.is_reaped = true;
-        self.failure(FailureKind::Died, &format!("its worker ended, {status}"))
+        self.failure(FailureKind::Died, &format!("its worker process ended with {status}"))
     }
 
     /// Kills it with all that it started, as far as that has not left; the reaper finds the rest.
@@ -342,7 +350,10 @@ mod tests {
             ("exec >&-; sleep 60", "signal: 9 (SIGKILL)"),
         ] {
             let failure = shell(script).receive(Instant::now() + START).unwrap_err();
-            assert_eq!(failure, RewardFailure::new(FailureKind::Died, format!("its worker ended, {status}")));
+            assert_eq!(
+                failure,
+                RewardFailure::new(FailureKind::Died, format!("its worker process ended with {status}"))
+            );
         }
     }
 

@@ -41,7 +41,8 @@ fn own_cache_bytes(spec: &ModelSpec, ranks: &EngineRanks, options: &EngineOption
     let [own, most] = [spec.of_layers(&ranks.stage().layers), fullest_stage(spec, &ranks.stages)]
         .map(|spec| kv_block_bytes(&spec, tp_size, block_size, kind));
     if options.kv_cache_bytes < most {
-        let expected = format!("at least {most}, one block of {block_size} tokens on the stage with most layers");
+        let expected =
+            format!("at least {most}, the size of one block of {block_size} tokens on the stage with the most layers");
         return Err(Error::invalid_value("kv_cache_bytes", options.kv_cache_bytes, expected));
     }
     Ok(options.kv_cache_bytes / most * own)

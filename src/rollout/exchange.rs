@@ -37,7 +37,13 @@ pub(super) fn exchange<'g>(
     let params_of_first = all[0].0.clone();
     for (rank, (theirs, to_complete, groups)) in all.into_iter().enumerate() {
         if theirs != params_of_first {
-            return refuse(format!("the sampling parameters of rank 0 ({params_of_first}) on rank {rank}"), theirs);
+            return refuse(
+                format!(
+                    "equal sampling parameters on all ranks of an engine: rank 0 has {params_of_first}, rank {rank} \
+                     differs"
+                ),
+                theirs,
+            );
         }
         num_groups += to_complete;
         let request = |(index, (prompt_id, token_ids, first_step, begun))| {
@@ -52,7 +58,7 @@ pub(super) fn exchange<'g>(
     params.check()?; // where there are no requests, too
     requests.iter().try_for_each(|(_, request)| request.check(ids, 0, limits))?;
     if num_groups > requests.len() {
-        let expected = format!("at most the {} groups that there are to complete", requests.len());
+        let expected = format!("a number of groups to complete of at most {}, the number of requests", requests.len());
         return refuse(expected, num_groups.to_string());
     }
     Ok((requests, num_groups))
@@ -135,9 +141,9 @@ mod tests {
             let routed_experts = RoutedExperts { per_token, experts: experts.to_vec().into() };
             vec![Trajectory { routed_experts, ..of_tokens(vec![4]) }; 2]
         };
-        let expected = "2 recorded experts a token, numbered below 4, got";
+        let expected = "2 recorded experts per token, with indices below 4, got";
         for (per_token, experts, got) in
-            [(2, &[0, 4], "2 a token, number 4 among them in prompt 1"), (1, &[0, 3], "1 a token in prompt 1")]
+            [(2, &[0, 4], "2 per token, with index 4 in prompt 1"), (1, &[0, 3], "1 a token in prompt 1")]
         {
             let message = refusal(begun(routed(per_token, experts)), 1);
             assert!(message.contains(&format!("{expected} {got}")), "{message}");

@@ -80,7 +80,9 @@ impl KeptSequences {
         all_reduce_f64(tp, &mut least, ReduceOp::Min)?;
         if least[1] != -least[2] {
             if tp.rank() == 0 {
-                tracing::warn!("unfinished sequences are computed again: not all ranks of the engine still have them");
+                tracing::warn!(
+                    "the KV cache of unfinished sequences is computed again, as not all ranks of the engine kept it"
+                );
             }
             *self = Self::default();
         }

@@ -40,7 +40,7 @@ impl StepLimits {
         let refuse = |expected, got| Err(Error::InvalidArgument { op: "RolloutEngine::generate", expected, got });
         if prompt_len == 0 || prompt_len >= self.max_model_length {
             let expected = format!("prompts of 1 to {} tokens (max_model_length - 1)", self.max_model_length - 1);
-            return refuse(expected, format!("one of {prompt_len}"));
+            return refuse(expected, format!("a prompt of {prompt_len} tokens"));
         }
         let longest = (prompt_len + max_completion_length).min(self.max_model_length) - 1;
         let (needed, total) = (longest.div_ceil(self.block_size), self.num_blocks);

@@ -140,7 +140,7 @@ impl Request {
     pub(super) fn check(&self, ids: ModelIds, num_adapters: usize, limits: &StepLimits) -> Result<()> {
         self.params.check()?;
         if let Some(adapter) = self.adapter.filter(|adapter| *adapter >= num_adapters) {
-            return refuse(format!("one of {num_adapters} adapters, or none"), format!("number {adapter}"));
+            return refuse(format!("the index of one of {num_adapters} adapters, or none"), format!("index {adapter}"));
         }
         let vocab_size = ids.vocab_size;
         let begun = self.begun.iter().flat_map(|trajectory| &trajectory.token_ids);
@@ -152,18 +152,22 @@ impl Request {
             let ModelIds { num_experts, experts_per_token, .. } = ids;
             let unknown = experts.iter().max().filter(|&&expert| usize::from(expert) >= num_experts);
             if !experts.is_empty() && (*per_token != experts_per_token || unknown.is_some()) {
-                let expected = format!("{experts_per_token} recorded experts a token, numbered below {num_experts}");
-                let number = unknown.map_or_else(String::new, |expert| format!(", number {expert} among them"));
-                return refuse(expected, format!("{per_token} a token{number} in prompt {}", self.prompt_id));
+                let expected =
+                    format!("{experts_per_token} recorded experts per token, with indices below {num_experts}");
+                let number = unknown.map_or_else(String::new, |expert| format!(", with index {expert}"));
+                return refuse(expected, format!("{per_token} per token{number} in prompt {}", self.prompt_id));
             }
         }
         let num_generations = self.params.num_generations;
         if !self.begun.is_empty() && self.begun.len() != num_generations {
-            let expected = format!("num_generations = {num_generations} completions to go on with");
+            let expected = format!("num_generations = {num_generations} unfinished completions to continue");
             return refuse(expected, format!("{} of prompt {}", self.begun.len(), self.prompt_id));
         }
         if self.params.structure.is_some() && !self.begun.is_empty() {
-            return refuse("a structured completion from its beginning".to_owned(), "one that is begun".to_owned());
+            return refuse(
+                "no unfinished completions with structured output".to_owned(),
+                "an unfinished completion".to_owned(),
+            );
         }
         if limits.runs_ahead && limits.num_stages > 1 && self.params.top_logprobs > 0 {
             let expected = "top_logprobs of 0 with an engine in stages on GPUs";

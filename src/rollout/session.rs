@@ -175,7 +175,7 @@ impl<'r> Session<'r> {
         if !self.scheduler.knows(request.0) {
             return Err(Error::InvalidArgument {
                 op: "Session::remove",
-                expected: "a request that was not removed yet".into(),
+                expected: "a request that is still in the session".into(),
                 got: format!("{request:?}"),
             });
         }

@@ -84,10 +84,10 @@ fn enter(
     };
     let failed = |what: &'static str| move |error: io::Error| format!("{what}: {error}");
     let file = File::create_new(work.join(PROGRAM_FILE));
-    file.and_then(|mut file| file.write_all(program.as_bytes())).map_err(failed("the program's file"))?;
-    std::env::set_current_dir(&work).map_err(failed("the program's folder"))?;
+    file.and_then(|mut file| file.write_all(program.as_bytes())).map_err(failed("cannot write the program's file"))?;
+    std::env::set_current_dir(&work).map_err(failed("cannot enter the program's folder"))?;
     give_up_identity(has(SandboxLayer::UserNamespace)).map_err(failed("identity"))?;
-    limit(sandbox, cpu_seconds).map_err(|error| format!("limits: {error}"))?;
+    limit(sandbox, cpu_seconds).map_err(|error| format!("cannot set resource limits: {error}"))?;
     // SAFETY: plain system call with whole numbers.
     unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) };
     if has(SandboxLayer::Landlock) {
@@ -120,7 +120,8 @@ fn refuse_missing(
         .collect();
     if !unexpected.is_empty() {
         return Err(format!(
-            "the sandbox lacks {}: allow this to the process, or list in reward.code.may_lack what may be missing",
+            "the sandbox cannot use {}: permit it for this process, or list it in reward.code.may_lack if you accept a \
+             weaker sandbox",
             unexpected.join(", ")
         ));
     }
@@ -128,15 +129,15 @@ fn refuse_missing(
     let mut open = Vec::new();
     // Landlock alone knows no modes, owners, times and attributes, and an old one no truncation.
     if lacks(SandboxLayer::MountNamespace) && (lacks(SandboxLayer::Seccomp) || landlock < layers::FIRST_WITH_TRUNCATE) {
-        open.push("mount_namespace, and seccomp or a landlock of Linux 6.2: nothing would keep a program from files");
+        open.push("mount_namespace, and seccomp or Landlock of Linux 6.2: nothing would protect files from a program");
     }
     if lacks(SandboxLayer::NetworkNamespace) && lacks(SandboxLayer::Seccomp) {
-        open.push("network_namespace and seccomp: nothing would keep a program from the network");
+        open.push("network_namespace and seccomp: nothing would block network access of a program");
     }
     if lacks(SandboxLayer::PidNamespace) && lacks(SandboxLayer::Seccomp) {
-        open.push("pid_namespace and seccomp: nothing would end what a program starts");
+        open.push("pid_namespace and seccomp: nothing would end processes that a program starts");
     }
-    if open.is_empty() { Ok(()) } else { Err(format!("the sandbox lacks {}", open.join("; "))) }
+    if open.is_empty() { Ok(()) } else { Err(format!("the sandbox cannot use {}", open.join("; "))) }
 }
 
 fn die_with_parent() {
@@ -300,7 +301,7 @@ fn give_up_identity(has_user_namespace: bool) -> io::Result<()> {
 /// Limits this process: to less where this machine's own limit is lower, unless `reward.code` promises more.
 fn limit(sandbox: &Sandbox, cpu_seconds: u64) -> Result<(), String> {
     let memory = ("ulimit -v", "reward.code.memory_bytes");
-    let time = ("ulimit -t", "the processor time of reward.code.timeout_s");
+    let time = ("ulimit -t", "the CPU time of reward.code.timeout_s");
     for (resource, most, promised) in [
         (libc::RLIMIT_AS, sandbox.settings.memory_bytes as u64, Some(memory)),
         (libc::RLIMIT_CPU, cpu_seconds, Some(time)),
@@ -318,7 +319,7 @@ fn limit(sandbox: &Sandbox, cpu_seconds: u64) -> Result<(), String> {
         let most = match promised {
             Some((name, key)) if limit.rlim_max < most => {
                 return Err(format!(
-                    "{name} allows {} where {key} needs {most}: raise the one or lower the other",
+                    "{name} allows {}, but {key} needs {most}: raise the limit or lower the key",
                     limit.rlim_max
                 ));
             }
@@ -365,9 +366,9 @@ mod tests {
         };
         assert_eq!(refusal(&every[..4], 3), "");
         assert_eq!(refusal(&[Landlock], 0), "");
-        assert!(refusal(&every[..4], 2).contains("landlock of Linux 6.2"));
-        assert!(refusal(&[MountNamespace, Seccomp], 6).contains("keep a program from files"));
-        assert!(refusal(&[NetworkNamespace, Seccomp], 6).contains("keep a program from the network"));
-        assert!(refusal(&[PidNamespace, Seccomp], 6).contains("end what a program starts"));
+        assert!(refusal(&every[..4], 2).contains("Landlock of Linux 6.2"));
+        assert!(refusal(&[MountNamespace, Seccomp], 6).contains("protect files from a program"));
+        assert!(refusal(&[NetworkNamespace, Seccomp], 6).contains("block network access of a program"));
+        assert!(refusal(&[PidNamespace, Seccomp], 6).contains("end processes that a program starts"));
     }
 }

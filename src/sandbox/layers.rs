@@ -262,7 +262,11 @@ pub(super) fn restrict_files<'a>(
             .restrict_self()
     };
     let RestrictionStatus { ruleset, .. } = rules().map_err(|error| format!("landlock: {error}"))?;
-    if ruleset == RulesetStatus::NotEnforced { Err("landlock enforces nothing".to_owned()) } else { Ok(()) }
+    if ruleset == RulesetStatus::NotEnforced {
+        Err("landlock is not enforced by this kernel".to_owned())
+    } else {
+        Ok(())
+    }
 }
 
 /// Makes the system calls of [`REFUSED`] and all from [`FIRST_NEW_CALL`] on fail in this process, and so new processes and signals

@@ -96,7 +96,7 @@ impl Sandbox {
         if tried.succeeded {
             Ok(sandbox)
         } else {
-            Err(format!("{interpreter} fails on an empty program in the sandbox"))
+            Err(format!("{interpreter} cannot run even an empty program in the sandbox"))
         }
     }
 
@@ -107,8 +107,8 @@ impl Sandbox {
     pub fn run(&self, program: &str, input: &[u8], deadline: Instant) -> Result<SandboxRun, String> {
         let Started { process, input: input_end, output, folder } = self.start(program, self.cpu_seconds())?;
         let run = process.follow(input_end, output, input, deadline);
-        let run = run.map_err(|error| format!("pipes of the sandbox: {error}"))?;
-        folder.close().map_err(|error| format!("the program's folder cannot be removed: {error}"))?;
+        let run = run.map_err(|error| format!("cannot use the pipes of the sandbox: {error}"))?;
+        folder.close().map_err(|error| format!("cannot remove the program's folder: {error}"))?;
         Ok(run)
     }
 
@@ -119,16 +119,16 @@ impl Sandbox {
 
     /// Starts `program`, which may use `cpu_seconds` of processor time.
     fn start(&self, program: &str, cpu_seconds: u64) -> Result<Started, String> {
-        let failed = |error: io::Error| format!("pipes of the sandbox: {error}");
+        let failed = |error: io::Error| format!("cannot use the pipes of the sandbox: {error}");
         let (inner_input, input_end) = io::pipe().map_err(failed)?;
         let (output_end, inner_output) = io::pipe().map_err(failed)?;
         let (inner_go, mut go) = io::pipe().map_err(failed)?;
         let (mut report, inner_report) = io::pipe().map_err(failed)?;
-        let folder = tempfile::tempdir().map_err(|error| format!("a temporary folder: {error}"))?;
+        let folder = tempfile::tempdir().map_err(|error| format!("cannot create a temporary folder: {error}"))?;
         let inner = Pipes { input: inner_input, output: inner_output, go: inner_go, report: inner_report };
         // SAFETY: this process has one thread; the child runs on a copy of it and never returns.
         let process = match unsafe { libc::fork() } {
-            -1 => return Err(format!("a process for the program: {}", io::Error::last_os_error())),
+            -1 => return Err(format!("cannot start a process for the program: {}", io::Error::last_os_error())),
             0 => {
                 drop((input_end, output_end, go, report));
                 become_program(self, folder.path(), (program, cpu_seconds), inner)
@@ -156,7 +156,7 @@ impl Process {
         loop {
             wait_for(&[report.as_raw_fd()], &[], deadline.saturating_duration_since(Instant::now()));
             if Instant::now() >= deadline {
-                return Err("the sandbox does not come to stand".to_owned());
+                return Err("the sandbox was not ready in time".to_owned());
             }
             let num_read = report.read(&mut part).map_err(|error| error.to_string())?;
             said.extend_from_slice(&part[..num_read]);

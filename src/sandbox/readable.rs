@@ -60,7 +60,7 @@ impl Readable {
             let _ = follow(&path, &mut paths); // of a list of what there may be
         }
         for path in &settings.readable {
-            let failed = |error| format!("reward.code.readable: {}: {error}", path.display());
+            let failed = |error| format!("reward.code.readable: cannot read {}: {error}", path.display());
             follow(path, &mut paths).map_err(failed)?;
         }
         Ok(Self { interpreter, paths: paths.into_iter().collect() })
@@ -124,12 +124,12 @@ fn follow(path: &Path, found: &mut BTreeSet<PathBuf>) -> io::Result<()> {
 /// A Python's path and what else is its own. What is found by its name may be a link, a script or a virtual environment.
 fn ask_python(name: &str) -> Result<(PathBuf, Vec<PathBuf>), String> {
     let output = Command::new(name).args(["-I", "-c", QUESTION]).output();
-    let output = output.map_err(|error| format!("reward.code.command: {name}: {error}"))?;
+    let output = output.map_err(|error| format!("reward.code.command: cannot start {name}: {error}"))?;
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     let mut lines = text.lines().map(PathBuf::from).filter(|path| path.is_absolute());
     let executable = lines.next().ok_or_else(|| {
         let said = String::from_utf8_lossy(&output.stderr);
-        format!("reward.code.command: {name} does not say where it is: {}", said.trim())
+        format!("reward.code.command: {name} does not report its own path: {}", said.trim())
     })?;
     Ok((executable, lines.collect()))
 }
@@ -141,7 +141,7 @@ fn find_program(name: &str) -> Result<(PathBuf, Vec<PathBuf>), String> {
     let is_program =
         |path: &PathBuf| path.metadata().is_ok_and(|file| file.is_file() && file.permissions().mode() & 0o111 != 0);
     let found = candidates.chain([PathBuf::from(name)]).find(is_program).and_then(|path| path.canonicalize().ok());
-    let found = found.ok_or_else(|| format!("reward.code.command: no program {name}"))?;
+    let found = found.ok_or_else(|| format!("reward.code.command: there is no program {name}"))?;
     Ok((found, Vec::new()))
 }
 

@@ -29,7 +29,9 @@ impl Sandbox {
     pub fn open(&self, program: &str) -> Result<SandboxSession, String> {
         let started = self.start(program, MAX_CPU_RUNS * self.cpu_seconds())?;
         let both = [started.input.as_raw_fd(), started.output.as_raw_fd()];
-        both.into_iter().try_for_each(do_not_block).map_err(|error| format!("pipes of the sandbox: {error}"))?;
+        both.into_iter()
+            .try_for_each(do_not_block)
+            .map_err(|error| format!("cannot use the pipes of the sandbox: {error}"))?;
         Ok(SandboxSession { started, unsent: Vec::new(), received: Vec::new() })
     }
 }

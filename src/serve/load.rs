@@ -200,9 +200,9 @@ fn base_quantization(
         let stored = files.base_quantization();
         let (key, name) = (stored.name(), stored.name().to_uppercase());
         let how = match quantization == stored {
-            true => format!("it is rounded to {name} here, too; --quantization none takes it as its files have it"),
+            true => format!("the base is rounded to {name} here as well; --quantization none uses it as stored"),
             false => format!(
-                "here it is as its files have it, so that probabilities differ from training's; --quantization {key} rounds it"
+                "here the base is used as stored, so probabilities differ from training; --quantization {key} rounds it"
             ),
         };
         console::say(format_args!("{} was trained on its base in {name}: {how}", files.path().display()));
@@ -216,13 +216,15 @@ impl NamedAdapter {
         let refuse =
             |expected: String| Err(Error::invalid_value("--adapter", self.folder.display().to_string(), expected));
         if model.adapters.is_some() {
-            let expected = "a base model as --model; name adapters of it as --adapter NAME=FOLDER, each of them";
+            let expected = "a base model as --model, as --model names adapters itself; name each folder of adapters \
+                            with --adapter NAME=FOLDER";
             return refuse(expected.to_owned());
         }
         match ModelSource::new(&self.folder, Some(&model.base))?.adapters {
             Some(folder) => Ok(folder),
             None => {
-                let within = model_within(&self.folder).map(|model| format!("; name that in it: {}", model.display()));
+                let within =
+                    model_within(&self.folder).map(|model| format!("; the adapters are in {}", model.display()));
                 let within = within.unwrap_or_default();
                 refuse(format!("a folder of LoRA adapters, which has an adapter_config.json{within}"))
             }
@@ -234,7 +236,10 @@ impl NamedAdapter {
 fn read_finite(files: &AdapterFiles, layout: &UnitLayout, kind: Kind) -> Result<Tensor> {
     let unit = files.read_unit(layout, kind)?;
     if unit.isfinite().all().int64_value(&[]) == 0 {
-        return Err(Error::bad_file(files.path(), format!("the {} has numbers that are not finite", layout.unit)));
+        return Err(Error::bad_file(
+            files.path(),
+            format!("the adapters of the {} contain values that are not finite", layout.unit),
+        ));
     }
     Ok(unit)
 }

@@ -130,7 +130,8 @@ fn rows_per_update(config: &SftConfig, world_size: usize) -> usize {
 fn too_few_rows(config: &SftConfig, sources: &RowSources, num_rows: usize, rows_per_update: usize) -> Error {
     let got = config.per_device_train_batch_size;
     let expected = format!(
-        "at most {num_rows} rows an update over all ranks and slices, not {rows_per_update}: {sources} has no more"
+        "at most {num_rows} rows per update over all ranks and accumulation slices, got {rows_per_update}: {sources} \
+         has no more rows"
     );
     Error::invalid_value("per_device_train_batch_size", got, expected)
 }

@@ -149,7 +149,10 @@ impl Conversations {
             AutoOr::Auto => ToolCallParser::of_template(source),
         };
         let parser = parser.ok_or_else(|| {
-            let expected = format!("one of {}: the chat template shows no format", ToolCallParser::NAMES.join(", "));
+            let expected = format!(
+                "one of {}, as the format cannot be recognized from the chat template",
+                ToolCallParser::NAMES.join(", ")
+            );
             Error::invalid_value("tool_call_parser", "auto", expected)
         })?;
         let kwargs: &Map<String, Value> = &config.data.chat_template_kwargs.0;

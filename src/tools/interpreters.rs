@@ -209,7 +209,7 @@ impl Interpreters {
         let end = turn.began + Duration::from_secs_f64(self.settings.turn_timeout_s);
         while let Some(arguments) = turn.arguments.pop_front() {
             let Some(code) = code(&arguments) else {
-                turn.fail(&format!("expected one argument of python, code, a text; got {arguments}"));
+                turn.fail(&format!("expected one argument of the tool python, code, as text; got {arguments}"));
                 continue;
             };
             if Instant::now() >= end {
@@ -244,10 +244,10 @@ impl Interpreters {
 
     /// Moves a turn on; false once it is answered.
     fn goes_on(&mut self, turn: &mut Turn) -> bool {
-        let session = self.sessions.get_mut(&turn.trajectory).expect("a call runs in it");
+        let session = self.sessions.get_mut(&turn.trajectory).expect("another call is still running in it");
         let is_alive = session.transfer();
         if session.received.len() > CHAR_BYTES * self.settings.max_chars + turn.mark.len() + 1 {
-            self.lose(turn, &format!("it wrote more than {} characters", self.settings.max_chars));
+            self.lose(turn, &format!("its output is longer than {} characters", self.settings.max_chars));
         } else if let Some((text, failed)) = turn.ended_output(&mut session.received) {
             session.pause();
             turn.is_late |= failed && turn.call_began.elapsed() >= self.call_timeout();
@@ -256,7 +256,7 @@ impl Interpreters {
             self.lose(turn, "its process ended");
         } else if Instant::now() >= turn.deadline {
             turn.is_late = true;
-            self.lose(turn, "it did not answer in its time");
+            self.lose(turn, "it did not reply before its deadline");
         } else {
             return true;
         }
@@ -271,7 +271,7 @@ impl Interpreters {
     /// Ends the interpreter of a turn; the next call has a fresh one.
     fn lose(&mut self, turn: &mut Turn, reason: &str) {
         self.sessions.remove(&turn.trajectory);
-        turn.fail(&format!("the interpreter is lost with its variables: {reason}"));
+        turn.fail(&format!("the interpreter was ended and its variables are lost: {reason}"));
     }
 }
 
@@ -307,7 +307,7 @@ impl Turn {
     fn add(&mut self, text: &str, failed: bool, max_chars: usize) {
         let num_chars = text.chars().count();
         if self.num_chars + num_chars > max_chars {
-            return self.fail(&format!("the results of this turn have more than {max_chars} characters"));
+            return self.fail(&format!("the results of this turn are longer than {max_chars} characters in all"));
         }
         self.num_chars += num_chars;
         self.results.push(CallResult { content: text.to_owned(), failed });

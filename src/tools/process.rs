@@ -119,7 +119,10 @@ impl ToolProcess {
         let named = named.chain(environment.map(Environment::text)).collect::<Vec<&str>>().join(", ");
         let refuse = |cause: &str| {
             let python = &config.reward.python;
-            let expected = format!("what {python} can load and whose signatures it can describe; {cause}");
+            let expected = format!(
+                "functions or classes that {python} can load and whose signatures it can describe; loading failed: \
+                 {cause}"
+            );
             Error::invalid_value(key, &named, expected)
         };
         let functions: Vec<&String> = tools.tools.iter().filter(|tool| *tool != INTERPRETER).collect();
@@ -332,7 +335,7 @@ impl LoadReply {
     fn add(&mut self, place: usize, schema: &Value) -> Result<(), String> {
         let of_environments = self.environments.values_mut().map(|environment| &mut environment.tools);
         for tools in std::iter::once(&mut self.tools).chain(of_environments) {
-            let tools = tools.as_array_mut().ok_or("its process lists no tools")?;
+            let tools = tools.as_array_mut().ok_or("its process did not return a list of tools")?;
             if tools.iter().any(|tool| tool["function"]["name"] == schema["function"]["name"]) {
                 return Err("more than one tool is named python".to_owned());
             }

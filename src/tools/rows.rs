@@ -41,7 +41,7 @@ impl MadeRows {
         }
         let python = &config.reward.python;
         let refuse = |cause: &str| {
-            let expected = format!("an environment that {python} can open; {cause}");
+            let expected = format!("an environment that {python} can open; opening it failed: {cause}");
             Error::invalid_value("environment", environment, expected)
         };
         let failed = |error: io::Error| Error::Environment {
@@ -52,7 +52,13 @@ impl MadeRows {
         let command = [python, "-c", ENVIRONMENTS, &settings.to_string(), &place].map(str::to_owned).to_vec();
         let origin = Origin::Key("environment".to_owned(), environment.to_string());
         let program = Program { command, is_ours: false, origin, max_reply_bytes: MAX_REPLY_BYTES };
-        let worker = ToolWorker::start(program, "the process of the rows", "reward.timeout_s", TIMEOUT_S, &refuse)?;
+        let worker = ToolWorker::start(
+            program,
+            "the process that makes the rows of an environment",
+            "reward.timeout_s",
+            TIMEOUT_S,
+            &refuse,
+        )?;
         let reply: Value = serde_json::from_slice(worker.loaded()).map_err(|error| refuse(&error.to_string()))?;
         if let Some(cause) = reply["error"].as_str() {
             return Err(refuse(cause));

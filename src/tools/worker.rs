@@ -168,7 +168,7 @@ impl ToolWorker {
             if self.num_ends >= MAX_ENDS {
                 return Err(failed(&cause));
             }
-            tracing::warn!("{} is replaced, what it was asked for is masked: {cause}", self.name);
+            tracing::warn!("{} is replaced, and the samples of its open requests are masked: {cause}", self.name);
             let again = started(&self.program).map_err(|failure| failed(&failure.cause));
             let again = again.and_then(|(mut worker, parent)| Ok((first_reply(&mut worker, &failed)?, worker, parent)));
             match again {
@@ -177,7 +177,7 @@ impl ToolWorker {
                     return Ok(());
                 }
                 Ok(_) => {
-                    return Err(failed("its files have changed: tools are no longer those that the run began with"));
+                    return Err(failed("its files have changed: its tools differ from those at the start of the run"));
                 }
                 Err(Error::ToolService { message, .. }) => cause = message,
                 Err(error) => return Err(error), // a stop
@@ -226,7 +226,7 @@ fn started(program: &Program) -> Result<(RewardWorker, Sender<()>), RewardFailur
     };
     let thread = std::thread::Builder::new().name("tools".into()).spawn(work);
     let failed = |what: String| RewardFailure::new(FailureKind::Died, what);
-    thread.map_err(|error| failed(format!("no thread for it: {error}")))?;
+    thread.map_err(|error| failed(format!("cannot start its thread: {error}")))?;
     let worker = worker.recv().map_err(|_| failed("its thread ended".to_owned()))??;
     Ok((worker, parent))
 }

@@ -119,7 +119,7 @@ pub fn keep_block(device: Device, bytes: usize) -> Result<()> {
     }
     // The tensor dies at once; its memory stays in the cache.
     if let Err(error) = Tensor::f_empty([bytes as i64], (Kind::Uint8, device)) {
-        tracing::debug!("no block of {bytes} bytes for training's tensors: {error}");
+        tracing::debug!("cannot reserve a block of {bytes} bytes for training tensors: {error}");
     }
     BLOCK_BYTES.store(bytes, Ordering::Relaxed);
     // It was nobody's tensor: the maximum of tensors goes on without it.

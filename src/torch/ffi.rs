@@ -93,7 +93,7 @@ pub fn current_cuda_stream(ordinal: usize) -> Result<*mut c_void> {
     let mut stream = std::ptr::null_mut();
     // SAFETY: `stream` outlives the call, which writes it only on success.
     let status = unsafe { colo_cuda_current_stream(ordinal as c_int, &mut stream) };
-    check(status, || format!("current stream of CUDA device {ordinal}"))?;
+    check(status, || format!("cannot get the current stream of CUDA device {ordinal}"))?;
     Ok(stream)
 }
 
@@ -114,7 +114,7 @@ pub(crate) fn pool_cuda_stream(ordinal: usize, urgent: bool) -> Result<PooledStr
     let (mut id, mut stream) = (0, std::ptr::null_mut());
     // SAFETY: both outlive the call, which writes them only on success.
     let status = unsafe { colo_cuda_pool_stream(ordinal as c_int, urgent.into(), &mut id, &mut stream) };
-    check(status, || format!("a stream of CUDA device {ordinal}"))?;
+    check(status, || format!("cannot get a stream of CUDA device {ordinal}"))?;
     Ok(PooledStream { id, raw: stream })
 }
 
@@ -160,7 +160,7 @@ pub(super) fn release_cache(device: Device) -> Result<()> {
 pub fn set_deterministic(on: bool) -> Result<()> {
     // SAFETY: no pointers; a switch of libtorch's global context.
     // Those that cannot stay allowed: the trainer's own kernels take their place.
-    check(unsafe { colo_set_deterministic(c_int::from(on), 0) }, || "deterministic operations".to_owned())
+    check(unsafe { colo_set_deterministic(c_int::from(on), 0) }, || "cannot switch deterministic operations".to_owned())
 }
 
 /// `work`, whose operations heed [`set_deterministic`] only where what cannot sum in a fixed order is refused: libtorch's flash
@@ -172,7 +172,7 @@ pub(super) fn only_deterministic<T>(work: impl FnOnce() -> Result<T>) -> Result<
     if !is_deterministic() {
         return work();
     }
-    let context = || "deterministic operations".to_owned();
+    let context = || "cannot switch deterministic operations".to_owned();
     // SAFETY: no pointers; a switch of libtorch's global context, as in `set_deterministic`.
     check(unsafe { colo_set_deterministic(1, 1) }, context)?;
     let outcome = work();

@@ -31,7 +31,8 @@ impl Store {
     pub fn host(address: &str, port: u16, listener: Option<OwnedFd>, timeout: Duration) -> Result<Self> {
         let refused = |error: std::io::Error| Error::Environment {
             message: format!(
-                "rendezvous store on {address}:{port}: {error}; give a free port with --master_port (or MASTER_PORT), or none"
+                "cannot open the rendezvous store on {address}:{port}: {error}; give a free port with \
+                 --master_port (or MASTER_PORT), or omit it"
             ),
         };
         let listener = match listener {
@@ -44,7 +45,7 @@ impl Store {
         // SAFETY: the string outlives the call and `raw` is written on success only; the store takes the socket over.
         let status =
             unsafe { ffi::colo_store_host(host.as_ptr(), port, listener.into_raw_fd(), millis(timeout), &mut raw) };
-        ffi::check(status, || format!("rendezvous store on {address}:{port}"))?;
+        ffi::check(status, || format!("cannot open the rendezvous store on {address}:{port}"))?;
         Ok(Self { raw, address: address.to_owned(), port })
     }
 
@@ -57,7 +58,7 @@ impl Store {
         let mut raw = std::ptr::null_mut();
         // SAFETY: the string outlives the call and `raw` is written on success only.
         let status = unsafe { ffi::colo_store_connect(host.as_ptr(), port, millis(timeout), &mut raw) };
-        ffi::check(status, || format!("rendezvous store at {address}:{port}"))?;
+        ffi::check(status, || format!("cannot connect to the rendezvous store at {address}:{port}"))?;
         Ok(Self { raw, address: address.to_owned(), port })
     }
 
@@ -120,7 +121,7 @@ impl Store {
     }
 
     fn context(&self, op: &str, key: &str) -> String {
-        format!("rendezvous store at {}:{}: {op} {key}", self.address, self.port)
+        format!("rendezvous store at {}:{}: cannot {op} {key}", self.address, self.port)
     }
 }
 

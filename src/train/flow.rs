@@ -88,7 +88,7 @@ impl StateStream {
         match self.pieces.get(self.next) {
             Some(piece) if (piece.index, piece.pass) < (index, pass) => Err(Error::InvalidArgument {
                 op: "Optimizer::step",
-                expected: format!("unit {} next: streamed state comes in order", piece.index),
+                expected: format!("unit {} next, as streamed optimizer state is processed in order", piece.index),
                 got: format!("unit {index}"),
             }),
             _ => Ok(()),

@@ -227,7 +227,7 @@ fn torn(group: &dyn Collective) -> Error {
         op: "all_gather",
         group: group.name().to_owned(),
         rank: group.ranks()[group.rank()],
-        message: "a rank's sequences arrived cut short".to_owned(),
+        message: "the sequences received from a rank are incomplete".to_owned(),
     }
 }
 

@@ -115,11 +115,12 @@ impl Gradients {
     pub(crate) fn begin(&mut self, unit: Unit) -> Result<UnitSum> {
         let index = self.table.index(unit);
         if self.finished[index] {
-            let expected = "the step, or gradients dropped: the last backward was announced".into();
+            let expected =
+                "an optimizer step or dropped gradients first, as the last backward of this step is done".into();
             return Err(Error::InvalidArgument {
                 op: "Gradients::begin",
                 expected,
-                got: format!("one more of {unit}"),
+                got: format!("another backward of {unit}"),
             });
         }
         self.whole(index)

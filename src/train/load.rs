@@ -80,7 +80,7 @@ impl Policy {
         let Some(lora) = lora else {
             return match folder {
                 Some(folder) => {
-                    Err(other_adapters(folder, "a model folder, or lora.r and the other keys of its adapters"))
+                    Err(other_adapters(folder, "a full model, or lora.r and the other LoRA keys of these adapters"))
                 }
                 None => Policy::with_home(table, mesh, options, home, source),
             };
@@ -198,7 +198,9 @@ fn go_on(folder: &Path, lora: &LoraSpec, table: &ParamTable) -> Result<AdapterFi
     }
     let targets: Vec<_> = own.targets.iter().map(|module| module.name()).collect();
     let (r, alpha) = (own.r, own.alpha);
-    let expected = format!("the adapters' own lora.r = {r}, lora.alpha = {alpha}, lora.target_modules = {targets:?}");
+    let expected = format!(
+        "the settings of these adapters: lora.r = {r}, lora.alpha = {alpha}, lora.target_modules = {targets:?}"
+    );
     Err(other_adapters(folder, &expected))
 }
 

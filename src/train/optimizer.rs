@@ -164,7 +164,7 @@ impl Optimizer {
                 (StateForm::Muon, [m], _, Some(muon), Some(directions)) => {
                     muon.momentum(m, &gradient, &narrow(directions, part), gradient_scale)
                 }
-                (form, ..) => unreachable!("{form:?} with its own tensors"),
+                (form, ..) => unreachable!("{form:?} has the tensors of its optimizer"),
             }
         };
         each_piece(layout, residence, flow, (index, StatePass::Moments), &mut moments)?;

@@ -114,12 +114,16 @@ fn check(index: usize, sequence: &Sequence) -> Result<()> {
     if prompt_len == 0 || prompt_len >= len {
         return Err(wrong(
             "at least one prompt and one completion token",
-            format!("{prompt_len} of {len} in the prompt"),
+            format!("a prompt of {prompt_len} among {len} tokens"),
         ));
     }
     let num_scored = sequence.num_scored();
     if num_scored == 0 || sequence.loss_mask.len() != len - prompt_len {
-        let got = format!("{num_scored} scored of {} for {}", sequence.loss_mask.len(), len - prompt_len);
+        let got = format!(
+            "{num_scored} scored in a mask of {} for {} completion tokens",
+            sequence.loss_mask.len(),
+            len - prompt_len
+        );
         return Err(wrong("a loss mask for all completion tokens that scores at least one", got));
     }
     let Sequence { rollout_logprobs, old_logprobs, ref_logprobs, teacher_logprobs, token_ages, .. } = sequence;

@@ -289,7 +289,7 @@ fn queue_from_the_end<C>(
 fn offloaded() -> Error {
     Error::InvalidArgument {
         op: "optimizer state",
-        expected: "it on the device (reload it first)".into(),
+        expected: "optimizer state on the device (reload it first)".into(),
         got: "offloaded".into(),
     }
 }

@@ -165,7 +165,7 @@ fn check(state: &ParamState, form: StateForm, elements: &Range<usize>, (unit, na
     let parts = |form: StateForm| form.parts().iter().map(|part| part.name()).collect::<Vec<_>>().join(", ");
     if state.form != form {
         let expected = format!(
-            "the optimizer of the checkpoint: it has {} of {name:?}, this one {}",
+            "the optimizer of the checkpoint, which stores {} for {name:?}; this one stores {}",
             parts(state.form),
             parts(form)
         );

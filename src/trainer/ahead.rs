@@ -90,7 +90,8 @@ impl Trainer {
         if !goes_on(saved, &self.config, self.batch.num_prompts) {
             self.data.sampler.restore(next.before.clone())?;
             self.output.say(&format!(
-                "{} batches that the checkpoint's run sampled ahead are sampled again: this run has other keys",
+                "{} batches that were sampled ahead for the checkpoint are sampled again, as this run has other \
+                 settings",
                 saved.len()
             ));
             return Ok(());

@@ -68,8 +68,8 @@ impl Trainer {
         let (metric, step) = (self.config.best.metric(), self.progress.global_step);
         if let Some(Best { step: best, value, num_worse }) = self.best() {
             self.output.say(&format!(
-                "step {step}: stopped early: {metric} was best at step {best} ({value:.4}) and in {num_worse} evaluations since \
-                 not better; early_stopping_patience says how many there may be"
+                "step {step}: stopped early: {metric} was best at step {best} ({value:.4}) and has not improved in \
+                 {num_worse} evaluations since (early_stopping_patience)"
             ));
         }
     }
@@ -84,7 +84,10 @@ impl Trainer {
         let on_each_node = self.config.saving.save_on_each_node;
         let reads = writes_folder(&self.world, on_each_node);
         if any_rank(&*self.world.group(), reads && !folder.exists())? {
-            self.output.say(&format!("warning: {} is gone: the final model is the last one", folder.display()));
+            self.output.say(&format!(
+                "warning: {}, the checkpoint of the best model, was deleted: the final model is that of the last step",
+                folder.display()
+            ));
             return Ok(now);
         }
         let checkpoint = self.world.agree(Checkpoint::open(&folder, reads))?;

@@ -157,7 +157,7 @@ impl TrainerBuilder {
 /// Refuses functions that would not be called, and keys that a loss of the caller's own leaves without effect.
 fn check(config: &Config, rewards: &[(String, RewardFunction)], functions: &Functions) -> Result<()> {
     if let Some((name, _)) = rewards.iter().find(|(name, _)| !config.reward_funcs.contains(name)) {
-        let expected = format!("a list with \"{name}\", a reward of the program");
+        let expected = format!("a list that contains \"{name}\", a reward function passed by the calling program");
         return Err(Error::invalid_value("reward_funcs", config.reward_funcs.join(", "), expected));
     }
     if functions.loss.is_some() {

@@ -96,9 +96,10 @@ impl Trainer {
         let Tally { num_sampled, num_kept, .. } = tally;
         if num_kept < self.batch.num_prompts as f64 && (replaces || num_kept == 0.0) {
             let step = self.progress.global_step + 1;
-            let lost = if num_kept == 0.0 { "; nothing is learned" } else { "" };
+            let lost = if num_kept == 0.0 { "; this step trains on nothing" } else { "" };
             self.output.say(&format!(
-                "step {step}: warning: only {num_kept} of {num_sampled} sampled groups teach something, and a batch is {} groups{lost}",
+                "step {step}: warning: only {num_kept} of {num_sampled} sampled groups give a training signal, fewer \
+                 than the {} groups of a batch{lost}",
                 self.batch.num_prompts
             ));
         }
@@ -111,12 +112,14 @@ impl Trainer {
         let bound = match self.config.dynamic_sampling {
             DynamicSampling::Replace => format!(
                 "{num_sampled} groups were sampled for a batch of {num_prompts} (at most {}: \
-                 dynamic_sampling_max_gen_batches = {} batches, or the {} rows there are)",
+                 dynamic_sampling_max_gen_batches = {} batches, or all {} rows)",
                 self.max_groups(),
                 self.config.dynamic_sampling_max_gen_batches,
                 self.data.train.len()
             ),
-            _ => format!("{MAX_STEPS} steps in a row; {num_sampled} groups were sampled in the last"),
+            _ => format!(
+                "this happened in {MAX_STEPS} steps in a row; {num_sampled} groups were sampled in the last one"
+            ),
         };
         let outside = match self.config.dynamic_sampling_range {
             Some([low, high]) => {
@@ -125,8 +128,9 @@ impl Trainer {
             None => String::new(),
         };
         format!(
-            "{bound}: {num_equal} have equal rewards{outside}; their mean reward is {:.4}. Take rows that the model sometimes \
-             solves and sometimes does not, or rewards that tell its completions apart, or raise num_generations or temperature",
+            "{bound}: {num_equal} have equal rewards{outside}; their mean reward is {:.4}. Use rows that the model \
+             solves only sometimes, or rewards that distinguish its completions, or raise num_generations or \
+             temperature",
             reward_sum / reward_count
         )
     }

@@ -51,7 +51,7 @@ impl Trainer {
         self.fruitless.unscored_steps = if is_lost { self.fruitless.unscored_steps + 1 } else { 0 };
         let Some(cause) = self.first_cause(num_failed)? else { return Ok(()) };
         let step = self.progress.global_step;
-        let (lost, reason) = (if is_lost { "; nothing is learned" } else { "" }, self.fruitless.reason(cause));
+        let (lost, reason) = (if is_lost { "; this step trains on nothing" } else { "" }, self.fruitless.reason(cause));
         self.output.say(&format!(
             "step {step}: warning: {num_failed} of {total} samples have no reward and are masked{lost}{reason}"
         ));

@@ -167,16 +167,18 @@ impl RunOutput {
         let weight = values.get("sampling/importance_sampling_ratio/mean").copied().unwrap_or(1.0);
         self.log.step(step, values.clone());
         if self.weighs_sequences && weight < LOW_WEIGHT && !std::mem::replace(&mut self.said_low_weight, true) {
-            let why = "a sequence's ratio of probabilities is a product over its tokens, and those above importance_sampling_clip_max count little or nothing";
+            let why = "the ratio of a sequence is the product over its tokens, and sequences above \
+                       importance_sampling_clip_max count little or nothing";
             self.say(&format!(
-                "step {step}: warning: the importance correction weighs samples by {weight:.2} in the mean: {why}; importance_sampling_mode = \
-                 token_truncate bounds tokens one by one; this is said once"
+                "step {step}: warning: the importance sampling correction weights samples by {weight:.2} on average: \
+                 {why}; importance_sampling_mode = token_truncate clips each token instead (reported once)"
             ));
         }
         if has_no_signal && !std::mem::replace(&mut self.said_no_signal, true) {
-            let text = "in no group do rewards differ: no advantage, no gradient";
+            let text = "all groups have equal rewards, so advantages and gradients are 0";
             self.say(&format!(
-                "step {step}: warning: {text}; this is said once, and frac_reward_zero_std has every step's share of such groups"
+                "step {step}: warning: {text} (reported once; frac_reward_zero_std is the fraction of such groups in \
+                 each step)"
             ));
         }
         Ok(values)

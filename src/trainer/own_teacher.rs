@@ -96,11 +96,11 @@ impl OwnTeacher {
         let columns = &group.prompt.columns;
         let Some(context) = columns.get(COLUMN).and_then(text_of) else {
             let expected =
-                format!("rows with a column {COLUMN}, text or messages, which self_distillation = sdft reads");
+                format!("rows with a column {COLUMN} (text or messages), as self_distillation = sdft needs it");
             return Err(Error::InvalidArgument {
                 op: "self_distillation",
                 expected,
-                got: "a row without it".to_owned(),
+                got: "a row without this column".to_owned(),
             });
         };
         let template = &self.config.teacher_prompt_template;
@@ -152,7 +152,8 @@ impl OwnTeacher {
             return Ok(ids);
         }
         let expected = format!(
-            "a teacher's prompt and a completion of at most {} tokens together: lower max_reprompt_len, or raise max_model_length",
+            "at most {} tokens for the teacher's prompt and the completion together: lower max_reprompt_len, or raise \
+             max_model_length",
             self.max_model_length
         );
         Err(Error::InvalidArgument {

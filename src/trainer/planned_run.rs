@@ -201,7 +201,8 @@ impl fmt::Display for EngineTable {
                 Err(error) => writeln!(f, "{mark}{tp:>3} {pp:>3} {num_engines:>8}  {error}")?,
             }
         }
-        let of = "of one engine: KV blocks, the tokens that they hold, the sequences of max_model_length that these are, and those that a batch has; * is as configured";
+        let of = "columns for one engine: KV blocks, tokens they hold, sequences of max_model_length they hold, \
+                  sequences in a batch; * marks the configured row";
         write!(f, "{of}")
     }
 }

@@ -31,7 +31,7 @@ pub(super) fn unsafe_changes(config: &Config, world: &World, checkpoint: &Checkp
     ];
     let changes = checkpoint::changes(config, &saved);
     if let Some(change) = changes.iter().find(|change| change.key == "exact" && world.rank() == 0) {
-        console::say(format_args!("{change}: steps from here on are computed so"));
+        console::say(format_args!("{change}: the new value applies from this step on"));
     }
     checkpoint.unsafe_changes(&changes, &numbers, world.size())
 }
@@ -84,7 +84,7 @@ pub(super) fn say_sharing(checkpoint: &Checkpoint, config: &Config, output: &Run
     let saved = Config::from_entries(checkpoint.state.config.entries(config.entries()));
     let Ok(changes) = saved.map(|saved| checkpoint::changes(config, &saved)) else { return };
     if let Some(change) = changes.iter().find(|change| change.key == "sequence_parallel_size") {
-        output.say(&format!("{change}: sums over a sequence are rounded in another order from here on"));
+        output.say(&format!("{change}: from this step on sums over a sequence have another rounding order"));
     }
 }
 
@@ -101,6 +101,8 @@ pub(super) fn say_carried(checkpoint: &Checkpoint, config: &Config, carried: &[C
         false => 0,
     };
     if num_anew > 0 {
-        output.say(&format!("{num_anew} unfinished groups of the checkpoint are begun anew: num_generations differs"));
+        output.say(&format!(
+            "{num_anew} unfinished groups of the checkpoint are sampled from the start: num_generations differs"
+        ));
     }
 }

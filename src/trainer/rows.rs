@@ -88,7 +88,8 @@ impl TrainingRows {
         if all.iter().all(|hash| *hash == all[0]) {
             return Ok(());
         }
-        let expected = "an environment that makes the same rows on every rank: what it draws must follow from its arguments and the seed";
+        let expected = "an environment that makes the same rows on every rank: its random choices must depend only on \
+                        its arguments and the seed";
         Err(Error::invalid_value("environment", environment, expected))
     }
 
@@ -99,8 +100,8 @@ impl TrainingRows {
             return Ok(());
         }
         let expected = format!(
-            "at most {} completions: {needed} prompts a generation, and {} has {rows}; lower per_device_train_batch_size or \
-             --nproc, or raise num_generations",
+            "at most {} completions: a generation batch needs {needed} prompts, but {} has {rows} rows; lower \
+             per_device_train_batch_size or --nproc, or raise num_generations",
             rows * config.num_generations,
             self.names.as_ref().map_or("the data set", |(train, _)| train)
         );

@@ -41,7 +41,7 @@ impl Trainer {
         }
         if self.progress.global_step >= self.max_steps() {
             self.output.say(&format!(
-                "nothing is left to train: step {} of {}",
+                "no steps are left to train: step {} of {} is done",
                 self.progress.global_step,
                 self.max_steps()
             ));
@@ -163,7 +163,7 @@ impl Trainer {
             let begun =
                 if self.progress.global_step > self.checkpoints.newest_step { self.save().map(drop) } else { Ok(()) };
             if let Err(failure) = begun.and_then(|()| self.checkpoints.saver.finish(&self.world)) {
-                tracing::warn!("what was reached is not saved: {failure}");
+                tracing::warn!("the progress since the last checkpoint could not be saved: {failure}");
             }
         }
         Err(error)

@@ -80,7 +80,7 @@ impl Trainer {
     /// are the next ones again.
     pub fn score(&mut self, groups: Vec<RolloutGroup>) -> Result<TrainingBatch> {
         let Some(DrawnPrompts { before, start }) = self.data.drawn.take() else {
-            let expected = "a call of Trainer::next_prompts before".to_owned();
+            let expected = "a call of Trainer::next_prompts first".to_owned();
             return Err(Error::InvalidArgument { op: "Trainer::score", expected, got: "none".to_owned() });
         };
         let tickets = groups.iter().map(|group| self.rewards.submit(group)).collect();

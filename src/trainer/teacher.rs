@@ -30,12 +30,12 @@ impl Teacher {
         let source = ModelSource::find(name, distillation.teacher_model_revision.as_deref(), None, &Hub::cached())?;
         let invalid = |expected: String| Err(Error::invalid_value(KEY, name.display(), expected));
         if source.adapters.is_some() {
-            return invalid("a model folder: merge these adapters into their base first".to_owned());
+            return invalid("a full model: merge these LoRA adapters into their base first".to_owned());
         }
         let spec = Arc::new(ModelSpec::from_folder(&source.base)?);
         if let Some(difference) = tokenizer.difference(&Tokenizer::from_folder(&source.base)?) {
             return invalid(format!(
-                "a model with the tokenizer of the policy, whose ids it is to score; {difference}"
+                "a model with the policy's tokenizer, as the teacher scores the policy's token ids; {difference}"
             ));
         }
         Self::check_top(config, spec.vocab_size)?;
@@ -48,7 +48,7 @@ impl Teacher {
     /// [`Error::InvalidValue`].
     pub fn check_top(config: &Config, vocab_size: usize) -> Result<()> {
         let top = config.distillation.num_top().unwrap_or(0);
-        let expected = || format!("at most {vocab_size}, the tokens of the teacher's distributions");
+        let expected = || format!("at most {vocab_size}, the size of the vocabulary");
         if top <= vocab_size { Ok(()) } else { Err(Error::invalid_value("distillation_topk", top, expected())) }
     }
 
@@ -90,6 +90,6 @@ mod tests {
         let error = found.check_context(context + 1).unwrap_err().to_string();
         assert!(error.contains("of the teacher's context"), "{error}");
         let error = Teacher::open(&config, &Tokenizer::of_ids(10).unwrap(), 2).unwrap_err().to_string();
-        assert!(error.contains("a model with the tokenizer of the policy") && error.contains("there and"), "{error}");
+        assert!(error.contains("a model with the policy's tokenizer") && error.contains("there and"), "{error}");
     }
 }

@@ -116,7 +116,7 @@ impl RunTurns {
             Self::Tools(tools) => ("environment", tools.conversations.take_loss()),
             Self::Agent(player) => ("episode", player.take_loss()),
         };
-        loss.map(|cause| format!("an {what} is lost: {cause}"))
+        loss.map(|cause| format!("an {what} failed: {cause}"))
     }
 
     /// Adds the counts since the last call.

@@ -82,16 +82,19 @@ impl TryFrom<PackedTrajectory> for Trajectory {
         let (per_token, experts) = routed_experts;
         let experts =
             numbers(&experts, 4).filter(|experts| experts.len().checked_rem(per_token).unwrap_or(experts.len()) == 0);
-        let experts =
-            experts.ok_or("a completion's experts are not four hexadecimal digits each, as many for every token")?;
+        let experts = experts.ok_or(
+            "malformed experts of a completion: expected four hexadecimal digits each and the same number for every \
+             token",
+        )?;
         let per_token = if experts.is_empty() { 0 } else { per_token };
         let both =
             words(&token_ids).zip(words(&rollout_logprobs)).filter(|(ids, logprobs)| ids.len() == logprobs.len());
-        let (token_ids, logprobs) = both.ok_or("a completion's tokens are not one hexadecimal word each")?;
+        let (token_ids, logprobs) =
+            both.ok_or("malformed tokens of a completion: expected one hexadecimal word each")?;
         let turns = if turns.is_empty() { vec![token_ids.len()] } else { turns };
         let is_as_long = |lens: &mut dyn Iterator<Item = usize>| total(lens) == Some(token_ids.len());
         if !is_as_long(&mut turns.iter().copied()) || !is_as_long(&mut weight_versions.iter().map(|(_, len)| *len)) {
-            return Err("a completion's turns or weight versions are not those of its tokens".to_owned());
+            return Err("the turns or weight versions of a completion do not match its tokens".to_owned());
         }
         let turn = |(index, len): (usize, usize)| std::iter::repeat_n(index % 2 == 0, len);
         Ok(Self {

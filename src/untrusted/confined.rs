@@ -82,7 +82,7 @@ impl<I: Send + 'static, O: Send + 'static> Confined<I, O> {
     }
 
     fn answer(&self, line: &Line<I, O>, input: I) -> Result<O, String> {
-        let ended = || "its thread has ended".to_owned();
+        let ended = || "the thread that processes it has ended".to_owned();
         line.calls.send(input).map_err(|_| ended())?;
         let ThreadLimits { memory_bytes, cpu_s, .. } = self.limits;
         let mut start_ns = None; // first asked after a while: most calls are over by then
@@ -91,12 +91,12 @@ impl<I: Send + 'static, O: Send + 'static> Confined<I, O> {
                 Ok(answer) => return answer.map_err(|panic| format!("panic: {}", panic_message(&*panic))),
                 Err(RecvTimeoutError::Disconnected) => return Err(ended()),
                 Err(RecvTimeoutError::Timeout) if self.is_exceeded.load(Ordering::Acquire) => {
-                    return Err(format!("it needs more than {} MiB of memory", memory_bytes >> 20));
+                    return Err(format!("processing it needs more than {} MiB of memory", memory_bytes >> 20));
                 }
                 Err(RecvTimeoutError::Timeout) => {
                     let now_ns = on_cpu_ns(&line.task);
                     if now_ns > *start_ns.get_or_insert(now_ns) + cpu_s * 1_000_000_000 {
-                        return Err(format!("it takes more than {cpu_s} s of processor time"));
+                        return Err(format!("processing it takes more than {cpu_s} s of CPU time"));
                     }
                 }
             }
@@ -121,7 +121,8 @@ pub(crate) fn once<O: Send + 'static>(
 ) -> Result<O, String> {
     let mut work = Some(work);
     let run = move |()| work.take().expect("called once")();
-    let thread = Confined::start(name, limits, run).map_err(|error| format!("no thread to read it: {error}"))?;
+    let thread =
+        Confined::start(name, limits, run).map_err(|error| format!("cannot start a thread to process it: {error}"))?;
     thread.call(())
 }
 
@@ -155,7 +156,7 @@ mod tests {
             }
         });
         let _: &Result<(), _> = &outcome;
-        assert_eq!(outcome.unwrap_err(), "it takes more than 1 s of processor time");
+        assert_eq!(outcome.unwrap_err(), "processing it takes more than 1 s of CPU time");
     }
 
     #[test]

@@ -177,7 +177,7 @@ impl Folder {
 }
 
 fn no_name(name: &str) -> io::Error {
-    io::Error::new(ErrorKind::InvalidInput, format!("'{name}' is no name below a folder"))
+    io::Error::new(ErrorKind::InvalidInput, format!("'{name}' is not a plain file name"))
 }
 
 /// The error, or what it means of a link.
@@ -185,7 +185,7 @@ fn told(folder: impl AsFd, name: &OsStr, error: io::Error) -> io::Error {
     let is_link = |found: rustix::fs::Stat| FileType::from_raw_mode(found.st_mode) == FileType::Symlink;
     match statat(folder, name, AtFlags::SYMLINK_NOFOLLOW).is_ok_and(is_link) {
         true => io::Error::other(format!(
-            "{} is a link, and could lead out of its folder: put a file or a folder in its place",
+            "{} is a symbolic link, which could lead out of its folder: replace it with a real file or folder",
             name.display()
         )),
         false => error,
@@ -233,7 +233,7 @@ mod tests {
             folder.folder("folder/deep").make().err(),
         ];
         for failure in failures {
-            assert!(failure.as_ref().is_some_and(|it| it.to_string().contains("is a link")), "{failure:?}");
+            assert!(failure.as_ref().is_some_and(|it| it.to_string().contains("is a symbolic link")), "{failure:?}");
         }
         assert!(!inner.has("secret") && folder.has("nowhere"));
         let names: Vec<_> = std::fs::read_dir(&outside).unwrap().map(|entry| entry.unwrap().file_name()).collect();

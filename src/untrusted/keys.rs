@@ -40,7 +40,7 @@ impl KeyTable {
             }
             match self.ignores_unknown || self.knows(key) || is_off(value) {
                 true => Ok(()),
-                false => refuse(format!("no such key: what it means in {} is not known here", self.name)),
+                false => refuse(format!("no such key: it is not known in {}", self.name)),
             }
         })
     }
@@ -103,10 +103,7 @@ mod tests {
         for (refused, message) in [
             (r#"{"c": 1}"#, "file.json: c is 1: expected 0 or \"none\"; it would do harm"),
             (r#"{"d": []}"#, "file.json: d is []: expected no such key, or null; it would, too"),
-            (
-                r#"{"e": true}"#,
-                "file.json: e is true: expected no such key: what it means in file.json is not known here",
-            ),
+            (r#"{"e": true}"#, "file.json: e is true: expected no such key: it is not known in file.json"),
         ] {
             assert_eq!(check(refused).unwrap_err(), message);
         }

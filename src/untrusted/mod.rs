@@ -56,7 +56,8 @@ fn regular(file: File) -> io::Result<File> {
     let mut start = [0; LFS_POINTER.len()];
     match file.read_at(&mut start, 0) {
         Ok(num_bytes) if start[..num_bytes] == *LFS_POINTER => Err(io::Error::other(
-            "a pointer of Git LFS, not the file: fetch it with `git lfs pull` in that clone, or with `hf download NAME`",
+            "this is a Git LFS pointer, not the file itself: fetch the file with `git lfs pull` in that clone, or with \
+             `hf download NAME`",
         )),
         _ => Ok(file), // what cannot be read is said by who reads it
     }
@@ -72,7 +73,7 @@ pub(crate) fn read(path: &Path, max_bytes: u64) -> io::Result<Vec<u8>> {
 
 fn read_all(file: File, max_bytes: u64) -> io::Result<Vec<u8>> {
     let num_bytes = file.metadata()?.len();
-    let too_large = |bytes: u64| io::Error::other(format!("{bytes} bytes: expected at most {max_bytes}"));
+    let too_large = |bytes: u64| io::Error::other(format!("it has {bytes} bytes: expected at most {max_bytes}"));
     if num_bytes > max_bytes {
         return Err(too_large(num_bytes));
     }
@@ -127,7 +128,8 @@ mod tests {
             ("long", "5 bytes: expected at most 4"),
             (
                 "pointer",
-                "a pointer of Git LFS, not the file: fetch it with `git lfs pull` in that clone, or with `hf download NAME`",
+                "this is a Git LFS pointer, not the file itself: fetch the file with `git lfs pull` in that clone, or \
+                 with `hf download NAME`",
             ),
             ("a\0b", "file name contained an unexpected NUL byte"),
         ] {

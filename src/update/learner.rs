@@ -332,7 +332,7 @@ impl Learner {
     /// [`Error::NonFinite`] for one skip too many in a row.
     fn note_skip(&mut self, update: u64, share: &[Sequence], progress: &dyn UpdateProgress) -> Result<()> {
         self.num_consecutive_skips += 1;
-        tracing::warn!("update {update}: the loss or the gradient is not finite; skipped on all ranks");
+        tracing::warn!("update {update}: the loss or gradient is not finite; the update is skipped on all ranks");
         progress.skipped(update, share)?;
         if self.num_consecutive_skips < MAX_CONSECUTIVE_SKIPS {
             return Ok(());

@@ -65,9 +65,9 @@ impl Follower {
             Ok(message) => message,
             Err(error) if error.kind() == io::ErrorKind::NotFound && self.file.is_none() => "no metrics yet".to_owned(),
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                "metrics.jsonl is gone; what was read of it is shown".to_owned()
+                "metrics.jsonl was deleted; showing what was read before".to_owned()
             }
-            Err(error) => format!("metrics.jsonl: {error}; what was read of it is shown"),
+            Err(error) => format!("cannot read metrics.jsonl: {error}; showing what was read before"),
         };
     }
 
@@ -80,7 +80,7 @@ impl Follower {
         }
         self.file = Some(identity);
         if self.history.num_values() >= MAX_VALUES {
-            return Ok("metrics.jsonl is longer than can be shown; its later lines are left out".to_owned());
+            return Ok("metrics.jsonl is too long to show; its last lines are omitted".to_owned());
         }
         let size = metadata.len();
         let mut bytes = vec![0; (size - self.offset).min(MAX_READ_BYTES) as usize];
@@ -177,9 +177,10 @@ mod tests {
         fs::rename(&other, &path).unwrap(); // as a resumed run does
         look(&[(8.0, 3.0), (9.0, 3.0), (10.0, 4.0)], "");
         fs::remove_file(&path).unwrap();
-        look(&[(8.0, 3.0), (9.0, 3.0), (10.0, 4.0)], "metrics.jsonl is gone; what was read of it is shown");
+        look(&[(8.0, 3.0), (9.0, 3.0), (10.0, 4.0)], "metrics.jsonl was deleted; showing what was read before");
         fs::create_dir(&path).unwrap();
-        let message = "metrics.jsonl: expected a regular file, found a folder; what was read of it is shown";
+        let message =
+            "cannot read metrics.jsonl: expected a regular file, found a folder; showing what was read before";
         look(&[(8.0, 3.0), (9.0, 3.0), (10.0, 4.0)], message);
     }
 

@@ -40,7 +40,7 @@ pub fn router(folders: Vec<PathBuf>, guard: Guard) -> Router {
         .route("/completions", get(completions))
         .fallback(async || refusal((StatusCode::NOT_FOUND, "no such path; the page is at /".to_owned())))
         .method_not_allowed_fallback(async || {
-            refusal((StatusCode::METHOD_NOT_ALLOWED, "only GET is answered: a watcher changes nothing".to_owned()))
+            refusal((StatusCode::METHOD_NOT_ALLOWED, "only GET is supported".to_owned()))
         })
         .with_state(Arc::new(Mutex::new(watched)));
     guard.before(router, |status, message| refusal((status, message)))
@@ -109,7 +109,7 @@ async fn completions(State(shared): State<Shared>, request: Request) -> Response
 /// The step whose completions are shown: the one wanted, or the newest; and the steps around it.
 fn step_of(run: &WatchedRun, wanted: Option<u64>) -> Result<(u64, Around), Refused> {
     let no_completions = || {
-        let why = "a run keeps its completions with log_completions = true";
+        let why = "set log_completions = true to keep them";
         (StatusCode::NOT_FOUND, format!("{} has no completions: {why}", run.name))
     };
     let (first, last) = (run.steps.first().ok_or_else(no_completions)?, run.steps.last().ok_or_else(no_completions)?);
@@ -118,7 +118,7 @@ fn step_of(run: &WatchedRun, wanted: Option<u64>) -> Result<(u64, Around), Refus
         let name = &run.name;
         return Err((
             StatusCode::NOT_FOUND,
-            format!("{name} has no completions of step {step}; it has some of {first} to {last}"),
+            format!("{name} has no completions of step {step}, only of some steps from {first} to {last}"),
         ));
     };
     Ok((step, (place.checked_sub(1).map(|place| run.steps[place]), run.steps.get(place + 1).copied())))

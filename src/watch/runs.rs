@@ -73,10 +73,11 @@ impl WatchedRuns {
                 self.search_in(&folder, &folder, MAX_DEPTH, &mut left);
             }
             if left == 0 {
-                self.message = format!("only {MAX_FOLDERS} folders are looked through; name the runs' own folders");
+                self.message =
+                    format!("stopped searching after {MAX_FOLDERS} folders; name the folders of the runs directly");
             } else if self.runs.is_empty() {
                 let folders: Vec<_> = self.folders.iter().map(|folder| folder.display().to_string()).collect();
-                self.message = format!("no run in {} yet; it is shown as soon as there is one", folders.join(", "));
+                self.message = format!("no run in {} yet; runs appear here once they start", folders.join(", "));
             }
         }
         &self.runs
@@ -236,7 +237,7 @@ impl WatchedRun {
             _ if !self.ranks.is_empty() && ends().all(|end| end.code == Some(0)) => "done".to_owned(),
             _ if !self.ranks.is_empty() => "ended".to_owned(),
             Some(time) => format!("its newest metrics are {} old", age(now - time)),
-            None => "nothing is known of it yet".to_owned(),
+            None => "no metrics or ranks yet".to_owned(),
         }
     }
 }
@@ -319,7 +320,7 @@ mod tests {
     fn a_run_is_running_silent_done_or_failed() {
         let folder = tempfile::tempdir().unwrap();
         let mut run = WatchedRun::new(folder.path(), folder.path());
-        assert_eq!(run.state_at(100.0), "nothing is known of it yet");
+        assert_eq!(run.state_at(100.0), "no metrics or ranks yet");
         let end = |code, message: &str| Some(RankEnd { code, message: message.to_owned() });
         for (ranks, expected) in [
             (vec![rank(0, 95.0, None), rank(1, 99.0, None)], "running"),

@@ -57,7 +57,10 @@ impl SampleTables {
         let file = folder.open(&name).map_err(tell)?;
         let metadata = file.metadata().map_err(tell)?;
         if metadata.len() > MAX_BYTES {
-            return Err(format!("completions of step {step}: {} MiB are too many to show", metadata.len() >> 20));
+            return Err(format!(
+                "the file with the completions of step {step} is too large to show ({} MiB)",
+                metadata.len() >> 20
+            ));
         }
         let version = (path.clone(), metadata.len(), metadata.modified().ok());
         if let Some((_, rows)) = self.0.iter().find(|(known, _)| *known == version) {
@@ -273,6 +276,6 @@ mod tests {
         assert!(steps(&run.folder("none")).is_empty());
         let outside = tempfile::NamedTempFile::new().unwrap();
         std::os::unix::fs::symlink(outside.path(), path(5)).unwrap();
-        assert!(tables.read(&run, 5).unwrap_err().contains("is a link, and could lead out of its folder"));
+        assert!(tables.read(&run, 5).unwrap_err().contains("is a symbolic link, which could lead out of its folder"));
     }
 }

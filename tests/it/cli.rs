@@ -210,7 +210,7 @@ fn a_plan_chooses_the_ranks_that_share_micro_batches() {
     );
     let longest = "plan --nproc 4 --model_preset qwen3.5-9b --gpu_memory_gib 79 --host_memory_gib 2000 zero.stage=3 max_num_seqs=2 \
                    max_prompt_length=1024 max_completion_length=250000";
-    run(longest).assert_error("250,000 tokens", 4, &["set activation_offload = true (kept inputs of blocks wait"]);
+    run(longest).assert_error("250,000 tokens", 4, &["set activation_offload = true (saved inputs of blocks are kept"]);
     assert!(stdout_of(&format!("{longest} activation_offload=true")).contains("x 251024"));
 }
 

@@ -160,7 +160,7 @@ fn a_posted_failure_wakes_blocked_peers_and_agreeing_mends_the_groups() {
         };
         match world.agree(result).unwrap_err() {
             Error::OutOfMemory { .. } => assert_eq!(world.rank(), 3),
-            error => assert_eq!(error.to_string(), "rank 3 failed: out of memory: kv cache asked for 7 bytes"),
+            error => assert_eq!(error.to_string(), "rank 3 failed: out of memory: kv cache needs 7 bytes"),
         }
         every_operation(&world);
     });

@@ -165,9 +165,9 @@ fn peft_adapters_load_score_differentiate_and_save_as_in_peft() {
             );
         }
         let refused = load(None).unwrap_err().to_string();
-        assert!(refused.contains("expected a model folder, or lora.r"), "{refused}");
+        assert!(refused.contains("expected a full model, or lora.r"), "{refused}");
         let refused = load(Some(LoraSpec { r: 8, ..lora.clone() })).unwrap_err().to_string();
-        assert!(refused.contains("the adapters' own lora.r = "), "{refused}");
+        assert!(refused.contains("the settings of these adapters: lora.r = "), "{refused}");
     }
 }
 
@@ -457,8 +457,8 @@ fn adapters_that_were_trained_on_nf4_are_served_on_it() {
         (json_lines(&ended.stdout)[0]["logprob"].as_f64().unwrap(), ended.stderr)
     };
     let ((as_trained, said), (dense, of_dense)) = (sampled(&adapters, ""), sampled(&adapters, "--quantization none"));
-    assert!(said.contains("was trained on its base in NF4: it is rounded to NF4 here, too"), "{said}");
-    assert!(of_dense.contains("here it is as its files have it, so that probabilities differ"), "{of_dense}");
+    assert!(said.contains("was trained on its base in NF4: the base is rounded to NF4 here as well"), "{said}");
+    assert!(of_dense.contains("here the base is used as stored, so probabilities differ"), "{of_dense}");
     assert!((as_trained - dense).abs() > 1e-4, "{as_trained} {dense}");
 
     let exported = |name: &str, more: &str| {
@@ -473,7 +473,7 @@ fn adapters_that_were_trained_on_nf4_are_served_on_it() {
     let (of_merged, quiet) = sampled(&merged, "");
     assert!((of_merged - as_trained).abs() < 1e-3 && !quiet.contains("NF4"), "{of_merged} {as_trained}: {quiet}");
     let (copied, _) = exported("copied", "");
-    assert!(sampled(&copied, "").1.contains("in NF4: it is rounded"), "a copy keeps what is known");
+    assert!(sampled(&copied, "").1.contains("in NF4: the base is rounded"), "a copy keeps what is known");
     let (onto_dense, said) = exported("onto_dense", "--merge --quantization none");
     assert!(
         said.contains("The base weights are used as stored, although the adapters were trained on a base in NF4"),

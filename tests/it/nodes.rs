@@ -81,7 +81,7 @@ fn a_rank_0_that_never_answers_is_given_up() {
     let folder = tempfile::tempdir().unwrap();
     let line = format!("{SMALL_RUN} collective_timeout_s=1 output_dir={}", folder.path().join("run").display());
     let ended = end(node(1, port, &line).spawn().unwrap());
-    ended.assert_error("a silent rank 0", 4, &[&format!("reached no rank 0 at 127.0.0.1:{port} in 1 s")]);
+    ended.assert_error("a silent rank 0", 4, &[&format!("could not connect to rank 0 at 127.0.0.1:{port} in 1 s")]);
 }
 
 #[test]

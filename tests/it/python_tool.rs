@@ -49,7 +49,7 @@ impl Interpreters {
             let ready = interpreters.reply();
             let Some(error) = ready["error"].as_str() else { return Some(interpreters) };
             println!("not every layer is allowed here: {error}");
-            assert!(error.starts_with("the sandbox lacks "), "{error}");
+            assert!(error.starts_with("the sandbox cannot use "), "{error}");
         }
         None
     }
@@ -163,7 +163,7 @@ fn exceptions_are_answers_and_cost_no_variable() {
     python.num_asked += 1;
     python.send(&json!({"id": python.num_asked, "trajectory": 1, "arguments": [{"source": "1"}, "x", {"code": "x"}]}));
     let reply = python.reply();
-    let expected = "{'error': 'expected one argument of python, code, a text; got {\"source\":\"1\"}'}";
+    let expected = "{'error': 'expected one argument of the tool python, code, as text; got {\"source\":\"1\"}'}";
     assert_eq!(reply["results"][0], json!({"content": expected, "failed": true}));
     assert_eq!((&reply["results"][1]["failed"], &reply["results"][2]["content"]), (&json!(true), &json!("5")));
 }
@@ -202,16 +202,16 @@ fn a_call_that_hangs_or_crashes_costs_its_own_trajectory_alone() {
     assert_eq!(python.content(1, "x"), "3");
     let deaf = "import signal\nsignal.signal(signal.SIGALRM, signal.SIG_IGN)\nwhile True:\n    pass";
     for (code, reason, is_late) in [
-        (deaf, "it did not answer in its time", true),
+        (deaf, "it did not reply before its deadline", true),
         ("import os\nos._exit(0)", "its process ended", false),
         ("import ctypes\nctypes.string_at(0)", "its process ended", false),
         (
             "import os\nfor fd in range(3, 9):\n    try:\n        for _ in range(9): os.write(fd, b'y' * 2000)\n    except OSError:\n        pass",
-            "it wrote more than 1000 characters",
+            "its output is longer than 1000 characters",
             false,
         ),
     ] {
-        let expected = format!("{{'error': 'the interpreter is lost with its variables: {reason}'}}");
+        let expected = format!("{{'error': 'the interpreter was ended and its variables are lost: {reason}'}}");
         // The other trajectory's call runs beside it.
         let (lost, other) = (python.begin(1, &[code, "'x' in globals()"]), python.begin(2, &["x"]));
         let mut replies = [python.reply(), python.reply()];

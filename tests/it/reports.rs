@@ -143,16 +143,16 @@ fn links_that_were_planted_are_not_followed() {
     assert_eq!(ended.code, Some(0), "{}", ended.stderr);
     for name in ["completions", "tensorboard"] {
         assert!(
-            ended.stderr.contains(&format!("{name} is a link, and could lead out of its folder")),
+            ended.stderr.contains(&format!("{name} is a symbolic link, which could lead out of its folder")),
             "{}",
             ended.stderr
         );
     }
     assert!(metrics(&path("run")).len() == 2 && fs::read_to_string(path("run/report.html")).unwrap().contains("<svg"));
     plant(&[".lock"], &[]);
-    train("").assert_error("lock", 12, &[".lock is a link"]);
+    train("").assert_error("lock", 12, &[".lock is a symbolic link"]);
     plant(&[], &["trace"]);
-    train("trace=true").assert_error("trace", 12, &["trace is a link"]);
+    train("trace=true").assert_error("trace", 12, &["trace is a symbolic link"]);
     let names: Vec<_> = fs::read_dir(&outside).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     assert_eq!((names, fs::read_to_string(&secret).unwrap()), (vec!["secret".into()], "secret".to_owned()));
 }

@@ -92,7 +92,9 @@ fn the_plan_chooses_how_many_ranks_share_micro_batches() {
         "{said}"
     );
     assert!(
-        said.contains("sequence_parallel_size was 2, is 1: sums over a sequence are rounded in another order"),
+        said.contains(
+            "sequence_parallel_size was 2, is 1: from this step on sums over a sequence have another rounding order"
+        ),
         "{said}"
     );
     runs.assert_close("auto", "shared", 2);

@@ -264,13 +264,17 @@ fn a_run_without_any_signal_ends_with_what_it_saw() {
         "{}",
         ended.output
     );
-    assert!(ended.output.contains("step 2: warning: only 0 of 4 sampled groups teach something"), "{}", ended.output);
+    assert!(
+        ended.output.contains("step 2: warning: only 0 of 4 sampled groups give a training signal"),
+        "{}",
+        ended.output
+    );
 
     // A small data set: groups with a signal are there, but not for a whole batch.
     let few = ["max_train_samples=6", "dynamic_sampling=replace", "dynamic_sampling_range=[0.05, 0.2]", "max_steps=1"];
     let ended = runs.train("few", 2, &few);
     let seen = match ended.code {
-        Some(0) => "of 6 sampled groups teach something, and a batch is 4 groups",
+        Some(0) => "of 6 sampled groups give a training signal, fewer than the 4 groups of a batch",
         _ => "(at most 6: dynamic_sampling_max_gen_batches = 10 batches, or the 6 rows there are)",
     };
     assert!(ended.output.contains(seen), "{}", ended.output);

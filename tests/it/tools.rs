@@ -320,7 +320,7 @@ fn environments_whose_prompts_cannot_be_trained_on_are_refused_with_the_key() {
     .unwrap();
     for (name, parts) in [
         ("Talker", ["max_prompt_length = ", "reset made a prompt of"]),
-        ("Fickle", ["environment_factory = Fickle: expected a reset that depends on the row alone", "and another"]),
+        ("Fickle", ["environment_factory = Fickle: expected a reset that depends only on the row", "for another"]),
     ] {
         let keys =
             format!("environment_factory={}:{name} output_dir={}", file.display(), folder.path().join("run").display());
@@ -441,7 +441,11 @@ fn what_cannot_be_served_with_tools_is_refused_before_anything_starts() {
             2,
             &["missing 2 required positional arguments"],
         ),
-        ("tool_call_parser=auto", 2, &["tool_call_parser = auto", "the chat template shows no format"]),
+        (
+            "tool_call_parser=auto",
+            2,
+            &["tool_call_parser = auto", "the format cannot be recognized from the chat template"],
+        ),
         ("prompt_format=text train_file=nowhere/text.jsonl", 3, &["text.jsonl"]),
     ] {
         run(&format!("{CALCULATOR} {keys}")).assert_error(keys, code, parts);

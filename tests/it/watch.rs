@@ -123,7 +123,7 @@ fn a_run_and_a_hostile_one_beside_it_are_watched_while_their_files_change() {
     );
     fs::remove_dir_all(&real).unwrap();
     wait_until(|| watcher.found("/live?runs=1")["runs"][1]["state"] == "deleted");
-    wait_until(|| text(&watcher.found("/live?runs=1")["warnings"]).contains("metrics.jsonl is gone"));
+    wait_until(|| text(&watcher.found("/live?runs=1")["warnings"]).contains("metrics.jsonl was deleted"));
     watcher.stop();
 }
 
@@ -144,7 +144,7 @@ fn what_is_asked_wrongly_is_refused_and_strangers_pages_are() {
     std::os::unix::fs::symlink("/etc/passwd", folder.path().join("planted/metrics.jsonl")).unwrap();
     wait_until(|| watcher.found("/live")["runs"][1]["name"] == "planted");
     let planted = watcher.found("/live")["runs"][1]["messages"].to_string();
-    assert!(planted.contains("metrics.jsonl is a link, and could lead out of its folder"), "{planted}");
+    assert!(planted.contains("metrics.jsonl is a symbolic link, which could lead out of its folder"), "{planted}");
     for (path, status, fragment) in [
         ("/nowhere", 404, "the page is at /"),
         ("/completions?run=7", 404, "run = 7: there is no such run"),

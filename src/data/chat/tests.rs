@@ -269,7 +269,7 @@ fn a_template_that_broke_a_limit_stays_refused() {
         ChatTemplate::new("{% set n = 200000000 %}{{ 5 in [messages | length] * n }}", BTreeMap::new()).unwrap();
     for _ in 0..2 {
         let error = template.render(&messages(&[("user", "x")]), true).unwrap_err().to_string();
-        assert_eq!(error, "chat template: it takes more than 2 s of processor time");
+        assert_eq!(error, "chat template: processing it takes more than 2 s of CPU time");
     }
 }
 

@@ -64,7 +64,7 @@ pub(super) fn describe(code: sys::ncclResult_t) -> String {
         // SAFETY: as above; a null is left out.
         if text.is_null() { "".into() } else { unsafe { CStr::from_ptr(text) }.to_string_lossy() }
     });
-    format!("NCCL code {}: {kind}. {detail}", code as u32)
+    format!("NCCL error {}: {kind}. {detail}", code as u32)
 }
 
 /// `NCCL_CONFIG_INITIALIZER` of NCCL 2.28 with `blocking = 0`. cudarc's struct is that of 2.30: the size given ends where

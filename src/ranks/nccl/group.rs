@@ -89,7 +89,7 @@ impl NcclGroup {
     ) -> Result<()> {
         let communicator = lock(&self.communicator);
         let Some(communicator) = communicator.as_ref() else {
-            let aborted = || self.error(op, "the communicator was aborted; World::agree builds it anew".to_owned());
+            let aborted = || self.error(op, "the communicator was aborted; World::agree rebuilds it".to_owned());
             return Err(self.control.failure().map_or_else(aborted, Error::from));
         };
         self.lane.join()?;
@@ -109,7 +109,9 @@ impl NcclGroup {
                 return Err(failure.into());
             }
             if deadline.is_over() {
-                return Err(self.error(op, format!("not under way after {:.1} s", self.timeout.as_secs_f64())));
+                return Err(
+                    self.error(op, format!("the operation did not start within {:.1} s", self.timeout.as_secs_f64()))
+                );
             }
             std::thread::yield_now();
             let asked;

@@ -82,9 +82,9 @@ impl NcclGroups {
         let groups = Arc::new(Mutex::new(Vec::new()));
         let (watched, (stay, end)) = (Arc::clone(&groups), channel());
         let watcher = std::thread::Builder::new().name("nccl-watch".to_owned());
-        let watcher = watcher
-            .spawn(move || watch(&watched, &end))
-            .map_err(|error| Error::Environment { message: format!("a thread to watch NCCL: {error}") })?;
+        let watcher = watcher.spawn(move || watch(&watched, &end)).map_err(|error| Error::Environment {
+            message: format!("cannot start the thread that watches NCCL: {error}"),
+        })?;
         Ok(Self { control, ordinal, timeout, lane, groups, watcher: Some((stay, watcher)) })
     }
 

@@ -71,8 +71,8 @@ impl Token {
             _ => return Ok(Self(text.as_bytes().to_vec())),
         };
         let message = format!(
-            "{TOKEN_VARIABLE} {found}: the nodes of a run prove by it that they belong together; set the same secret of at least \
-             {SHORTEST_TOKEN} characters on every node, such as the output of: openssl rand -hex 16"
+            "{TOKEN_VARIABLE} {found}: the nodes of a run authenticate each other with this secret; set the same value \
+             of at least {SHORTEST_TOKEN} characters on every node, for example the output of: openssl rand -hex 16"
         );
         Err(Error::Environment { message })
     }

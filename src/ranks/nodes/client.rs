@@ -80,8 +80,9 @@ impl Client {
             }
             if deadline.is_over() {
                 let message = format!(
-                    "rank {} reached no rank 0 at {host}:{port} in {:.0} s: {why}; check that its node runs, that the name resolves \
-                     on this node, and that no firewall is in between (MASTER_ADDR, MASTER_PORT)",
+                    "rank {} could not connect to rank 0 at {host}:{port} within {:.0} s: {why}; check that its node \
+                     is running, that the name resolves on this node, and that no firewall blocks the port \
+                     (MASTER_ADDR, MASTER_PORT)",
                     greeting.rank,
                     deadline.limit.as_secs_f64()
                 );
@@ -91,7 +92,7 @@ impl Client {
                 said = Instant::now();
                 let limit = deadline.limit.as_secs_f64();
                 console::say(format_args!(
-                    "rank 0 is not reached at {host}:{port} yet: {why}; trying for {limit:.0} s"
+                    "cannot connect to rank 0 at {host}:{port} yet: {why}; retrying for up to {limit:.0} s"
                 ));
             }
             std::thread::sleep(PAUSE);
@@ -105,7 +106,9 @@ impl Client {
             let end = connection::read(stream, longest_silence, &heard.is_over, |frame| heard.take(frame));
             heard.end(&end, &place);
         });
-        let failed = |error| Error::Environment { message: format!("a thread for the connection to rank 0: {error}") };
+        let failed = |error| Error::Environment {
+            message: format!("cannot start the thread of the connection to rank 0: {error}"),
+        };
         reader.map_err(failed)?;
         let (connection, turns) = (Mutex::new(connection), Mutex::default());
         Ok(Self { rank, connection, inbox, turns, generation: AtomicU64::new(0) })
@@ -178,7 +181,7 @@ impl Client {
         let find = |state: &mut InboxState| state.gathered.remove(&(generation, division, turn));
         let all = self.wait_or_ask(deadline, find, ended, (division, first, turn))?;
         unpack(&all).filter(|all| all.len() == group.ranks.len()).ok_or_else(|| {
-            let message = format!("its answer in group '{}' has not one part for each rank", group.name);
+            let message = format!("its reply to a gather in group '{}' does not have one part per rank", group.name);
             Stopped::Failed(RankFailure { rank: 0, code: ExitCode::RankDied, message })
         })
     }

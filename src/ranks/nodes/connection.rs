@@ -47,14 +47,12 @@ impl std::fmt::Display for End {
             End::Left => f.write_str("its program ended"),
             End::Closed(why) => write!(f, "its connection closed ({why}): its process ended or was killed"),
             End::Garbled(what) => {
-                write!(
-                    f,
-                    "{what} came over its connection: something between the nodes, or another program, changes what is sent"
-                )
+                write!(f, "received {what} from it: the network or another program corrupts the connection")
             }
             End::Silent(silence) => write!(
                 f,
-                "nothing heard of it for {:.0} s (node_timeout_s): its host is down, its network is cut, or its process is stopped",
+                "no message from it for {:.0} s (node_timeout_s): its host is down, the network is interrupted, or its \
+                 process is stopped",
                 silence.as_secs_f64()
             ),
         }
@@ -67,8 +65,9 @@ impl Connection {
     /// # Errors
     /// [`Error::Environment`] if there is no thread or descriptor for it.
     pub(super) fn new(stream: &TcpStream) -> Result<Self> {
-        let failed =
-            |error: std::io::Error| Error::Environment { message: format!("a connection between nodes: {error}") };
+        let failed = |error: std::io::Error| Error::Environment {
+            message: format!("cannot set up a connection between nodes: {error}"),
+        };
         stream.set_nodelay(true).map_err(failed)?;
         let (queue, frames) = channel();
         let (own, writing) = (stream.try_clone().map_err(failed)?, stream.try_clone().map_err(failed)?);

@@ -117,7 +117,7 @@ impl Frame {
         let kind = *KINDS.get(usize::from(header[0])).ok_or_else(|| refuse("a message of an unknown kind"))?;
         let len = eight(25);
         if len > MAX_PAYLOAD_BYTES {
-            return Err(refuse("a message of impossible length"));
+            return Err(refuse("a message whose length is above the limit"));
         }
         let mut payload = Vec::with_capacity(len.min(AHEAD_BYTES) as usize);
         if (reader.take(len).read_to_end(&mut payload)? as u64) < len {

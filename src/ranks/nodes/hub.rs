@@ -56,7 +56,9 @@ impl NodeHub {
     /// # Errors
     /// [`Error::Environment`] if there is no thread for it.
     pub(super) fn start(listener: TcpListener, token: Token, own: Greeting, longest_silence: Duration) -> Result<Self> {
-        let failed = |error: std::io::Error| Error::Environment { message: format!("the meeting of nodes: {error}") };
+        let failed = |error: std::io::Error| Error::Environment {
+            message: format!("cannot start the hub that connects the nodes: {error}"),
+        };
         listener.set_nonblocking(true).map_err(failed)?;
         let switch = Mutex::new(Switch::new(own));
         let (is_over, is_deaf) = (AtomicBool::new(false), Arc::new(AtomicBool::new(false)));
@@ -143,10 +145,11 @@ fn admit(stream: TcpStream, shared: &NodeHubState) -> Option<(Greeting, TcpStrea
         Err(unproven) => {
             let from =
                 stream.peer_addr().map_or_else(|_| "an unknown address".to_owned(), |from| from.ip().to_string());
-            tracing::debug!("{from} is not admitted: {unproven:?}");
+            tracing::debug!("refused a connection from {from}: {unproven:?}");
             if matches!(unproven, Unproven::Denied) && !shared.has_warned.swap(true, Ordering::Relaxed) {
                 console::say(format_args!(
-                    "somebody at {from} is not admitted: another {TOKEN_VARIABLE} there, or no node of this run; this is said once"
+                    "refused a connection from {from}: its {TOKEN_VARIABLE} differs, or it is not a node of this run \
+                     (reported once)"
                 ));
             }
             return None;

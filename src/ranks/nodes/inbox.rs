@@ -53,7 +53,7 @@ impl Inbox {
     /// Keeps what the hub sent. What cannot be read ends all waits: one of them may be for it.
     pub(super) fn take(&self, frame: Frame) {
         if let Err(error) = self.keep(frame) {
-            let message = format!("it serves the nodes' meeting, and what it sent cannot be read: {error}");
+            let message = format!("it runs the hub that connects the nodes, and its message cannot be read: {error}");
             self.lose(RankFailure { rank: 0, code: ExitCode::RankDied, message });
         }
     }
@@ -94,7 +94,7 @@ impl Inbox {
                 queue.push_back((frame.word, frame.payload));
             }
             FrameKind::Late => state.late = Some(frame.read_json()?),
-            other => return Err(std::io::Error::other(format!("{other:?} is no message of the hub"))),
+            other => return Err(std::io::Error::other(format!("unexpected message from the hub: {other:?}"))),
         }
         drop(state);
         self.news.notify_all();
@@ -114,7 +114,7 @@ impl Inbox {
         match end {
             End::Left => self.lock().has_hub_left = true,
             how => {
-                let message = format!("it serves the nodes' meeting at {place}: {how}");
+                let message = format!("it runs the hub that connects the nodes, at {place}: {how}");
                 self.lose(RankFailure { rank: 0, code: ExitCode::RankDied, message });
             }
         }

@@ -34,7 +34,7 @@ pub(in crate::ranks) fn meet(env: &WorkerEnv, options: &WorldOptions) -> Result<
     let (hub, host, port) = match env.rank {
         0 => {
             let listener = listen(env, agent)?;
-            let address = listener.local_addr().map_err(Error::io("the meeting of nodes"))?;
+            let address = listener.local_addr().map_err(Error::io("the hub that connects the nodes"))?;
             if agent {
                 let (own, options, port) = (env.clone(), options.clone(), address.port());
                 rendezvous::heeding_stop(move || {
@@ -49,8 +49,9 @@ pub(in crate::ranks) fn meet(env: &WorkerEnv, options: &WorldOptions) -> Result<
             let (own, options) = (env.clone(), options.clone());
             let port = rendezvous::heeding_stop(move || rendezvous::open_store(&own, &options)?.get(&key))?;
             let port = String::from_utf8_lossy(&port).parse();
-            let refuse =
-                |_| Error::Environment { message: "rendezvous: what the store has for rank 0 is no port".to_owned() };
+            let refuse = |_| Error::Environment {
+                message: "rendezvous: the store does not hold a port number for rank 0".to_owned(),
+            };
             (None, env.master_addr.clone(), port.map_err(refuse)?)
         }
         _ => (None, env.master_addr.clone(), env.master_port),
@@ -150,7 +151,10 @@ fn share(
     let offer: Option<(SegmentAddress, u64)> =
         serde_json::from_slice(&offers[env.rank - env.local_rank]).unwrap_or_default();
     let Some((address, run)) = offer else {
-        let message = "the first rank of this node has memory of a launcher, this one has none".to_owned();
+        let message =
+            "the first rank of this node got shared memory from a launcher, but this rank did not: start all ranks of \
+             a node in the same way"
+                .to_owned();
         return Err(Error::Environment { message });
     };
     Ok((Segment::open(&rendezvous::open_segment(address)?, num_ranks, slot_bytes, run)?, None))

@@ -108,19 +108,22 @@ impl Greeting {
         let refuse = |message: String| Err(WorldRefusal::Nodes(message));
         if other.local_size != self.local_size || other.world_size != self.world_size {
             return refuse(format!(
-                "nodes are not alike: {own} has {} of {} ranks, {theirs} (its rank {}) {} of {}; start equally many ranks on \
-                 every node, and give all nodes the same --nnodes",
+                "nodes differ: {own} has {} of {} ranks, but {theirs} (its rank {}) has {} of {}; start the same \
+                 number of ranks on every node, and give all nodes the same --nnodes",
                 self.local_size, self.world_size, other.rank, other.local_size, other.world_size
             ));
         }
         if !self.world_size.is_multiple_of(self.local_size) {
             let (all, local) = (self.world_size, self.local_size);
-            return refuse(format!("{all} ranks with {local} on {own}: start equally many ranks on every node"));
+            return refuse(format!(
+                "{all} ranks in all cannot be split evenly with {local} on {own}: start the same number of ranks on \
+                 every node"
+            ));
         }
         if other.rank >= self.world_size || other.rank % self.local_size != other.local_rank {
             return refuse(format!(
-                "rank {} of {} is local rank {} of {} on {theirs}: ranks are to be numbered node by node (with srun: \
-                 --distribution=block), equally many on each",
+                "rank {} of {} is local rank {} of {} on {theirs}: number ranks node by node (with srun: \
+                 --distribution=block), the same number on each node",
                 other.rank, other.world_size, other.local_rank, other.local_size
             ));
         }
@@ -142,7 +145,7 @@ impl Greeting {
             let [(_, here), (_, there)] =
                 [&self.compared, &other.compared].map(|list| find(list, &key).unwrap_or_else(|| unset(&key)));
             if here != there {
-                let expected = format!("the value of {own}, {here}: {theirs} has another one");
+                let expected = format!("the same value on all nodes: {own} has {here}, {theirs} has this one");
                 return Err(WorldRefusal::Key { key, got: there, expected });
             }
         }
@@ -186,7 +189,8 @@ mod tests {
         let key = message(|other| other.compared[0].1 = "2e-6".to_owned());
         assert_eq!(
             key,
-            "learning_rate = 2e-6: expected the value of node 0 (host0), 1e-6: node 1 (host1) has another one"
+            "learning_rate = 2e-6: expected the same value on all nodes: node 0 (host0) has 1e-6, node 1 (host1) has \
+             this one"
         );
         let unset = message(|other| other.compared.clear());
         assert!(unset.starts_with("learning_rate = not set"), "{unset}");

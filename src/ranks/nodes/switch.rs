@@ -130,7 +130,7 @@ impl Switch {
         let missing: Vec<usize> = self.not_joined();
         let nodes = NodeLayout { local_size: self.own.local_size, hosts: Vec::new(), attempt: 0 };
         let (joined, all) = (self.members.len() - missing.len(), self.members.len());
-        format!("ranks {missing:?} of {} ({joined} of {all} are here)", nodes.describe(&missing))
+        format!("ranks {missing:?} of {} ({joined} of {all} have joined)", nodes.describe(&missing))
     }
 
     fn not_joined(&self) -> Vec<usize> {
@@ -140,7 +140,7 @@ impl Switch {
     /// Acts on what `rank` sent. One that sends what cannot be read is lost: others would wait for it.
     pub(super) fn take(&mut self, rank: usize, frame: Frame) {
         if let Err(error) = self.act(rank, frame) {
-            self.lose(rank, &format!("what it sent cannot be read: {error}"));
+            self.lose(rank, &format!("its message cannot be read: {error}"));
         }
     }
 
@@ -154,11 +154,11 @@ impl Switch {
                 if let Some(Some(member)) = self.members.get(to).filter(|_| !self.is_gone(to)) {
                     member.send(Frame { rank, ..frame });
                 } else {
-                    self.lose(to, "it is gone already");
+                    self.lose(to, "it has already disconnected");
                 }
             }
             FrameKind::Query => self.answer(rank, &frame),
-            other => return Err(std::io::Error::other(format!("{other:?} is no message of a rank"))),
+            other => return Err(std::io::Error::other(format!("unexpected message from a rank: {other:?}"))),
         }
         Ok(())
     }
@@ -211,14 +211,15 @@ impl Switch {
             return Ok(()); // of before a failure
         }
         let parts = unpack(&frame.payload).and_then(|parts| <[Vec<u8>; 2]>::try_from(parts).ok());
-        let [ranks, bytes] = parts.ok_or_else(|| std::io::Error::other("a gather without its two parts"))?;
+        let [ranks, bytes] = parts
+            .ok_or_else(|| std::io::Error::other("a malformed gather message (expected the ranks and the bytes)"))?;
         let ranks = serde_json::from_slice::<Vec<usize>>(&ranks)?;
         let key = (frame.division, frame.rank, frame.word);
         let num_parts = ranks.len();
         let asked = || PendingGather { ranks: ranks.clone(), parts: vec![None; num_parts] };
         let pending = self.gathers.entry(key).or_insert_with(asked);
         if pending.ranks != ranks {
-            self.lose(rank, "it gathers from other ranks than its peers do");
+            self.lose(rank, "it called a gather over other ranks than its peers");
             return Ok(());
         }
         if let Some(at) = pending.ranks.iter().position(|&member| member == rank) {

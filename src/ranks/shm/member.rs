@@ -289,7 +289,7 @@ impl Member {
             match (now >> 2).cmp(&epoch) {
                 std::cmp::Ordering::Greater => return Ok(None),
                 std::cmp::Ordering::Equal if now & 3 == WRITING && deadline.is_over() => {
-                    let message = "a rank that failed ended before it had told why".to_owned();
+                    let message = "a failed rank ended before it reported its error".to_owned();
                     return Err(Error::Collective { op: "agree", group: "world".to_owned(), rank: self.rank, message });
                 }
                 std::cmp::Ordering::Equal if now & 3 == WRITING => std::thread::yield_now(),
@@ -383,6 +383,6 @@ mod tests {
         segment.header().failure_state.store(1 << 2 | WRITING, Ordering::Release);
         let error = member.agree().unwrap_err();
         assert_eq!(error.exit_code(), ExitCode::RankDied);
-        assert!(error.to_string().contains("ended before it had told why"), "{error}");
+        assert!(error.to_string().contains("ended before it reported its error"), "{error}");
     }
 }

@@ -76,7 +76,7 @@ impl Segment {
         let bytes = total_bytes(num_ranks, slot_bytes);
         let failed = |error: std::io::Error| Error::Environment {
             message: format!(
-                "shared memory of {bytes} bytes for collectives of {num_ranks} ranks: {}",
+                "cannot create shared memory of {bytes} bytes for collectives of {num_ranks} ranks: {}",
                 explained(&error)
             ),
         };
@@ -99,18 +99,21 @@ impl Segment {
     pub(in crate::ranks) fn open(file: &File, num_ranks: usize, slot_bytes: usize, run: u64) -> Result<Self> {
         let owner = file.metadata().map_err(Error::io(NAME))?.uid();
         if owner != rustix::process::geteuid().as_raw() {
-            return Err(Error::Environment { message: format!("{NAME}: it is user {owner}'s, not this rank's") });
+            return Err(Error::Environment {
+                message: format!("{NAME}: it belongs to user {owner}, not to the user of this rank"),
+            });
         }
         let segment = Self::map(file, num_ranks, slot_bytes)?;
         let header = segment.header();
         let found = [&header.magic, &header.run, &header.num_ranks, &header.slot_bytes];
         let found = found.map(|word| word.load(Ordering::Acquire));
         if found[..2] != [MAGIC, run] {
-            return Err(Error::Environment { message: format!("{NAME}: it is not this run's") });
+            return Err(Error::Environment { message: format!("{NAME}: it belongs to another run") });
         }
         if found[2..] != [num_ranks as u64, slot_bytes as u64] {
             let message = format!(
-                "{NAME}: made for {} ranks with slots of {} bytes, this rank expects {num_ranks} with {slot_bytes}",
+                "{NAME}: it was made for {} ranks with slots of {} bytes, but this rank expects {num_ranks} ranks with \
+                 {slot_bytes} bytes",
                 found[2], found[3]
             );
             return Err(Error::Environment { message });
@@ -132,7 +135,7 @@ impl Segment {
     fn map(file: &File, num_ranks: usize, slot_bytes: usize) -> Result<Self> {
         let bytes = total_bytes(num_ranks, slot_bytes);
         if file.metadata().map_err(Error::io(NAME))?.len() < bytes as u64 {
-            let message = format!("{NAME}: shorter than the {bytes} bytes of {num_ranks} ranks");
+            let message = format!("{NAME}: it is shorter than the {bytes} bytes that {num_ranks} ranks need");
             return Err(Error::Environment { message });
         }
         let map = MmapOptions::new().len(bytes).map_raw(file).map_err(Error::io(NAME))?;

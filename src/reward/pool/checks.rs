@@ -28,17 +28,20 @@ impl RewardPool {
     /// chose them, all rewards decide though none is known to be a verdict.
     pub fn doubt_of_solving(&self, deciding: &[usize], were_chosen: bool) -> Option<String> {
         let name = |index: &usize| self.names()[*index].as_str();
-        let advice = "name the rewards that say whether a sample is right in eval_solved_by";
+        let advice = "set eval_solved_by to the rewards that decide whether a sample is correct";
         if let Some(index) = deciding.iter().find(|index| self.capped.contains(index)) {
             let name = name(index);
             return Some(format!(
-                "pass@k and maj@n will be 0: a sample is solved where {name} gives 1, which it never does; {advice}"
+                "pass@k and maj@n will be 0: a sample counts as solved if {name} gives 1, which this reward never \
+                 does; {advice}"
             ));
         }
         let is_guess = !were_chosen && deciding.len() > 1 && !deciding.iter().any(|it| self.judges.contains(it));
         let names = deciding.iter().map(name).collect::<Vec<_>>().join(", ");
         is_guess.then(|| {
-            format!("pass@k and maj@n count a sample as solved where each of {names} gives 1; if one cannot, {advice}")
+            format!(
+                "pass@k and maj@n count a sample as solved if each of {names} gives 1; if one of them cannot, {advice}"
+            )
         })
     }
 
@@ -62,7 +65,8 @@ impl RewardPool {
         let columns: BTreeSet<&str> = rows.iter().flat_map(|row| row.columns.keys().map(String::as_str)).collect();
         let columns: Vec<&str> = columns.into_iter().take(MAX_LISTED).collect();
         let expected = format!(
-            "a function whose arguments are columns or have a default: no row of {name} has '{column}'; columns are {}",
+            "a function whose arguments are columns or have defaults: no row of {name} has a column '{column}'; its \
+             columns are {}",
             columns.join(", ")
         );
         Err(Error::invalid_value("reward_funcs", &self.shared.names[index], expected))

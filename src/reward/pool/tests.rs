@@ -154,7 +154,8 @@ fn the_function_that_hangs_is_blamed_not_the_one_that_failed_before_it() {
 fn names_are_checked_and_own_functions_need_no_column() {
     let error = RewardPool::new(&config(&["formt"], 1, 1.0)).unwrap_err().to_string();
     assert!(
-        error.starts_with("reward_funcs = formt: expected names among format, numeric_answer, exact_answer, math"),
+        error
+            .starts_with("reward_funcs = formt: expected built-in rewards (format, numeric_answer, exact_answer, math"),
         "{error}"
     );
     let own = function(|_| Ok(0.0));
@@ -187,10 +188,14 @@ fn a_warning_says_where_no_sample_may_count_as_solved() {
         pool.doubt_of_solving(&config.deciding_rewards(pool.judges()), !chosen.is_empty())
     };
     for (entries, chosen, part) in [
-        (&["format", "soft_overlong_punishment"][..], &[][..], "soft_overlong_punishment gives 1, which it never does"),
+        (
+            &["format", "soft_overlong_punishment"][..],
+            &[][..],
+            "soft_overlong_punishment gives 1, which this reward never does",
+        ),
         (&["get_repetition_penalty_reward"], &[], "eval_solved_by"),
         (&["numeric_answer", "length"], &["numeric_answer", "length"], "where length gives 1"),
-        (&["tone", "brevity"], &[], "each of tone, brevity gives 1; if one cannot"),
+        (&["tone", "brevity"], &[], "each of tone, brevity gives 1; if one of them cannot"),
     ] {
         let said = doubt(entries, chosen).unwrap_or_default();
         assert!(said.contains(part), "{entries:?}: {said}");

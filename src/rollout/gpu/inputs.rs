@@ -28,8 +28,8 @@ impl<'a> Words<'a> {
         let free = self.words.len();
         let section = self.words.get_mut(range.clone()).ok_or_else(|| Error::InvalidArgument {
             op: "Words::put",
-            expected: format!("a step of at most {free} words"),
-            got: format!("{len} more than {}", range.start),
+            expected: format!("at most {free} 32-bit words of step input"),
+            got: format!("{len} words after {} others", range.start),
         })?;
         let mut values = values.into_iter();
         section.iter_mut().for_each(|word| *word = values.next().unwrap_or(rest));

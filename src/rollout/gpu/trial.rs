@@ -63,17 +63,17 @@ impl RolloutEngine<'_> {
             Err(Error::InvalidArgument { op: "RolloutEngine::try_step", expected: expected.into(), got })
         };
         if engine.ranks().stages.count() > 1 {
-            return refuse("an engine of one stage", format!("{} stages", engine.ranks().stages.count()));
+            return refuse("an engine with one pipeline stage", format!("{} stages", engine.ranks().stages.count()));
         }
         let Engine { spec, gpu: Some(gpu), kv_cache, states, options, ranks, .. } = &mut **engine else {
-            return refuse("an engine on a GPU", "one on a CPU".into());
+            return refuse("an engine on a GPU", "an engine on a CPU".into());
         };
         if batch.sequences > options.max_num_seqs {
             return refuse(&format!("at most max_num_seqs = {} sequences", options.max_num_seqs), format!("{batch:?}"));
         }
         let block_size = kv_cache.block_size();
         let Some(mut sequences) = batch.made_up(spec.vocab_size, stats.num_blocks, block_size) else {
-            return refuse(&format!("a batch that {} KV blocks hold", stats.num_blocks), format!("{batch:?}"));
+            return refuse(&format!("a batch that fits into {} KV blocks", stats.num_blocks), format!("{batch:?}"));
         };
         if states.is_some() {
             (0..).zip(&mut sequences).for_each(|(page, sequence)| sequence.state_page = Some(page));

@@ -318,7 +318,9 @@ impl Sampler<'_> {
         };
         let best = candidates.iter().map(|candidate| (perturbed(candidate), candidate));
         let best = best.max_by(|(a, left), (b, right)| a.total_cmp(b).then(right.id.cmp(&left.id)));
-        let (_, winner) = best.ok_or_else(|| Error::NonFinite { message: "no token survived the filters".into() })?;
+        let (_, winner) = best.ok_or_else(|| Error::NonFinite {
+            message: "no token is left to sample: all logits are -inf or NaN".into(),
+        })?;
         Ok(Sampled { token_id: winner.id, logprob: winner.logprob(log_sum_exp), top })
     }
 

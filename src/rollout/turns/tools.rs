@@ -224,7 +224,7 @@ impl GroupTurns for TurnGroups<'_> {
         let group = OpenGroup { own: own.cloned(), request, trajectories, num_open: num_generations };
         let key = group.request.group();
         if own.is_some() && self.places.insert(key, place).is_some() {
-            let expected = "each prompt once in a session of several turns".to_owned();
+            let expected = "each prompt at most once per session".to_owned();
             return refuse(expected, format!("prompt {} twice", key.prompt_id));
         }
         self.groups.push(group);

@@ -45,8 +45,8 @@ impl Conversations {
         let first = observations.first().cloned().flatten();
         if let Some(other) = observations.iter().find(|observation| **observation != first) {
             let expected = format!(
-                "a reset that depends on the row alone: completions of a group have one prompt, and it gave one of them {} and \
-                 another {}",
+                "a reset that depends only on the row, as all completions of a group share one prompt: it returned {} \
+                 for one of them and {} for another",
                 quoted(first.as_ref()),
                 quoted(other.as_ref())
             );
@@ -72,8 +72,8 @@ impl Conversations {
             return Ok(());
         }
         let expected = format!(
-            "at least {num_tokens}: reset made a prompt of that many tokens, and the run plans for {longest} at most; set \
-             max_prompt_length to the longest that there can be"
+            "at least {num_tokens}: reset made a prompt of that length, but the run plans for at most {longest} \
+             tokens; set max_prompt_length to the longest possible prompt"
         );
         Err(Error::invalid_value("max_prompt_length", longest, expected))
     }
@@ -119,7 +119,7 @@ impl Conversations {
         };
         if results.len() != names.len() {
             return Err(Error::Environment {
-                message: format!("tools: {} results for {} calls", results.len(), names.len()),
+                message: format!("tools: received {} results for {} calls", results.len(), names.len()),
             });
         }
         self.stats.num_calls += names.len();
@@ -128,7 +128,7 @@ impl Conversations {
         if let Some((name, result)) = failed().next().filter(|_| !std::mem::replace(&mut self.has_warned, true)) {
             let told: String = result.content.chars().take(SHOWN_CHARS).collect();
             let cut = if told.len() < result.content.len() { " .." } else { "" };
-            tracing::warn!("a call of the tool {name} failed; the model was told {told}{cut}; this is said once");
+            tracing::warn!("a call of the tool {name} failed; the model received {told}{cut} (reported once)");
         }
         let answers: Vec<(&str, String)> =
             names.iter().map(String::as_str).zip(results.into_iter().map(|result| result.content)).collect();
@@ -204,7 +204,9 @@ impl Conversations {
         if let Some(failure) = &end.failure {
             self.stats.num_failed += 1;
             if !std::mem::replace(&mut self.has_failed, true) {
-                tracing::warn!("a trajectory is lost, its completion is masked: {failure}; this is said once");
+                tracing::warn!(
+                    "a trajectory failed, its completion is masked: {failure}; further failures are not reported"
+                );
             }
             self.loss.get_or_insert_with(|| failure.clone());
         }

@@ -48,7 +48,8 @@ impl Conversations {
         if let Some(end) = self.ended.remove(&key) {
             self.done.push((key, TurnOutcome::Ended(end)));
         } else if !self.open.contains_key(&key) && !self.done.iter().any(|(done, _)| *done == key) {
-            let message = format!("the tools of {key:?}, which an earlier step has begun, are not known any more");
+            let message =
+                format!("the tools of the unfinished conversation {key:?} from an earlier step are no longer known");
             return Err(Error::Environment { message });
         }
         Ok(())

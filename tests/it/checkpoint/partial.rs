@@ -31,7 +31,8 @@ fn a_run_with_partial_rollouts_ends_like_a_straight_one() {
     assert_eq!(runs.completions("alone", 5).len(), 32);
 
     let smaller = [&common[..], &["num_generations=4", "force_resume=true", &resume]].concat();
-    let anew = format!("{num_begun} unfinished groups of the checkpoint are begun anew: num_generations differs");
+    let anew =
+        format!("{num_begun} unfinished groups of the checkpoint are sampled from the start: num_generations differs");
     let smaller = runs.train_to_the_end("smaller", 2, &smaller);
     assert!(smaller.output.contains(&anew), "{}", smaller.output);
     assert_eq!(runs.completions("smaller", 5).len(), 32);

@@ -355,7 +355,7 @@ fn equal_rewards_are_a_warning() {
     );
     let ended = run(&line);
     assert_eq!(ended.code, Some(0), "{}", ended.stderr);
-    assert_eq!(ended.stderr.matches("warning: in no group do rewards differ").count(), 1, "{}", ended.stderr);
+    assert_eq!(ended.stderr.matches("warning: all groups have equal rewards").count(), 1, "{}", ended.stderr);
     for line in metrics(&folder.path().join("out")) {
         assert_eq!(
             (&line["frac_reward_zero_std"], &line["loss"], &line["grad_norm"]),
@@ -372,7 +372,7 @@ fn a_correction_that_masks_most_is_a_warning() {
         let keys = format!("importance_sampling_mode={mode} importance_sampling_clip_max=0.6");
         let ended = run(&format!("{SMALL_RUN} max_steps=2 {keys} output_dir={}", out(folder.path())));
         assert_eq!(ended.code, Some(0), "{}", ended.stderr);
-        let told = "warning: the importance correction weighs samples by 0.00 in the mean";
+        let told = "warning: the importance sampling correction weights samples by 0.00 on average";
         assert_eq!(ended.stderr.matches(told).count(), count, "{mode}: {}", ended.stderr);
     }
 }

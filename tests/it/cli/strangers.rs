@@ -119,7 +119,7 @@ fn hostile_files_are_named_within_bounds() {
         (
             "39 a template that searches",
             &|model| template(model, "{{ 5 in [1] * 1000000000000 }}".to_owned()),
-            &["chat template", "processor time"],
+            &["chat template", "CPU time"],
         ),
     ];
     for (what, damage, fragments) in models {

@@ -280,7 +280,7 @@ fn what_cannot_be_a_service_is_refused() {
         (&*format!("{url} rewards.judge.command=[\"cat\"]"), ["rewards.judge.function", "rewards.judge.url"]),
         (
             &*format!("{url} rewards.judge.api_key_env=NOT_SET_ANYWHERE"),
-            ["rewards.judge.api_key_env", "a variable that is set"],
+            ["rewards.judge.api_key_env", "an environment variable that is set"],
         ),
         (
             &*format!("{url} rewards.judge.judge_model=m rewards.judge.judge_rubric={{{{completion"),

@@ -406,5 +406,5 @@ fn a_service_that_is_dead_again_and_again_ends_the_wait() {
         "{text}"
     );
     let again = pool.score(&mut groups).unwrap_err().to_string();
-    assert!(again.contains("expected a pool whose rewards have not failed"), "{again}");
+    assert!(again.contains("expected a reward pool that still accepts work"), "{again}");
 }

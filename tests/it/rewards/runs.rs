@@ -68,7 +68,11 @@ fn a_service_that_dies_saves_what_was_reached_and_is_resumed() {
     fs::write(&broken, "").unwrap();
     fs::remove_file(folder.path().join("mine.py.calls")).unwrap();
     let ended = run(&format!("{} fault=0:1:checkpoint:error", line("unsaved")));
-    ended.assert_error("unsaved", 14, &["step 1, reward: reward 'counting'", "what was reached is not saved: "]);
+    ended.assert_error(
+        "unsaved",
+        14,
+        &["step 1, reward: reward 'counting'", "the progress since the last checkpoint could not be saved: "],
+    );
 }
 
 #[test]
@@ -86,7 +90,7 @@ fn a_function_that_no_row_can_be_given_to_is_refused_before_anything_is_sampled(
             output.display()
         )
     };
-    let told = ["reward_funcs = misspelt", "has 'answr'; columns are answer"];
+    let told = ["reward_funcs = misspelt", "has a column 'answr'; its columns are answer"];
     run(&line("misspelt")).assert_error("an argument that is no column", 2, &told);
     assert!(!folder.path().join("misspelt/metrics.jsonl").exists());
     let ended = run(&line("honest"));
@@ -144,11 +148,12 @@ fn rewards_that_score_nothing_end_the_run() {
     let cause = format!("reward 'boom' (error): ValueError: never ({}:", file.display());
     let verdict = format!("no sample in 3 steps in a row could be scored: {cause}");
     ended.assert_error("boom", 14, &[&verdict, "no held-out sample could be scored"]);
-    let told = "16 of 16 samples have no reward and are masked; nothing is learned, for the same reason as before";
+    let told =
+        "16 of 16 samples have no reward and are masked; this step trains on nothing, for the same reason as before";
     assert_eq!(ended.stderr.matches(told).count(), 3, "{}", ended.stderr);
     assert_eq!(ended.stderr.matches(&cause).count(), 2, "as it is found, and at the end\n{}", ended.stderr);
     assert!(
-        !ended.stderr.contains("in no group do rewards differ"),
+        !ended.stderr.contains("all groups have equal rewards"),
         "that is known of rewards alone\n{}",
         ended.stderr
     );

@@ -74,7 +74,10 @@ impl Sandbox {
         let mut sandbox = Self::of(python, &[], (&[], timeout_s), |_| ());
         let Err(refusal) = sandbox.ask(&[], json!({})) else { return Some(sandbox) };
         println!("not every layer is allowed here, so that its refusal is tested alone: {refusal}");
-        assert!(refusal.starts_with("the sandbox lacks ") && refusal.contains("reward.code.may_lack"), "{refusal}");
+        assert!(
+            refusal.starts_with("the sandbox cannot use ") && refusal.contains("reward.code.may_lack"),
+            "{refusal}"
+        );
         None
     }
 
@@ -99,7 +102,7 @@ impl Sandbox {
     fn without_namespaces(mut self) -> Option<Self> {
         let Err(refusal) = self.ask(&[], json!({})) else { return Some(self) };
         println!("no Landlock or seccomp here, so that its refusal is tested alone: {refusal}");
-        assert!(refusal.starts_with("the sandbox lacks "), "{refusal}");
+        assert!(refusal.starts_with("the sandbox cannot use "), "{refusal}");
         None
     }
 

@@ -120,7 +120,7 @@ fn adapters_that_cannot_be_served_are_told_at_the_start() {
     std::fs::create_dir(&last).unwrap();
     write(&last, 2, 1.0);
     let (folder, run_folder) = (folder.path().display(), run_folder.path().display());
-    let hint = format!("adapter_config.json; name that in it: {}", last.display());
+    let hint = format!("adapter_config.json; the adapters are in {}", last.display());
     for (arguments, code, expected) in [
         (format!("--model {MODEL} --adapter one={run_folder}"), 2, hint.as_str()),
         (format!("--model {MODEL} --adapter one"), 2, "expected NAME=FOLDER"),

@@ -154,7 +154,7 @@ fn updates_that_are_not_finite_are_skipped_together_and_end_the_run_at_last() {
     let once = nan("1", "max_steps=3 save_steps=none");
     assert_eq!(once.code, Some(0), "{}", once.stderr);
     assert!(
-        once.stderr.contains("update 2: the loss or the gradient is not finite; skipped on all ranks"),
+        once.stderr.contains("update 2: the loss or gradient is not finite; the update is skipped on all ranks"),
         "{}",
         once.stderr
     );

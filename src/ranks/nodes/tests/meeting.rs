@@ -96,7 +96,7 @@ fn a_node_that_falls_silent_is_named() {
     }
     let lost = own.lost().unwrap();
     assert_eq!((lost.rank, lost.code), (1, ExitCode::RankDied));
-    assert!(lost.message.starts_with("on node 1 (host1): nothing heard of it for 3 s"), "{}", lost.message);
+    assert!(lost.message.starts_with("on node 1 (host1): no message from it for 3 s"), "{}", lost.message);
     drop((own, served, silent));
 }
 
@@ -129,7 +129,7 @@ fn ranks_that_gather_from_different_ranks_are_ended() {
     });
     for ended in ended {
         let Err(Stopped::Failed(failure)) = ended else { panic!("{ended:?}") };
-        assert!(failure.message.contains("it gathers from other ranks than its peers do"), "{}", failure.message);
+        assert!(failure.message.contains("it called a gather over other ranks than its peers"), "{}", failure.message);
     }
     drop((own, other, served));
 }
@@ -156,10 +156,7 @@ fn heard_of_one_that_sends(bytes: &[u8]) -> String {
 #[test]
 fn a_rank_that_sends_what_no_rank_does_is_told_from_one_that_died() {
     let garbled = heard_of_one_that_sends(&[77; 99]);
-    assert!(
-        garbled.starts_with("on node 1 (host1): a message of an unknown kind came over its connection"),
-        "{garbled}"
-    );
+    assert!(garbled.starts_with("on node 1 (host1): received a message of an unknown kind from it"), "{garbled}");
     for (kind, payload) in [
         (FrameKind::Gather, &b"no parts"[..]),
         (FrameKind::Failure, b"{}"),
@@ -168,7 +165,7 @@ fn a_rank_that_sends_what_no_rank_does_is_told_from_one_that_died() {
     ] {
         let frame = Frame::new(kind, 0, payload.to_vec());
         let heard = heard_of_one_that_sends(&[&frame.header()[..], &frame.payload].concat());
-        assert!(heard.starts_with("on node 1 (host1): what it sent cannot be read: "), "{kind:?}: {heard}");
+        assert!(heard.starts_with("on node 1 (host1): its message cannot be read: "), "{kind:?}: {heard}");
     }
 }
 
@@ -187,7 +184,7 @@ fn a_hub_that_cannot_be_read_ends_the_wait_for_it() {
     let (token, deadline) = (Token::new(TOKEN).unwrap(), Deadline::after(PATIENCE));
     let client = Client::join(("127.0.0.1", port), &token, &greeting((1, 2, 1)), PATIENCE, deadline).unwrap();
     let error = client.await_welcome(deadline).unwrap_err().to_string();
-    assert!(error.contains("it serves the nodes' meeting, and what it sent cannot be read"), "{error}");
+    assert!(error.contains("it runs the hub that connects the nodes, and its message cannot be read"), "{error}");
     drop((client, served.join().unwrap()));
 }
 
