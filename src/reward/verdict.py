@@ -47,7 +47,7 @@ def reference(text, *ways):
     for extraction, mode in ways:
         if found := read(text, extraction, mode):
             return found
-    raise ValueError(f"math-verify finds nothing to compare with in the reference answer {text!r:.200}")
+    raise ValueError(f"math-verify cannot parse the reference answer {text!r:.200}")
 
 
 def are_equal(gold, answer):

@@ -110,7 +110,7 @@ def entry(score):
     try:
         score = float(score)
     except (TypeError, ValueError):
-        raise TypeError(f"the function gave {score!r:.200} for a completion: expected a number or None") from None
+        raise TypeError(f"the function returned {score!r:.200} for a completion: expected a number or None") from None
     return score if math.isfinite(score) else repr(score)
 
 
@@ -140,7 +140,7 @@ class Reward:
             results = [[result["score"] if isinstance(result, dict) else result for result in results]]
         (scores,) = results
         if not hasattr(scores, "__iter__"):
-            raise TypeError(f"the function gave {scores!r:.200}: expected a list with a number or None for each completion")
+            raise TypeError(f"the function returned {scores!r:.200}: expected a list with a number or None for each completion")
         return [entry(score) for score in scores]
 
     def answer(self, request):

@@ -125,7 +125,7 @@ class Verifiers:
         """Refuses what one policy cannot play, what would run a model's programs on this machine, and runtimes that are not there."""
         roles = self.roles(type(config))
         if len(roles) != 1:
-            raise ValueError(f"{config.env_id} has the roles {', '.join(roles)}: one policy plays one role")
+            raise ValueError(f"{config.env_id} has the roles {', '.join(roles)}: only environments with one role are supported")
         harness, task = config.agent_harnesses()[roles[0]], loaders.task_type(config.taskset.id)
         kind, runtime = loaders.harness_class(harness.id), getattr(config, roles[0]).runtime.type
         self.key = f"environment_args.{roles[0]}.runtime.type"
@@ -135,7 +135,7 @@ class Verifiers:
         if task.NEEDS_CONTAINER:
             self.need_container(f"tasks of {config.taskset.id} need")
         if runtime in ("docker", "podman", "apptainer") and shutil.which(runtime) is None:
-            raise ValueError(f"{self.key} = {runtime}, and this machine has no {runtime}")
+            raise ValueError(f"{self.key} = {runtime}, but {runtime} is not installed on this machine")
         if runtime == "prime":
             from verifiers.v1.utils.prime import ensure_prime_auth
 
@@ -146,7 +146,7 @@ class Verifiers:
 
     def need_container(self, what):
         if not self.is_container:
-            raise ValueError(f"{what} a container: set {self.key} = docker, podman, apptainer, prime, modal or e2b; a subprocess is this machine")
+            raise ValueError(f"{what} a container: set {self.key} = docker, podman, apptainer, prime, modal or e2b; a subprocess would run it on this machine")
 
     def rows(self):
         for index, task in enumerate(self.tasks):
@@ -170,7 +170,7 @@ class Verifiers:
 
         task = self.tasks[row["task"]]
         if task.key != row["key"]:
-            raise ValueError(f"task {row['task']} is another one than its row: load() of the taskset must give the same tasks each time")
+            raise ValueError(f"task {row['task']} differs from the row that was made of it: load() of the taskset must return the same tasks every time")
         client = EvalClientConfig(base_url=base_url, api_key_var="OPENAI_API_KEY")
         context = ModelContext(model="policy", client=client)
         async with self.environment.serving():

@@ -51,7 +51,7 @@ def load(spec):
         module_name = os.path.basename(place)[:-3]
         module = sys.modules.get(module_name)
         if module is not None and os.path.realpath(getattr(module, "__file__", None) or "") != os.path.realpath(place):
-            raise ImportError(f"a module of the name {module_name} is loaded already; give {place} another name")
+            raise ImportError(f"a module named {module_name} is already loaded; rename {place}")
         if module is None:
             source = importlib.util.spec_from_file_location(module_name, place)
             module = importlib.util.module_from_spec(source)
@@ -151,7 +151,7 @@ def schema(function):
     name = getattr(function, "__name__", "operation")
     text = (inspect.getdoc(function) or "").strip()
     if not text:
-        raise TypeError(f"{name} has no docstring: the model reads there what it does")
+        raise TypeError(f"{name} has no docstring, which tells the model what the tool does")
     description, described, returned = sections(text)
     parameters = {
         parameter.name: parameter
@@ -513,7 +513,7 @@ class Server:
                 try:
                     child = Child(self)
                 except OSError as error:
-                    self.say({"id": request["id"], "error": f"no process for it: {error}", "kind": "died"})
+                    self.say({"id": request["id"], "error": f"cannot start a process for it: {error}", "kind": "died"})
                     return True
                 self.num_alive += 1
                 self.selector.register(child.socket, selectors.EVENT_READ, child)

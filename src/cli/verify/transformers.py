@@ -54,7 +54,7 @@ def parts(model):
         layers = getattr(module, "layers", None)
         if isinstance(layers, torch.nn.ModuleList) and len(layers) == count and hasattr(module, "norm"):
             return layers, module.norm
-    raise RuntimeError(f"no list of {count} layers with a norm behind it is found in {type(model).__name__}")
+    raise RuntimeError(f"cannot find a list of {count} layers followed by a norm in {type(model).__name__}")
 
 
 def first(output):
