@@ -5,7 +5,7 @@
     python scripts/golden_tokenizers.py      # writes tests/golden/tokenizers.json and tests/golden/tokenizer_classes.json
 
 A small byte-level tokenizer stands in a folder with other files beside it, case by case: tokens that only one file knows, flags that two
-files say differently, special tokens with names of their own. The test `data::tokenizer::tests::files_are_merged_as_by_auto_tokenizer`
+files say differently, special tokens with names of their own. The test `data::tokenizer::tests::tokenizer_files_are_merged_as_by_auto_tokenizer`
 reads the same folders.
 
 The second file has the tokens of src/data/tokenizer/hard_texts.json by classes that transformers 5 builds anew, beside those that

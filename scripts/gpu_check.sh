@@ -58,10 +58,10 @@ for part in $parts; do
       done
       ;;
     sanitize) # every kernel on small shapes, a test at a time; a race ends with 9, too
-      selected=$(names gpu_decode:: gpu_sampling:: gpu_lora::gpu_dropout gpu_lora::gpu_adapters gpu_lora::gpu_nf4_is \
-        gpu_products::gpu_products_of_few_rows gpu_products::gpu_gate_up gpu_kernels::gpu_rms_norm gpu_kernels::gpu_adamw \
-        gpu_kernels::gpu_swiglu gpu_kernels::gpu_sums gpu_kernels::gpu_normal gpu_training::gpu_head \
-        gpu_training::gpu_bfloat16_head gpu_training::gpu_rows \
+      selected=$(names gpu_decode:: gpu_sampling:: gpu_lora::gpu_dropout gpu_lora::gpu_lora gpu_lora::gpu_adapters gpu_lora::gpu_nf4_dequantization_equals \
+        gpu_products::gpu_gemms_with_few_rows gpu_products::gpu_fused_gate_up gpu_kernels::gpu_rms_norm gpu_kernels::gpu_adamw \
+        gpu_kernels::gpu_swiglu gpu_kernels::gpu_sums gpu_kernels::gpu_normal gpu_training::gpu_attention_heads gpu_training::gpu_output_head \
+        gpu_training::gpu_bfloat16_output_head gpu_training::gpu_embedding_gradients \
         gpu_all_reduce::gpu_two_ranks_sum_rows) || exit 1
       # Those of src/kernels by the beginnings of their names, not the libraries'.
       kernels='adamw_|adapt_|add_|all_reduce_|combine|dropout_|embed_|filter|gate_up_|head_|heads_|mark_seen|mask_|merge_attention'
@@ -72,7 +72,7 @@ for part in $parts; do
         for tool in memcheck racecheck; do
           # racecheck itself fails within one of cuBLAS's bfloat16 products there. It looks at shared memory, which the head's
           # kernels use in one place, the same for both kinds.
-          [ "$tool-$test" = racecheck-gpu_training::gpu_bfloat16_head_equals_the_cpus ] && continue
+          [ "$tool-$test" = racecheck-gpu_training::gpu_bfloat16_output_head_equals_the_cpus ] && continue
           name="$tool-${test//::/.}"
           # Libraries ask the driver for what it may not have, and live with its answer: no error of a kernel.
           check "$name" 150 env COLO_GRPO_TEST_SMALL=1 compute-sanitizer --tool "$tool" --error-exitcode 9 --report-api-errors no \

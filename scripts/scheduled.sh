@@ -48,7 +48,7 @@ check_miri() {
     # Nothing is linked. Tests that start processes are left out, as Miri starts none.
     DOCS_RS=1 LIBTORCH=/nonexistent MIRIFLAGS=-Zmiri-disable-isolation CARGO_TARGET_DIR="${CARGO_TARGET_DIR:-target}/miri" \
         cargo +nightly miri test --locked --lib --features tch/doc-only -- \
-        untrusted::meter::tests::what_is_given_back rollout::block_manager rollout::kept rollout::scheduler::tests::a_
+        untrusted::meter::tests::freed_memory rollout::block_manager rollout::kept rollout::scheduler::tests::a_
 }
 
 for check in "${@:-${checks[@]}}"; do

@@ -52,8 +52,8 @@ EIGHT = (f"{RUN.replace(f'--nproc {NUM_RANKS}', '--nproc 8').replace('tensor_par
 LIMITS = " ".join(f"heartbeat.{name}_s={STOP_LIMIT_S}" for name in ("timeout", "load", "checkpoint", "write"))
 TINY = ("--nproc 2 --config configs/tiny-cpu.toml tensor_parallel_size=2 per_device_train_batch_size=4 num_generations=4 "
         "max_completion_length=4 reward.format_pattern=.*[0-4].* eval_steps=none eval_file=none save_steps=100 save_total_limit=1")
-MATRIX = ["survive::matrix::the_whole_matrix", "survive::kills::a_run_killed_until_its_end_ends_like_an_undisturbed_one",
-          "checkpoint::files::two_hundred_kills_leave_only_complete_checkpoints", "colocate::a_thousand_scopes_leave_memory_flat"]
+MATRIX = ["survive::matrix::all_injected_faults_end_the_run_with_the_expected_code", "survive::kills::a_run_killed_repeatedly_equals_an_uninterrupted_one",
+          "checkpoint::files::two_hundred_kills_leave_only_complete_checkpoints", "colocate::a_thousand_rollout_scopes_leak_no_memory"]
 
 
 def environment(folder):

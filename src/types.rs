@@ -315,7 +315,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_trajectory_under_way_comes_back_bit_for_bit() {
+    fn an_unfinished_trajectory_round_trips_bit_for_bit() {
         let one_turn = Trajectory {
             token_ids: vec![0, 7, u32::MAX],
             loss_mask: vec![true; 3],

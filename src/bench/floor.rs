@@ -128,7 +128,7 @@ mod tests {
 
     /// 32 prompts x 8 of 512 + 1,024 tokens on four GPUs, by hand: 6.53e9 weights in the blocks, 0.545e9 in the head.
     #[test]
-    fn floors_of_seven_billion_weights() {
+    fn lower_bounds_of_step_time_for_a_7b_model_match_hand_counts() {
         let spec = ModelSpec::preset("qwen2.5-7b").unwrap();
         let work = TheoreticalStep { optimizer_bytes: Some(42_500_000_000), ..of_32_prompts(&spec, 4) };
         let floors = work.floors(false);
@@ -149,7 +149,7 @@ mod tests {
 
     /// A token of Qwen3-30B-A3B meets 3.35e9 weights, and 256 tokens all but a few: 61 GB but for the embedding's 0.6.
     #[test]
-    fn weights_of_experts_are_read_where_they_are_hit() {
+    fn lower_bound_counts_only_experts_that_some_token_uses() {
         let spec = ModelSpec::preset("qwen3-30b-a3b").unwrap();
         assert_eq!(spec.num_params_hit(1.0), spec.num_active_params() as f64);
         let all = spec.num_params() as f64;
@@ -167,7 +167,7 @@ mod tests {
     /// Qwen3.5-9B decodes 256 sequences on one GPU: 24 states of 32 heads of 128 x 128 float32 and three rows of 8,192 channels each are
     /// read and written at every step, beside 16.0 GB of weights.
     #[test]
-    fn states_of_gated_delta_nets_are_read_and_written() {
+    fn lower_bound_counts_reads_and_writes_of_delta_net_states() {
         let hybrid = ModelSpec::preset("qwen3.5-9b").unwrap();
         let mixer = crate::model::Mixer::Attention(hybrid.attention());
         let attention_alone = hybrid.clone().map_blocks(|_, block| block.mixer = mixer);

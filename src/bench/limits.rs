@@ -117,7 +117,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn utilisation_is_of_the_gpu_at_hand() {
+    fn utilisation_uses_the_limits_of_the_benchmarked_gpu() {
         let rates = Rates { product_flop_per_s: 250e12, memory_bytes_per_s: 1.8e12 };
         let of = |name: &str| GpuLimits { name: name.to_owned(), chip: chip(name), rates, source: "a test" };
         let (a100, unknown) = (of("NVIDIA A100-SXM4-80GB"), of("NVIDIA X1"));
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn measuring_takes_the_median_of_what_comes_after_the_first() {
+    fn measuring_skips_the_first_run_and_takes_the_median() {
         let mut runs = 0;
         let seconds = seconds(Device::Cpu, || {
             runs += 1;

@@ -91,7 +91,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn medians_and_tokens() {
+    fn median_and_token_counts_are_computed() {
         assert_eq!(median(vec![3.0, 1.0, 2.0]), 2.0);
         assert_eq!(median(vec![4.0, 1.0, 2.0, 3.0]), 2.5);
         assert!((0..1000).map(|index| token(index, 7)).all(|token| token < 7));

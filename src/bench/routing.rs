@@ -101,7 +101,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn draws_have_their_probabilities_and_no_expert_twice() {
+    fn sampled_experts_follow_their_probabilities_without_repeats() {
         let spec = ModelSpec::preset("tiny-moe").unwrap();
         let draw = |routing: BenchRouting| routing.of_tokens(&spec, 0..4000);
         assert_eq!(draw(BenchRouting::Own), RoutedExperts::default());

@@ -36,7 +36,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lengths_stay_in_their_range_and_a_long_tail_is_short_in_the_middle() {
+    fn sampled_lengths_stay_in_range_and_a_tail_has_a_short_median() {
         let lengths = |long_tailed| -> Vec<usize> {
             let spread = LengthSpread { shortest: 16, longest: 255, long_tailed };
             let mut lengths: Vec<_> = (0..=1000).map(|part| spread.length(u64::MAX / 1000 * part)).collect();

@@ -65,7 +65,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_missing_folder_is_told_with_those_beside_it() {
+    fn the_error_for_a_missing_checkpoint_lists_existing_ones() {
         let run = tempfile::tempdir().unwrap();
         let folder = |step: u64| run.path().join(format!("checkpoint-{step}"));
         refuse_what_is_missing(&folder(7)).unwrap();

@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn changes_are_told_apart_by_whether_they_change_the_result() {
+    fn changed_keys_are_classified_by_whether_they_change_the_result() {
         let old = config(&["max_steps=10"]);
         let new = config(&["max_steps=20", "learning_rate=2e-6", "output_dir=elsewhere"]);
         let found: Vec<_> = changes(&new, &old).into_iter().map(|change| (change.key, change.changes_result)).collect();
@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reward_that_comes_or_goes_is_a_change() {
+    fn adding_or_removing_a_reward_is_a_change() {
         let (old, new) = (config(&[]), config(&["rewards.a.function=m:f", "rewards.a.timeout_s=3"]));
         let changed = |new: &Config, old: &Config| -> Vec<_> {
             changes(new, old).into_iter().filter(|change| change.changes_result).map(|change| change.key).collect()

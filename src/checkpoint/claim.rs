@@ -84,7 +84,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_folder_belongs_to_one_run_until_that_ends() {
+    fn an_output_folder_is_locked_until_its_run_ends() {
         let folder = tempfile::tempdir().unwrap();
         let (output_dir, world) = (folder.path().join("run"), World::single());
         for _ in 0..2 {
@@ -97,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_that_is_deleted_or_moved_is_claimed_again() {
+    fn a_deleted_or_moved_output_folder_is_locked_again() {
         let folder = tempfile::tempdir().unwrap();
         let (output_dir, world) = (folder.path().join("run"), World::single());
         let mut own = claim(&output_dir, &world, false).unwrap().unwrap();

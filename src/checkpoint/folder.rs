@@ -209,7 +209,7 @@ mod tests {
     use crate::error::ExitCode;
 
     #[test]
-    fn a_full_disk_is_named_with_both_numbers() {
+    fn the_disk_full_error_names_needed_and_free_bytes() {
         let folder = tempfile::tempdir().unwrap();
         let temporary = temporary(&path(folder.path(), 7));
         prepare(&temporary, 1).unwrap();
@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn leftovers_are_not_listed_and_removed_by_the_next_save() {
+    fn temporary_folders_are_not_listed_and_the_next_save_removes_them() {
         let folder = tempfile::tempdir().unwrap();
         for name in [
             ".checkpoint-3.tmp",
@@ -241,7 +241,7 @@ mod tests {
 
     /// Files and links by the names of folders neither end a save nor outlast it.
     #[test]
-    fn what_is_no_folder_makes_room() {
+    fn files_and_links_named_like_checkpoints_do_not_block_a_save() {
         let folder = tempfile::tempdir().unwrap();
         let at = |name: &str| folder.path().join(name);
         let link = |name: &str| std::os::unix::fs::symlink("nowhere", at(name)).unwrap();
@@ -264,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn a_new_folder_is_there_as_a_whole_or_not_at_all() {
+    fn a_new_folder_appears_complete_or_not_at_all() {
         let folder = tempfile::tempdir().unwrap();
         let target = folder.path().join("deep/model");
         let write = |fails: bool| {
@@ -288,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_made_within_a_checkpoint() {
+    fn output_inside_a_checkpoint_folder_is_refused() {
         let folder = tempfile::tempdir().unwrap();
         let checkpoint = path(folder.path(), 4);
         std::fs::create_dir(&checkpoint).unwrap();
@@ -304,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_just_written_is_the_newest_whatever_its_step() {
+    fn the_checkpoint_just_written_is_kept_whatever_its_step() {
         let folder = tempfile::tempdir().unwrap();
         let of_steps = |steps: &[u64]| steps.iter().map(|&step| path(folder.path(), step)).collect::<Vec<_>>();
         of_steps(&[3, 6, 9]).iter().for_each(|folder| std::fs::create_dir(folder).unwrap());

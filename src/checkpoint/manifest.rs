@@ -218,7 +218,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn damage_is_named() {
+    fn a_damaged_file_is_named_by_verification() {
         let folder = tempfile::tempdir().unwrap();
         std::fs::create_dir(folder.path().join("optimizer")).unwrap();
         for (name, text) in [("a", "one"), ("optimizer/b", "two"), (STATE, "{}")] {
@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn every_mebibyte_is_told() {
+    fn verification_reports_progress_every_mebibyte() {
         let folder = tempfile::tempdir().unwrap();
         std::fs::write(folder.path().join("large"), vec![7; 5 << 19]).unwrap();
         std::fs::write(folder.path().join(STATE), "{}").unwrap();
@@ -250,7 +250,7 @@ mod tests {
 
     /// A manifest that records nothing, or not what is read, vouches for nothing.
     #[test]
-    fn what_is_not_recorded_is_refused() {
+    fn files_missing_from_the_manifest_are_refused() {
         let folder = tempfile::tempdir().unwrap();
         let path = |name: &str| folder.path().join(name);
         let message = || Manifest::verify(folder.path(), &mut || ()).unwrap_err().to_string();

@@ -274,7 +274,7 @@ mod tests {
     use crate::config::Config;
 
     #[test]
-    fn secrets_are_not_saved_and_a_changed_one_is_seen() {
+    fn secrets_are_not_saved_but_a_changed_secret_is_detected() {
         let config = |prompt: &str| {
             let keys = ["model_name_or_path=m", "train_file=t", "reward_funcs=[\"format\"]"].map(str::to_owned);
             Config::load(None, &[&keys[..], &[format!("system_prompt={prompt}")]].concat()).unwrap()
@@ -306,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn counts_that_no_run_comes_to_are_refused() {
+    fn impossible_counters_in_the_state_are_refused() {
         assert!(read_with("/num_updates", Value::from(MAX_COUNT)).is_ok());
         for name in ["global_step", "num_updates", "generation_step", "num_input_tokens_seen", "sampler/epoch"] {
             let error = read_with(&format!("/{name}"), Value::from(u64::MAX)).unwrap_err();
@@ -324,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn positions_outside_of_the_rows_are_refused() {
+    fn sampler_positions_beyond_the_data_set_are_refused() {
         let check = |pointer: &str, value: Value| read_with(pointer, value).unwrap().check_rows(10);
         assert_eq!(check("/num_rows", Value::from(10)), Ok(()));
         assert!(check("/num_rows", Value::from(11)).unwrap_err().starts_with("written with 11 training rows"));
@@ -343,7 +343,7 @@ mod tests {
     }
 
     #[test]
-    fn carried_groups_that_are_not_this_run_s_are_refused() {
+    fn unfinished_groups_with_another_group_size_or_vocabulary_are_refused() {
         let state = read_with("/num_rows", Value::from(10)).unwrap();
         assert_eq!(state.check_carried(1, 8), Ok(()));
         let refused = |num_generations, vocab_size| state.check_carried(num_generations, vocab_size).unwrap_err();

@@ -50,7 +50,7 @@ mod tests {
     use crate::ranks::testing;
 
     #[test]
-    fn a_rank_that_moves_is_waited_for_beyond_a_collective_s_limit() {
+    fn a_rank_that_makes_progress_may_exceed_the_collective_timeout() {
         let timeout = Duration::from_secs(1);
         let made = testing::worlds_with(3, 4096, timeout, |world| {
             let rank = world.rank();
@@ -68,7 +68,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_first_rank_fails_with_reaches_those_that_wait() {
+    fn an_error_of_rank_0_reaches_the_waiting_ranks() {
         let errors = testing::worlds(2, |world| {
             let fail = |_: &mut dyn FnMut()| Err::<(), _>(Error::NonFinite { message: "a test".to_owned() });
             world.agree(while_others_wait(&world, (world.rank() == 0).then_some(fail))).unwrap_err()

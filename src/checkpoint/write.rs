@@ -316,7 +316,7 @@ mod tests {
     use crate::types::Trajectory;
 
     #[test]
-    fn a_carried_token_takes_what_is_counted() {
+    fn saved_bytes_per_unfinished_token_match_the_estimate() {
         let written = |len| {
             let completion = Trajectory {
                 token_ids: vec![u32::MAX; len],

@@ -81,7 +81,7 @@ mod tests {
     use crate::ranks::testing;
 
     #[test]
-    fn nodes_that_write_apart_have_a_first_rank_each() {
+    fn with_save_on_each_node_every_node_has_a_first_writer() {
         let found = testing::worlds_on_nodes(2, 2, Duration::from_secs(20), |world| {
             [false, true].map(|on_each_node| Writers::of(&world, 4, on_each_node))
         });
@@ -94,7 +94,7 @@ mod tests {
     }
 
     #[test]
-    fn a_node_with_a_part_of_the_state_alone_is_refused() {
+    fn save_on_each_node_with_shards_across_nodes_is_refused() {
         let two_nodes = WorldSize { ranks: 4, local_ranks: 2 };
         let check = |size| check_each_node(true, two_nodes, size);
         assert!(check(1).is_ok() && check(2).is_ok());

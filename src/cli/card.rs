@@ -135,7 +135,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_card_has_base_data_method_and_the_metrics_of_its_step() {
+    fn a_model_card_names_base_data_method_and_metrics() {
         let folder = tempfile::tempdir().unwrap();
         let (run, out) = (folder.path().join("gsm8k"), folder.path().join("out"));
         for folder in [&run, &out] {

@@ -268,7 +268,7 @@ fn keys_in_the_documentation_exist() {
 
 /// What these tests must find, and what they must let pass.
 #[test]
-fn wrong_commands_are_found() {
+fn the_check_of_documented_commands_finds_wrong_ones() {
     let check = |line: &str, is_inline: bool| {
         let words = simple_commands(line).swap_remove(0);
         let of_program = arguments(&words).and_then(|arguments| wrong_command(&arguments, is_inline));

@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn train_is_the_default_and_dotted_options_are_overrides() {
+    fn train_is_the_default_command_and_dotted_options_are_overrides() {
         assert_eq!(
             normalised("colo-grpo --nproc 8 --config a.toml --zero.stage 3 --learning_rate=1e-5 beta=0.1"),
             "colo-grpo train --nproc 8 --config a.toml zero.stage=3 learning_rate=1e-5 beta=0.1"
@@ -147,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn errors_name_the_option_that_was_typed() {
+    fn errors_name_the_option_as_typed() {
         for (line, key, expected) in [
             ("colo-grpo eval --answer_pattern (", "reward.answer_pattern", "--answer_pattern"),
             ("colo-grpo eval --config a.json temperature=-1", "temperature", "temperature"),
@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn the_command_line_is_well_formed() {
+    fn clap_accepts_the_command_line_definition() {
         let mut command = Cli::command();
         command.build();
         command.debug_assert();

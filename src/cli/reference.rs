@@ -125,13 +125,13 @@ mod tests {
     const REQUIRED: &str = "model_name_or_path = 'model'\ntrain_file = 'train.jsonl'\nreward_funcs = ['format']\n";
 
     #[test]
-    fn the_page_is_up_to_date() {
+    fn the_page_of_configuration_keys_is_up_to_date() {
         let page = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/config.md")).unwrap();
         assert!(page == reference_page(), "write it again: colo-grpo config --markdown > docs/config.md");
     }
 
     #[test]
-    fn the_file_to_start_from_holds_the_defaults() {
+    fn the_printed_starter_configuration_holds_the_defaults() {
         let text = reference_toml(false);
         let read = |text: &str| Config::from_toml(text).unwrap();
         let whole = REQUIRED.to_owned() + &text.replace("train_file = \"none\"\n", "");
@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn a_number_is_refused_below_what_the_page_says() {
+    fn numbers_below_the_documented_minimum_are_refused() {
         let keys = described::<Config>();
         let numbers: Vec<_> = keys.iter().filter(|key| key.expected.contains("a whole number")).collect();
         assert!(numbers.len() > 30);

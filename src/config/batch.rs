@@ -225,7 +225,7 @@ mod tests {
     use super::super::tests::config;
 
     #[test]
-    fn the_plan_follows_trl() {
+    fn batch_sizes_are_derived_as_in_trl() {
         let plan = config(&["gradient_accumulation_steps=2", "steps_per_generation=4"]).validate_world(2).unwrap();
         assert_eq!((plan.generation_batch_size, plan.num_prompts), (64, 8));
         assert_eq!((plan.steps_per_generation, plan.updates_per_generation), (4, 2));
@@ -236,7 +236,7 @@ mod tests {
 
     /// TRL 1.16: 10 rows in batches of 4 prompts are 2 batches an epoch.
     #[test]
-    fn a_run_has_the_updates_of_its_whole_batches() {
+    fn the_number_of_updates_counts_whole_batches_only() {
         let updates = |more: &[&str]| {
             let config = config(&[&["generation_batch_size=32", "num_iterations=2"], more].concat());
             config.updates_in_epochs(&config.validate_world(1).unwrap(), 10)
@@ -250,7 +250,7 @@ mod tests {
 
     /// TRL's example of 4 completions a GPU in groups of 16.
     #[test]
-    fn a_group_may_span_ranks() {
+    fn a_group_of_completions_may_span_ranks() {
         let plan = config(&["per_device_train_batch_size=4", "num_generations=16"]).validate_world(8).unwrap();
         assert_eq!((plan.generation_batch_size, plan.num_prompts, plan.num_begun), (32, 2, 2));
         let plan = config(&["generation_batch_size=72", "per_device_train_batch_size=12"]).validate_world(3).unwrap();
@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn a_surplus_is_equal_on_all_ranks() {
+    fn oversampling_gives_every_rank_the_same_number_of_groups() {
         let num_begun = |oversample: &str| {
             let plan = config(&["generation_batch_size=80", oversample]).validate_world(2).unwrap();
             (plan.num_prompts, plan.num_begun)
@@ -268,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_that_do_not_divide_come_with_the_nearest_valid_ones() {
+    fn errors_for_indivisible_numbers_name_the_nearest_valid_ones() {
         let message = |overrides: &[&str], world| config(overrides).validate_world(world).unwrap_err().to_string();
         assert_eq!(
             message(&["generation_batch_size=24"], 2),

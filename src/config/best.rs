@@ -40,7 +40,7 @@ mod tests {
     use super::super::tests::config;
 
     #[test]
-    fn names_and_directions_are_those_of_transformers() {
+    fn names_and_directions_of_the_best_metric_match_transformers() {
         let best = |keys: &[&str]| config(&[&["eval_file=e.jsonl", "eval_steps=1"], keys].concat()).best;
         assert_eq!((best(&[]).metric(), best(&[]).is_greater_better()), ("eval_reward".to_owned(), true));
         let loss = best(&["metric_for_best_model=pass_loss"]);

@@ -21,7 +21,7 @@ mod tests {
     use super::super::tests::{config, message};
 
     #[test]
-    fn bounds_are_shares() {
+    fn curriculum_bounds_are_fractions_from_0_to_1() {
         let given = config(&["curriculum.solve_rate=[0.1, 0.9]", "curriculum.every=2"]).curriculum;
         assert_eq!((given.solve_rate, given.every), (Some([0.1, 0.9]), 2));
         for (key, part) in [

@@ -162,7 +162,7 @@ mod tests {
 
     /// A recipe names its data set; the command line names other rows.
     #[test]
-    fn rows_of_the_command_line_take_the_place_of_a_file_s() {
+    fn rows_given_on_the_command_line_replace_those_of_the_file() {
         let load = |text: &str, overrides: &[&str]| {
             let mut file = tempfile::Builder::new().suffix(".toml").tempfile().unwrap();
             std::io::Write::write_all(&mut file, text.as_bytes()).unwrap();
@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn files_are_one_or_several_and_a_data_set_takes_their_place() {
+    fn training_rows_are_files_or_a_data_set() {
         assert_eq!(config(&["train_file=[\"a.jsonl\", \"b/*.csv\"]"]).data.train_file.0, ["a.jsonl", "b/*.csv"]);
         assert_eq!(config(&["eval_file=none"]).data.eval_file.0, [""; 0]);
         let named = config(&["train_file=none", "dataset_name=openai/gsm8k", "dataset_config=main"]);
@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn variables_of_the_template_are_keys_of_a_table() {
+    fn chat_template_variables_are_keys_of_a_table() {
         let config = config(&["chat_template_kwargs={enable_thinking = false}", "chat_template_kwargs.level=2"]);
         let kwargs = &config.data.chat_template_kwargs.0;
         assert_eq!((kwargs["enable_thinking"].as_bool(), kwargs["level"].as_i64()), (Some(false), Some(2)));

@@ -109,7 +109,7 @@ mod tests {
     use super::super::tests::{config, message};
 
     #[test]
-    fn a_teacher_has_a_share_of_the_loss() {
+    fn distillation_keys_need_a_teacher_and_valid_templates() {
         let given = config(&["teacher_model_name_or_path=t", "distillation_weight=0.5", "distillation_is_clip=none"]);
         assert!(given.has_teacher() && given.distillation.distillation_is_clip.is_none());
         assert!(message(&["teacher_model_name_or_path=t", "distillation_weight=2"]).contains("from 0 to 1"));

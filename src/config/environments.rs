@@ -179,7 +179,7 @@ mod tests {
     const NO_ROWS: &str = "train_file=none";
 
     #[test]
-    fn an_environment_is_named_by_its_hub_and_has_arguments_in_tables() {
+    fn an_environment_is_given_as_hub_name_and_a_table_of_arguments() {
         let named = config(&[
             NO_ROWS,
             "reward_funcs=[]",
@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn what_an_environment_cannot_be_is_refused() {
+    fn invalid_environments_are_refused() {
         for (keys, part) in [
             (&["environment=gym:a"][..], "expected \"none\" or verifiers:NAME, openenv:URL or reasoning_gym:TASK"),
             (&["environment=openenv:coding_env"], "run in containers; start one (docker run"),

@@ -96,7 +96,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_phase_s_own_limit_wins() {
+    fn the_heartbeat_limit_of_a_phase_overrides_the_general_one() {
         let limits = config(&["heartbeat.timeout_s=5", "heartbeat.wake_s=2.5"]).supervision.heartbeat.limits();
         let seconds = [Phase::Wake, Phase::Sleep, Phase::Load].map(|phase| limits.of(phase).as_secs_f64());
         assert_eq!(seconds, [2.5, 5.0, LONG_S]);

@@ -99,7 +99,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn targets_are_a_word_or_a_list() {
+    fn lora_targets_are_a_word_or_a_list() {
         assert_eq!(config(&["lora.r=8"]).lora.target_modules.modules(), TargetModule::ALL);
         let some = config(&["lora.r=8", "lora.target_modules=[\"v_proj\", \"q_proj\"]"]);
         assert_eq!(some.lora.target_modules.modules(), [TargetModule::QProj, TargetModule::VProj]);
@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_meant_is_refused() {
+    fn repeated_or_empty_lora_targets_are_refused() {
         for (overrides, expected) in [
             (&["lora.r=0"][..], "lora.r = 0: expected \"none\" or a whole number from 1 to 65536 (command line)"),
             (&["lora.r=8", "lora.alpha=0"], "lora.alpha = 0: expected a number above 0"),

@@ -5,7 +5,7 @@ use super::{AutoOr, Config, GradientCheckpointing, LrSchedulerType, ScaleRewards
 use crate::migration::{HARMLESS, KEYS, NONE, RENAMED, advice, is_harmless, renamed};
 
 #[test]
-fn no_key_of_ours_is_sent_elsewhere_and_every_row_is_reached() {
+fn migration_hints_cover_only_foreign_keys_and_all_are_reachable() {
     for key in Config::keys().iter().chain(&SftConfig::keys()) {
         assert_eq!(advice(key), None, "{key}");
     }
@@ -33,7 +33,7 @@ fn renamed_and_harmless_keys_are_in_the_dictionary() {
 
 /// A name of a key is an answer: what has none is told so.
 #[test]
-fn hints_answer_or_say_that_nothing_does() {
+fn every_migration_hint_names_a_known_key_or_says_there_is_none() {
     for (key, part) in [
         ("hub_strategy", "hf upload"),
         ("wandb_project", "WANDB_PROJECT"),
@@ -58,7 +58,7 @@ fn hints_answer_or_say_that_nothing_does() {
 }
 
 #[test]
-fn a_value_of_another_program_has_its_answer() {
+fn values_of_other_trainers_have_a_migration_hint() {
     let said = message(&["loss_type=gspo"]);
     assert!(said.contains("one of grpo, ") && said.contains("importance_sampling_level = \"sequence\""), "{said}");
     assert!(message(&["mixed_precision=bf16"]).contains("dtype = \"bfloat16\""));
@@ -79,7 +79,7 @@ fn all_foreign_keys_are_named_at_once() {
 }
 
 #[test]
-fn values_of_trl_whose_meaning_is_clear_are_taken() {
+fn unambiguous_trl_values_are_accepted() {
     let given = ["max_steps=-1", "top_k=-1", "resume_from_checkpoint=true", "gradient_checkpointing=true"];
     let config = config(&[&given[..], &["scale_rewards=false", "lr_scheduler_type=constant_with_warmup"]].concat());
     assert_eq!((config.optimizer.max_steps, config.top_k), (None, 0));
@@ -91,7 +91,7 @@ fn values_of_trl_whose_meaning_is_clear_are_taken() {
 }
 
 #[test]
-fn a_value_that_is_read_as_another_is_said_once_and_saved_as_it_was_read() {
+fn a_converted_value_is_reported_once_and_saved_converted() {
     let file = tempfile::Builder::new().suffix(".toml").tempfile().unwrap();
     let required = "model_name_or_path = 'm'\ntrain_file = 't'\nreward_funcs = ['format']\n";
     std::fs::write(file.path(), format!("{required}top_k = -1\nmax_steps = -1\n")).unwrap();

@@ -101,7 +101,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bounds_that_keys_set_one_another_are_told() {
+    fn keys_that_bound_each_other_are_checked_together() {
         for (overrides, part) in [
             (&["ref_model_mixup_alpha=1.5", "sync_ref_model=true", "beta=0.1"][..], "from 0 to 1"),
             (&["delta=1.1"], "above 1 + epsilon_high = 1.2"),
@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn what_fits_together_is_taken() {
+    fn valid_combinations_of_objective_keys_are_accepted() {
         let vespo = config(&["loss_type=vespo", "importance_sampling_mode=token_mask", "vespo_k_pos=1.5"]);
         assert_eq!((vespo.objective.vespo_k_pos, vespo.objective.vespo_k_neg), (1.5, 3.0));
         let rloo = config(&["advantage_estimator=rloo", "scale_rewards=batch", "beta=0.1", "kl_estimator=k1"]);

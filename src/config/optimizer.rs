@@ -76,7 +76,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_optimizer_is_one_of_three() {
+    fn optim_accepts_adamw_adamw_8bit_and_muon() {
         assert_eq!(config(&[]).optimizer.optim, OptimizerName::AdamW);
         assert_eq!(config(&["optim=adamw_torch_fused"]).optimizer.optim, OptimizerName::AdamW);
         assert_eq!(config(&["optim=adamw_bnb_8bit"]).optimizer.optim, OptimizerName::AdamW8bit);
@@ -87,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn warm_up_and_the_lowest_rate_are_said_once() {
+    fn warmup_ratio_and_minimum_learning_rate_are_read() {
         let optimizer = config(&[
             "lr_scheduler_type=cosine_with_min_lr",
             "lr_scheduler_kwargs.min_lr_rate=0.1",
@@ -98,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn what_muon_does_not_serve_is_refused() {
+    fn unsupported_combinations_with_muon_are_refused() {
         for (overrides, expected) in [
             (&["optim=muon", "muon.ns_steps=0"][..], "muon.ns_steps = 0: expected a whole number from 1 to 99"),
             (&["optim=adamw8"], "one of adamw, adamw_8bit, muon"),

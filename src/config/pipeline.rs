@@ -125,7 +125,7 @@ mod tests {
     use super::super::tests::{config, message};
 
     #[test]
-    fn stages_are_of_ranks_that_do_not_hold_all_weights() {
+    fn pipeline_partitions_are_read_or_refused() {
         let keys = ["pipeline_parallel_size=3", "zero.stage=3", "pipeline_partition=10,10,8"];
         let staged = config(&keys);
         assert_eq!((staged.stage_sizes(), staged.engine_shape().num_ranks()), (&[10, 10, 8][..], 3));
@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn engines_divide_the_ranks() {
+    fn engine_sizes_must_divide_the_number_of_ranks() {
         let refused = |keys: &[&str], ranks| config(keys).validate_world(ranks).unwrap_err().to_string();
         let staged = ["pipeline_parallel_size=2", "zero.stage=3", "tensor_parallel_size=2"];
         assert!(config(&staged).validate_world(4).is_ok());

@@ -309,7 +309,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn overrides_are_toml_values_and_bare_words_are_text() {
+    fn command_line_overrides_are_toml_values_or_bare_words() {
         let overrides =
             ["a=1", "b=1e-6", "c=[\"x\", \"y\"]", "d=some/path.jsonl", "e=true", "f=x = 1", "g.h=2026-01-01", "a=2"];
         let raw = RawConfig::read(None, &overrides.map(String::from)).unwrap();

@@ -62,7 +62,7 @@ mod tests {
     use super::super::{Config, ReportService};
 
     #[test]
-    fn services_are_words_or_lists_as_in_transformers() {
+    fn report_to_accepts_words_and_lists_as_in_transformers() {
         for (value, names) in [
             ("none", &[][..]),
             ("wandb", &["wandb"]),

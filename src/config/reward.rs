@@ -350,7 +350,7 @@ mod tests {
     use super::super::tests::{config, message};
 
     #[test]
-    fn a_reward_of_its_own_process_is_a_table_by_its_name() {
+    fn a_reward_with_its_own_process_is_a_table_named_after_it() {
         let given =
             ["reward_funcs=[\"brevity\", \"my.py:tone\", \"pkg.mod.depth\"]", "rewards.brevity.command=[\"b\"]"];
         let config = config(&[&given[..], &["rewards.brevity.timeout_s=3"]].concat());
@@ -361,7 +361,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sample_is_solved_by_what_compares_answers_or_by_every_reward() {
+    fn solved_is_decided_by_answer_rewards_or_else_by_all_rewards() {
         let deciding = |overrides: &[&str], judges: &[usize]| config(overrides).deciding_rewards(judges);
         assert_eq!(deciding(&["reward_funcs=[\"format\", \"numeric_answer\"]"], &[1]), [1]);
         assert_eq!(deciding(&["reward_funcs=[\"format\", \"my.py:tone\"]"], &[]), [0, 1]);
@@ -375,7 +375,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_table_of_a_reward_cannot_be_is_refused() {
+    fn invalid_tables_of_rewards_are_refused() {
         for (overrides, part) in [
             (&["rewards.a.timeout=1"][..], "unknown key 'rewards.a.timeout'; did you mean 'rewards.*.timeout_s'?"),
             (

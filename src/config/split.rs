@@ -70,7 +70,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_world_is_divided_or_refused_with_what_would_do() {
+    fn ranks_are_split_into_trainers_and_generators_or_refused() {
         let split = config(&["mode=split", "split.rollout_gpus=3"]);
         assert_eq!(split.roles(4).unwrap(), Roles { num_trainers: 1, num_generators: 3 });
         assert_eq!(config(&[]).roles(4).unwrap(), Roles { num_trainers: 4, num_generators: 4 });

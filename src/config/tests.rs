@@ -113,13 +113,13 @@ fn the_limits_of_heartbeats_are_one_table() {
 }
 
 #[test]
-fn one_entry_of_a_list_may_stand_alone() {
+fn a_list_key_accepts_a_single_entry() {
     assert_eq!(config(&["reward_funcs=numeric_answer", "stop=END"]).reward_funcs, ["numeric_answer"]);
     assert_eq!(config(&["stop=[]"]).stop, [""; 0]);
 }
 
 #[test]
-fn toml_and_yaml_say_the_same_and_the_command_line_wins() {
+fn toml_and_yaml_load_alike_and_the_command_line_overrides_them() {
     let toml = "beta = 0.1\nseed = 7\n[zero]\nstage = 3\n[reward]\nnum_threads = 4\n";
     let yaml = "beta: 0.1\nseed: 7\nzero:\n  stage: 3\nreward: {num_threads: 4}\n";
     let config = load_file(".toml", toml).unwrap();
@@ -164,13 +164,13 @@ fn an_unknown_key_is_named_with_its_line_and_the_nearest_key() {
 }
 
 #[test]
-fn text_without_quotes_is_named_in_a_file() {
+fn unquoted_text_in_a_toml_file_is_reported() {
     let error = load_file(".toml", "beta = 0\nmax_steps = nope # ten\n").unwrap_err().to_string();
     assert!(error.contains(".toml:2: nope is not a TOML value: put text in quotes (\"nope\")"), "{error}");
 }
 
 #[test]
-fn a_snapshot_of_a_run_is_a_configuration() {
+fn the_saved_configuration_of_a_run_loads_again() {
     let given = [
         "lora.r=8",
         "stop=END",
@@ -197,7 +197,7 @@ fn a_snapshot_of_a_run_is_a_configuration() {
 }
 
 #[test]
-fn what_a_key_does_not_take_is_refused() {
+fn an_invalid_word_is_refused_with_the_valid_ones() {
     assert!(message(&["residency.reference=swap"]).contains("auto or one of resident, host"));
 }
 
@@ -222,7 +222,7 @@ fn wrong_types_and_syntax_carry_the_line() {
 }
 
 #[test]
-fn all_that_is_wrong_is_told_at_once() {
+fn all_errors_of_a_configuration_are_reported_together() {
     let text = "lr_scheduler_type = 'lin'\nlog_completions = 'yes'\nmax_step = 3\nnum_generations = 3.0\n\
                 heartbeat.wake_s = 0\nheartbeat.timeout_s = -1\n[rewards]\na.workers = 0\nb.timeout_s = 'x'\n";
     let error = load_file(".toml", text).unwrap_err();
@@ -249,7 +249,7 @@ fn all_that_is_wrong_is_told_at_once() {
 }
 
 #[test]
-fn values_that_a_key_does_not_take_are_refused() {
+fn values_out_of_range_are_refused() {
     for (overrides, part) in [
         (&["num_generations=1"][..], "at least 2"),
         (&["epsilon=1.0"], "in [0, 1)"),
@@ -294,7 +294,7 @@ fn values_that_a_key_does_not_take_are_refused() {
 }
 
 #[test]
-fn a_completion_leaves_room_for_a_prompt() {
+fn max_completion_length_must_leave_space_for_a_prompt() {
     let said = |keys: &[&str], context| config(keys).validate_context(context).map_err(|error| error.to_string());
     assert_eq!(said(&["max_completion_length=63"], 64), Ok(()));
     let error = said(&["max_completion_length=64"], 64).unwrap_err();
@@ -308,7 +308,7 @@ fn a_completion_leaves_room_for_a_prompt() {
 }
 
 #[test]
-fn sft_shares_the_machinery() {
+fn sft_configurations_reject_grpo_keys_and_vice_versa() {
     let load = |more: &str| SftConfig::load(None, &["model_name_or_path=m", "train_file=t", more].map(String::from));
     assert_eq!(load("zero.stage=1").unwrap().zero.stage, 1);
     let error = load("num_generations=8").unwrap_err().to_string();
@@ -328,7 +328,7 @@ fn sft_shares_the_machinery() {
 
 /// The configuration in a run's output folder starts the same run again, adapters, tables of rewards and template variables included.
 #[test]
-fn a_run_s_own_configuration_is_one_to_run() {
+fn the_run_config_json_of_a_run_can_be_run_again() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("run_config.json");
     let keys = [

@@ -181,7 +181,7 @@ mod tests {
     use super::super::tests::{config, message};
 
     #[test]
-    fn tools_are_named_as_rewards_are_and_come_alone() {
+    fn tools_environments_and_agents_are_read_or_refused() {
         let tools = config(&["tools=[\"t.py:add\", \"m.sub\"]", "tool_call_parser=hermes"]).tools;
         assert!(tools.has_turns() && config(&["tools=python"]).tools.has_turns() && !config(&[]).tools.has_turns());
         let one = config(&["environment_factory=e.py:Env", "reward_funcs=[]"]);

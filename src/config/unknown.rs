@@ -148,7 +148,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nearest_finds_typos_prefixed_names_and_bare_table_keys() {
+    fn suggestions_cover_typos_prefixes_and_keys_without_their_table() {
         let known: Vec<String> =
             ["learning_rate", "importance_sampling_mode", "zero.stage", "beta"].map(String::from).into();
         assert_eq!(nearest("learnign_rate", &known), Some("learning_rate"));
@@ -162,7 +162,7 @@ mod tests {
 
     /// Every short name is no key, leads to one, and stands once.
     #[test]
-    fn short_names_lead_to_keys() {
+    fn suggestions_resolve_short_names() {
         let keys = Config::keys();
         let told = |name: &str| {
             let raw = RawConfig::of_entries([(name.to_owned(), 1.into())]).unwrap();

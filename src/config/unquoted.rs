@@ -29,7 +29,7 @@ mod tests {
     use super::super::tests::{config, message};
 
     #[test]
-    fn a_list_of_names_needs_no_quotation_marks() {
+    fn lists_of_names_on_the_command_line_need_no_quotes() {
         let loaded = config(&[
             "reward_funcs=[format, code]",
             "report_to=[wandb]",

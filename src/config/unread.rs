@@ -64,7 +64,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_without_what_they_belong_to_are_told() {
+    fn keys_without_effect_are_reported() {
         let alone = notices(&[
             "max_tool_calling_iterations=3",
             "agent_workers=4",
@@ -84,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn weights_that_cispo_bounds_below_one_are_told() {
+    fn a_low_cispo_clip_is_reported() {
         for (keys, is_told) in [
             (&["loss_type=cispo"][..], true),
             (&["loss_type=cispo", "epsilon_high=0.28"], true),

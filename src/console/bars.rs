@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn the_bars_say_how_far_a_step_is() {
+    fn progress_bars_show_the_position_within_a_step() {
         let (bars, screen) = on_terminal(WIDE);
         bars.show(vec![bar(1, "step", 7, 20, &["reward 0.5", "loss 0.1"])]);
         assert_eq!(lines(&screen), ["step 7/20 ━━━╌╌╌╌╌╌╌  TIME  reward 0.5  loss 0.1"]);
@@ -257,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn a_narrow_terminal_shows_what_matters_and_work_without_an_end_has_no_bar() {
+    fn narrow_terminals_drop_items_and_unbounded_work_has_no_bar() {
         let (bars, screen) = on_terminal(NARROW);
         let rows = BarState { done: 1234, ..BarState::new(2, "load", "rows read") };
         bars.show(vec![bar(1, "step", 7, 20, &["reward 0.5", "loss 0.1"]), rows]);
@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn text_of_a_bar_controls_no_terminal() {
+    fn control_characters_in_bar_text_are_escaped() {
         let (bars, screen) = on_terminal(WIDE);
         let mut hostile = bar(1, "\x1b]0;title\x07", 1, 4, &["\x1b[2J\nforged", "{bar:9}"]);
         hostile.unit = "\x1b[1m".to_owned();
@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn a_record_comes_back_as_it_was_sent() {
+    fn status_records_of_ranks_round_trip() {
         let bars = vec![bar(1, "step", 1, 2, &["reward 1"]), bar(2, "generate", 0, 1, &[])];
         assert_eq!(decode(encode(&bars).trim_end()), Some(bars));
         assert_eq!(decode(encode(&[]).trim_end()), Some(Vec::new()));
@@ -290,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn the_rest_of_the_time_is_told_at_the_rate_so_far() {
+    fn remaining_time_is_extrapolated_from_the_rate_so_far() {
         let seconds = Duration::from_secs;
         assert_eq!(times(seconds(100), 5, 18), "1:40 < 4:20");
         assert_eq!((times(seconds(5), 0, 3), times(seconds(5), 3, 3)), ("0:05".to_owned(), "0:05".to_owned()));

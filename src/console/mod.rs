@@ -284,7 +284,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_controls_a_terminal_is_made_visible_and_all_else_stays() {
+    fn terminal_control_characters_are_made_visible() {
         assert_eq!(neutral("\x1b]0;title\x07 \u{9b}31m \u{202e}x\r\n\ty é\r"), {
             "\\u001b]0;title\\u0007 \\u009b31m \\u202ex\n\ty é\\u000d"
         });
@@ -295,21 +295,21 @@ mod tests {
     }
 
     #[test]
-    fn no_message_passes_for_two() {
+    fn line_breaks_in_a_message_cannot_fake_another_message() {
         let forged = "step 3: warning: x\r\nstep 4: y\u{2028}step 5: z\u{85}\n";
         assert_eq!(message(forged, true), "step 3: warning: x\\nstep 4: y\\u2028step 5: z\\u0085\n");
         assert_eq!(message("error: x\nerror: y", false), "error: x\n  error: y\n");
     }
 
     #[test]
-    fn a_warning_begins_behind_the_first_word_that_says_so() {
+    fn the_text_of_a_warning_starts_after_its_first_prefix() {
         assert_eq!(warning_of(" WARN a reward failed: warning: forged\n"), "a reward failed: warning: forged");
         assert_eq!(warning_of("step 3: warning: WARN is in it"), "WARN is in it");
         assert_eq!(warning_of("plain\n"), "plain");
     }
 
     #[test]
-    fn a_level_keeps_its_colour() {
+    fn every_log_level_has_a_fixed_colour() {
         assert_eq!(coloured(tracing::Level::WARN), "\x1b[33mWARN\x1b[0m");
     }
 }

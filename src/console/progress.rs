@@ -236,13 +236,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_are_short() {
+    fn counts_are_shortened_with_units() {
         let shown = [0.0, 0.012345, 4.5, 123.456, 12_345.0, 7.5e9, 1e-6, -2.5e-5, f64::NAN, 1999.0].map(number);
         assert_eq!(shown, ["0", "0.0123", "4.5", "123", "12.3k", "7.5G", "1e-6", "-2.5e-5", "–", "1999"]);
     }
 
     #[test]
-    fn lines_come_no_closer_than_an_interval_and_never_where_they_are_not_wanted() {
+    fn progress_lines_are_throttled_and_can_be_switched_off() {
         let progress = Progress::new("load", "rows read");
         assert!(!progress.is_line_due(), "it has begun just now");
         let long_ago = || Mutex::new(Some(Instant::now() - 2 * LINE_INTERVAL));
@@ -253,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_have_a_rate() {
+    fn progress_in_bytes_shows_a_rate() {
         let download = Progress::new("download", "MB").in_bytes(1_000_000);
         assert!(download.rate(5_000_000).unwrap().ends_with(" MB/s"));
         assert_eq!((download.rate(0), Progress::new("init", "parts").rate(5)), (None, None));

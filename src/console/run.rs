@@ -215,7 +215,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_line_names_what_matters_and_leaves_out_what_is_absent() {
+    fn a_step_line_shows_the_main_metrics_that_exist() {
         let values = [("loss", 0.01234), ("reward", 0.5), ("num_tokens", 9.0)];
         let values = values.map(|(name, value)| (name.to_owned(), value)).into();
         assert_eq!(summary(&values), ["reward 0.5", "loss 0.0123"]);
@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn the_bars_say_how_far_a_step_is_and_how_quick() {
+    fn step_progress_shows_position_and_rate() {
         let display = RunDisplay::new(20, 2, false);
         display.finish_step(7, &[("reward".to_owned(), 0.5)].into());
         display.begin_phase("generate", 4);
@@ -239,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_are_throttled_but_the_last_step_is_said() {
+    fn step_lines_are_throttled_except_for_the_last() {
         let display = RunDisplay::new(3, 0, true);
         let Some(lines) = &display.lines else { return }; // tests may run on a terminal
         display.finish_step(1, &BTreeMap::new());

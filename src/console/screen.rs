@@ -191,7 +191,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_narrow_terminal_shows_whole_items() {
+    fn a_narrow_terminal_drops_whole_items() {
         let step = "step 3/20\u{1d}reward 0.5\u{1d}\u{1d}s/step 1.2";
         assert_eq!(fit(step, 80), "step 3/20  reward 0.5  s/step 1.2");
         assert_eq!(fit(step, 32), "step 3/20  reward 0.5");
@@ -200,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn text_is_lines_of_the_wide_screen() {
+    fn drawn_text_is_split_at_the_virtual_screen_width() {
         let filled = |text: &str| format!("{text:4096}");
         assert_eq!(lines(&(filled("one") + "\r" + &filled("two"))), ["one", "two"]);
         let wide = format!("漢{}", " ".repeat(4094)); // takes two columns
@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_drawn_is_taken_away_and_no_more() {
+    fn erasing_the_status_removes_exactly_its_lines() {
         let mut screen = ScreenFrame::default();
         assert_eq!(screen.update(80), "");
         screen.lines = frame(&["one", "two"]);
@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_that_a_narrower_window_has_wrapped_are_taken_away_whole() {
+    fn erasing_counts_lines_wrapped_by_a_narrower_window() {
         let mut screen = ScreenFrame { lines: frame(&["a line of 20 columns", "short"]), ..ScreenFrame::default() };
         screen.update(80);
         assert_eq!(screen.update(10), "\r\x1b[3A\x1b[Ja line of\nshort\n", "two rows and one");

@@ -90,7 +90,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_chip_cannot_do_is_told_and_what_is_too_old_refused() {
+    fn missing_gpu_features_are_reported_and_old_gpus_refused() {
         let told = |major, minor| shortfall("GPU", Capability::new(major, minor)).unwrap();
         assert_eq!(told(9, 0), None);
         let later = told(12, 0).unwrap();

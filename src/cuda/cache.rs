@@ -88,7 +88,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_package_s_file_is_found_by_its_whole_name() {
+    fn packaged_kernels_are_found_by_their_full_name() {
         let folder = tempfile::tempdir().unwrap();
         let [beside, above] = ["bin/kernels", "kernels"].map(|place| folder.path().join(place));
         let (program, name) = (folder.path().join("bin/colo-grpo"), file_name("cubin", "norm", "sm_90a (13, 0)"));
@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_file_is_kept_whole_until_it_is_of_no_use() {
+    fn a_cached_file_is_kept_until_it_is_invalid() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("deep/kernel.cubin");
         assert_eq!(read(&path, Some).unwrap(), None);

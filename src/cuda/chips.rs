@@ -78,14 +78,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_cpu_and_other_kinds_have_no_rate() {
+    fn peak_rates_exist_only_for_known_gpus_and_dtypes() {
         for (device, kind) in [(Device::Cpu, Kind::BFloat16), (Device::Cuda(0), Kind::Float)] {
             assert_eq!(chip_flop_per_s(device, kind).unwrap(), None);
         }
     }
 
     #[test]
-    fn chips_are_known_by_their_whole_name() {
+    fn gpus_are_matched_by_their_full_name() {
         let h200 = chip("NVIDIA H200").unwrap();
         assert_eq!(h200.bf16_flop_per_s, 989e12);
         let a100 = chip("NVIDIA A100-SXM4-80GB").unwrap();
@@ -94,7 +94,7 @@ mod tests {
     }
 
     #[test]
-    fn no_chip_is_named_twice_or_reaches_more_than_its_data_sheet() {
+    fn gpu_names_are_unique_and_measured_rates_below_data_sheets() {
         for (index, one) in CHIPS.iter().enumerate() {
             assert!(CHIPS[..index].iter().all(|other| other.name != one.name), "{}", one.name);
             let Some(rates) = one.measured else { continue };

@@ -218,13 +218,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_kernel_s_own_shared_memory_counts() {
+    fn static_shared_memory_counts_towards_the_limit() {
         assert!(!must_ask(0, 48 << 10) && !must_ask(128, (48 << 10) - 128));
         assert!(must_ask(128, 48 << 10) && must_ask(0, (48 << 10) + 16));
     }
 
     #[test]
-    fn a_launch_that_is_refused_is_named_with_its_shape() {
+    fn a_failed_launch_names_kernel_and_grid() {
         let shape = LaunchShape { grid: 16_384, block: 512, shared_bytes: 49_152, cluster: 2 };
         let refused = Error::Cuda { op: "cuLaunchKernelEx", code: 1, message: "invalid argument".to_owned() };
         let message = shape.name(refused, "swiglu_backward_fp8", 128).to_string();

@@ -113,7 +113,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_cpu_half_is_found_where_it_was_loaded_from() {
+    fn libtorch_cpu_is_found_in_the_folder_it_was_loaded_from() {
         tch::set_num_threads(1);
         let files = mapped_files("libtorch_cpu.so").unwrap();
         assert_eq!(files.len(), 1);
@@ -121,13 +121,13 @@ mod tests {
     }
 
     #[test]
-    fn a_library_that_is_not_there_is_named() {
+    fn a_missing_cuda_library_is_named() {
         let error = open(Path::new("/nowhere/libtorch_cuda.so")).unwrap_err().to_string();
         assert!(error.contains("/nowhere/libtorch_cuda.so") && error.contains(FOLDER_VARIABLE), "{error}");
     }
 
     #[test]
-    fn without_a_gpu_the_answer_is_no_and_why() {
+    fn without_a_gpu_cuda_is_unavailable_with_a_reason() {
         if devices().unwrap().is_empty() {
             assert!(require().is_err());
             assert!(require().unwrap_err().to_string().contains("no GPU is visible"));

@@ -139,7 +139,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn holders_are_named_with_their_mib() {
+    fn processes_that_use_gpu_memory_are_named_with_mib() {
         let process = |pid, used_gpu_memory| ProcessInfo {
             pid,
             used_gpu_memory,
@@ -156,7 +156,7 @@ mod tests {
 
     #[test]
     #[ignore = "needs a GPU"]
-    fn gpu_require_free_sees_what_this_process_holds() {
+    fn gpu_check_for_free_memory_sees_memory_of_this_process() {
         crate::cuda::require().unwrap();
         require_free().unwrap();
         let held = tch::Tensor::zeros([1 << 29], (tch::Kind::Float, tch::Device::Cuda(0)));

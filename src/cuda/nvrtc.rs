@@ -357,14 +357,14 @@ mod tests {
     }
 
     #[test]
-    fn hoppers_own_instructions_are_compiled() {
+    fn hopper_kernels_use_hopper_instructions() {
         tch::set_num_threads(1);
         let [hopper, later] = [Capability::HOPPER, LATER].map(|capability| cubin(&PRODUCT, capability).unwrap().len());
         assert!(hopper > 2 * later, "{hopper} bytes of kernels, {later} where they are empty");
     }
 
     #[test]
-    fn the_cache_tells_architectures_compilers_and_sources_apart() {
+    fn cache_keys_depend_on_architecture_compiler_and_source() {
         let known = key_of(&PRODUCT, Capability::HOPPER, (13, 0));
         assert!(known.starts_with("sm_90a ") && known.contains(PRODUCT.text));
         for other in [
@@ -377,7 +377,7 @@ mod tests {
     }
 
     #[test]
-    fn a_kernel_that_does_not_compile_is_shown_with_its_line() {
+    fn compile_errors_show_the_source_line() {
         tch::set_num_threads(1);
         let broken = KernelSource { file: "broken.cu", text: "extern \"C\" __global__ void f() {\n  nonsense;\n}" };
         let message = compile(&broken, Capability::HOPPER).unwrap_err().to_string();

@@ -32,7 +32,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_package_has_the_machine_code_under_the_caches_names() {
+    fn packaged_kernels_have_the_file_names_of_the_cache() {
         tch::set_num_threads(1);
         let folder = tempfile::tempdir().unwrap();
         let own = folder.path().join("kernels");

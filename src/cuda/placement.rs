@@ -92,7 +92,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_kind_follows_the_device_unless_it_is_named() {
+    fn the_dtype_follows_the_device_unless_given() {
         let place = |dtype, on| Placement::in_world(config::Device::Auto, dtype, on).unwrap();
         assert_eq!(place(Dtype::Auto, Device::Cpu), Placement { on_cuda: false, kind: Kind::Float });
         assert_eq!(place(Dtype::Auto, Device::Cuda(1)), Placement { on_cuda: true, kind: Kind::BFloat16 });

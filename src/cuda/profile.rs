@@ -122,12 +122,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn without_a_profile_work_is_not_even_asked_for() {
+    fn without_a_profile_kernel_work_is_not_computed() {
         assert_eq!(timed("nothing", || unreachable!(), || 7), 7);
     }
 
     #[test]
-    fn work_counts_what_must_move() {
+    fn profiled_work_counts_the_bytes_that_must_move() {
         let x = Tensor::zeros([3, 5], (tch::Kind::BFloat16, tch::Device::Cpu));
         assert_eq!(OpCost::pass(&[&x, &x]).bytes, 60.0);
         assert_eq!(OpCost::product(2, 3, 4).flop, 48.0);

@@ -92,7 +92,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn time_of_pieces_is_added_up_until_it_is_taken() {
+    fn the_stopwatch_accumulates_until_it_is_read() {
         let watch = Stopwatch::new(Device::Cpu).unwrap();
         let piece = Duration::from_millis(2);
         let sleep = || {

@@ -75,7 +75,7 @@ mod tests {
 
     /// The words of glibc 2.36 by `date -u -d @1709215509 +FORMAT` in the C locale, but for %f, %z and %Z, which are Python's.
     #[test]
-    fn every_directive_is_as_python_has_it() {
+    fn strftime_directives_match_python() {
         let expected = [
             ("%C %g %h %e %w", "20 24 Feb 29 4"),
             ("%k|%l|%I|%-I|%p|%P", "14| 2|02|2|PM|pm"),

@@ -282,7 +282,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_tokenizer_without_bytes_is_told_by_its_decoder() {
+    fn the_error_for_a_tokenizer_without_byte_tokens_names_its_decoder() {
         let said = |decoder: Value| {
             let tokenizer = json!({"decoder": decoder, "added_tokens": [], "model": {"vocab": 3}});
             without_bytes(&tokenizer, &token_bytes_from_tokenizer_json(&tokenizer).unwrap_err().to_string())

@@ -203,7 +203,7 @@ mod tests {
 
     /// Answers as the openai client sends them back.
     #[test]
-    fn null_is_absent() {
+    fn null_fields_of_a_message_are_ignored() {
         let call = json!({"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": null}}});
         let answer = json!({"role": "assistant", "content": "a", "tool_calls": [call]});
         let mut replayed = answer.clone();
@@ -226,7 +226,7 @@ mod tests {
 
     /// `_alias_reasoning_fields` of transformers 5.24.
     #[test]
-    fn reasoning_has_the_names_that_templates_read() {
+    fn reasoning_fields_are_aliased_as_in_transformers() {
         for (given, expected) in [
             (json!({"reasoning": "r"}), json!({"reasoning": "r", "thinking": "r", "reasoning_content": "r"})),
             (json!({"thinking": "r"}), json!({"thinking": "r", "reasoning_content": "r"})),
@@ -246,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_another_form_is_named() {
+    fn malformed_messages_are_refused_with_the_field() {
         let call = |call: Value| json!({"role": "assistant", "tool_calls": [call]});
         for (message, field) in [
             (json!("a"), "expected an object"),
@@ -279,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn a_field_that_the_template_does_not_read_is_found() {
+    fn message_fields_that_the_template_ignores_are_found() {
         let source = "{{ m.content }}{{ m.channel }}{{ m['call_note'] }}";
         let unread = |message: Value, source: &str| unread_field(&[json!({"role": "user"}), message], source);
         let call =

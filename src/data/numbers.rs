@@ -94,7 +94,7 @@ mod tests {
 
     /// Reading and writing gives the number back, or says which one is lost.
     #[test]
-    fn numbers_are_read_as_they_are_written_or_refused_with_their_place() {
+    fn json_numbers_round_trip_or_are_refused_with_their_place() {
         for exact in [
             "449.49106478873813",
             "18446744073709551615",
@@ -129,7 +129,7 @@ mod tests {
 
     /// A million fractions of random bits.
     #[test]
-    fn fractions_are_rounded_once() {
+    fn floats_round_trip_through_json_bit_for_bit() {
         let mut bits = 0x9E37_79B9_7F4A_7C15_u64;
         for _ in 0..1_000_000 {
             bits = bits.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);

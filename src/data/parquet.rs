@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn nested_rows_are_what_json_would_say() {
+    fn nested_parquet_rows_equal_their_json() {
         let found = rows(ROWS).unwrap();
         let expected = serde_json::json!([
             {"prompt": [{"content": "one", "role": "user"}], "reward_model": {"ground_truth": "1", "style": "rule"},
@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn columns_are_read_however_they_are_compressed() {
+    fn all_parquet_compressions_are_read() {
         for (index, row) in rows(COMPRESSED).unwrap().iter().enumerate() {
             for codec in ["zstd", "gzip", "lz4", "snappy", "none"] {
                 assert_eq!(row[codec], "one and ".repeat(9) + &index.to_string(), "{codec}");
@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn a_data_set_is_read_whatever_its_file_is_called() {
+    fn parquet_is_recognized_by_content_not_by_name() {
         let folder = TokenizerFolder::new();
         folder.write("chat_template.jinja", "{% for m in messages %}{{ m.content }} {% endfor %}answer");
         let path = folder.path().join("rows.jsonl");

@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn every_epoch_holds_every_row_once_and_no_batch_a_row_twice() {
+    fn every_epoch_has_each_row_once_and_no_batch_repeats_a_row() {
         let mut sampler = PromptSampler::new(10, 42, true);
         let batches = draw(&mut sampler, 10, 7);
         for batch in &batches {
@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn orders_differ_by_epoch_and_seed_and_are_repeatable() {
+    fn row_order_depends_only_on_epoch_and_seed() {
         let epochs = |seed| draw(&mut PromptSampler::new(50, seed, true), 2, 50);
         let first = epochs(42);
         assert_eq!(first, epochs(42));
@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_under_way_come_last_in_the_next_epoch() {
+    fn rows_of_unfinished_groups_come_last_in_the_next_epoch() {
         let mut sampler = PromptSampler::new(6, 1, false);
         assert_eq!(sampler.next_batch(4).unwrap(), [0, 1, 2, 3]);
         assert_eq!(sampler.next_batch_beside(4, &[0, 3]).unwrap(), [4, 5, 1, 2]);
@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_that_make_no_whole_batch_are_left_out_of_the_epoch() {
+    fn rows_of_an_incomplete_last_batch_are_skipped() {
         let mut sampler = PromptSampler::new(10, 42, true).dropping_last(4);
         let (first, epochs) = (draw(&mut sampler, 2, 4).concat(), sampler.epochs());
         assert_eq!((first.iter().collect::<HashSet<_>>().len(), epochs), (8, 1.0));
@@ -276,7 +276,7 @@ mod tests {
     const MIDDLE: Curriculum = Curriculum { solve_rate: [0.25, 0.75], every: 3 };
 
     #[test]
-    fn rows_outside_of_the_bounds_come_in_one_of_several_epochs() {
+    fn rows_outside_the_curriculum_bounds_appear_every_nth_epoch() {
         let mut sampler = PromptSampler::new(12, 5, true).with_curriculum(Some(MIDDLE));
         let unobserved = draw(&mut PromptSampler::new(12, 5, true), 3, 4);
         assert_eq!(draw(&mut sampler, 3, 4), unobserved, "nothing is known yet");
@@ -302,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn a_batch_of_rows_that_all_rest_is_filled_from_later_epochs() {
+    fn a_batch_of_skipped_rows_is_filled_from_later_epochs() {
         let mut sampler = PromptSampler::new(6, 1, false).dropping_last(4).with_curriculum(Some(MIDDLE));
         (0..6).for_each(|row| sampler.observe(row, [0, 8]));
         for batch in draw(&mut sampler, 6, 4) {
@@ -317,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn a_restored_sampler_goes_on_where_it_was() {
+    fn a_restored_sampler_continues_at_its_position() {
         let mut sampler = PromptSampler::new(10, 7, true);
         draw(&mut sampler, 3, 7);
         let json = serde_json::to_string(sampler.state()).unwrap();

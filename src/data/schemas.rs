@@ -102,7 +102,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_row_has_the_tools_of_its_environment() {
+    fn rows_get_the_tool_schemas_of_their_environment() {
         let row = |value: Value| value.as_object().unwrap().clone();
         let named = |names: &[&str]| names.iter().map(|name| (name.to_string(), json!([name]))).collect();
         let table = ToolSchemas::new(json!([]), named(&["code", "game"]));

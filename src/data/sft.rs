@@ -229,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn the_completion_is_followed_by_eos_and_long_rows_are_counted() {
+    fn completions_end_with_eos_and_long_rows_are_counted() {
         let rows = [
             r#"{"prompt": "what is one plus one", "completion": "two"}"#,
             r#"{"question": "one", "completion": "one two three"}"#,
@@ -247,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn megabytes_are_counted_as_other_long_examples() {
+    fn huge_examples_are_counted_as_too_long() {
         let folder = TokenizerFolder::new();
         folder.write("chat_template.jinja", TURNS);
         let long = "one ".repeat(1 << 20);
@@ -259,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn every_answer_of_a_conversation_is_learned_up_to_its_end() {
+    fn every_assistant_turn_is_an_example_up_to_its_end_token() {
         let folder = TokenizerFolder::new();
         folder.write("chat_template.jinja", TURNS);
         let turns = r#"{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}"#;
@@ -298,7 +298,7 @@ mod tests {
 
     /// A call is learned as the template writes it, its arguments as an object, behind the functions that the row's column `tools` names.
     #[test]
-    fn conversations_may_have_calls_of_tools() {
+    fn conversations_may_contain_tool_calls() {
         let folder = TokenizerFolder::new();
         folder.write(
             "chat_template.jinja",
@@ -352,7 +352,7 @@ mod tests {
 
     /// GSM8K's rows; a column that is named must be there, whatever else is.
     #[test]
-    fn completions_come_from_the_column_that_is_named() {
+    fn completions_are_read_from_the_configured_column() {
         let folder = TokenizerFolder::new();
         let options = DatasetOptions { completion_column: Some("answer".into()), ..Default::default() };
         let read = |row: &str| {
@@ -373,7 +373,7 @@ mod tests {
     }
 
     #[test]
-    fn a_row_without_completion_is_named_and_a_missing_eos_told() {
+    fn a_missing_completion_or_eos_token_is_an_error() {
         let folder = TokenizerFolder::new();
         let error = read(&folder, &["", r#"{"prompt": "one", "answer": 1}"#], 6).unwrap_err().to_string();
         assert!(

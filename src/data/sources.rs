@@ -185,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn files_folders_patterns_and_weights() {
+    fn rows_are_read_from_files_folders_and_patterns_with_weights() {
         let folder = TokenizerFolder::new();
         std::fs::create_dir(folder.path().join("rows")).unwrap();
         let line = |word: &str| format!("{{\"prompt\": \"{word}\"}}\n");

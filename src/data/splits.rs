@@ -188,7 +188,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_readme_that_nests_without_end_is_refused() {
+    fn a_deeply_nested_readme_header_is_refused() {
         let deep = format!("---\nconfigs: {}\n---\n", "[".repeat(1_000_000));
         let refused = split_files(&files(&["train.jsonl"]), Some(deep), None, "train").unwrap_err();
         assert!(refused.starts_with("the header of its README.md: 1000000 brackets"), "{refused}");
@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn names_say_the_split_where_nothing_is_declared() {
+    fn file_names_determine_splits_without_a_readme() {
         let of =
             |names: &[&str], config, split| split_files(&files(names), Some("# no header".to_owned()), config, split);
         let names = [

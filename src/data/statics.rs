@@ -52,14 +52,14 @@ mod tests {
     }
 
     #[test]
-    fn a_reader_that_stops_anywhere_keeps_nothing_from_others() {
-        alone("data::statics::tests::tokenizers_that_stop_anywhere");
-        alone("data::statics::tests::templates_that_stop_anywhere");
+    fn a_killed_reader_thread_does_not_block_others() {
+        alone("data::statics::tests::tokenizer_threads_killed_at_any_point_block_nothing");
+        alone("data::statics::tests::template_threads_killed_at_any_point_block_nothing");
     }
 
     #[test]
     #[ignore = "in a process of its own"]
-    fn tokenizers_that_stop_anywhere() {
+    fn tokenizer_threads_killed_at_any_point_block_nothing() {
         ends_if_it_hangs();
         // Nothing is read as a whole before the end: that would make what a thread which stops could keep.
         let read = |limits| read_within(super::TOKENIZER.as_bytes().to_vec(), Default::default(), limits).map(drop);
@@ -69,7 +69,7 @@ mod tests {
 
     #[test]
     #[ignore = "in a process of its own"]
-    fn templates_that_stop_anywhere() {
+    fn template_threads_killed_at_any_point_block_nothing() {
         ends_if_it_hangs();
         let source = "{% for n in [1, 250, 7.5] %}{{ n }}{{ n|tojson }}{{ 'a' ~ n }}{% endfor %}{{ 'abc'.upper()|trim }}\
             {{ 'a b c'|wordcount }}";

@@ -304,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn context_begins_where_the_sampled_turn_ended() {
+    fn appended_context_starts_right_after_the_sampled_turn() {
         let tokenizer = Arc::new(bytes(&mut Dice(2), CHATML));
         let (turns, eos) = (turns(&tokenizer, Reply::Tool).unwrap(), tokenizer.eos_token_id().unwrap());
         let answers = [json!({"role": "tool", "content": "4"}), json!({"role": "tool", "content": "<5>"})];
@@ -333,7 +333,7 @@ mod tests {
 
     /// A template has limits of its own, which many long answers would reach together.
     #[test]
-    fn replies_that_cannot_fit_are_not_rendered() {
+    fn replies_longer_than_the_limit_are_not_rendered() {
         let refuses = CHATML.replace(
             "{% for m in messages %}",
             "{% for m in messages %}{% if m.content | length > 70000 %}\
@@ -358,7 +358,7 @@ mod tests {
     /// Random tokens as turns: no tokenizer would give most of them back. All that was sampled is in the trajectory, in its place, and
     /// the whole reads as the template writes the conversation.
     #[test]
-    fn no_sampled_token_changes_however_many_turns_there_are() {
+    fn sampled_tokens_stay_unchanged_over_many_turns() {
         let num_trajectories: usize =
             std::env::var("COLO_GRPO_TRAJECTORIES").ok().and_then(|count| count.parse().ok()).unwrap_or(60);
         let (mut dice, mut num_other) = (Dice(7), 0);

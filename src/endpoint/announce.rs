@@ -77,7 +77,7 @@ mod tests {
     use crate::types::SamplingParams;
 
     #[test]
-    fn every_rank_hears_what_the_first_one_was_told() {
+    fn requests_to_rank_0_are_broadcast_to_all_ranks() {
         let params =
             SamplingParams { top_p: 0.1, min_p: Some(0.3), stop: vec!["é".into()], ..SamplingParams::default() };
         let request = Request {

@@ -328,7 +328,7 @@ mod tests {
 
     /// Whoever has opened the thought.
     #[test]
-    fn calls_within_thoughts_are_not_taken_out() {
+    fn tool_calls_inside_reasoning_stay_in_the_text() {
         let tools = json!([{"type": "function", "function": {"name": "f"}}]);
         let call = "<tool_call>{\"name\": \"f\", \"arguments\": {}}</tool_call>";
         for (prompt, open) in [("go <think>\n", ""), ("<think></think>", "<think>"), ("go", "<think>\n")] {
@@ -349,7 +349,7 @@ mod tests {
     }
 
     #[test]
-    fn calls_are_taken_out_of_the_text_of_a_request_with_tools() {
+    fn tool_calls_are_removed_from_the_answer_text() {
         let tools = json!([{"type": "function", "function": {"name": "f"}}]);
         let text = "So:<tool_call>{\"name\": \"f\", \"arguments\": {\"x\": \"é\"}}</tool_call>";
         let whole = answered(text, FinishReason::Eos, &tools, false);

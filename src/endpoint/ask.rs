@@ -273,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn prompts_are_texts_or_ids_one_or_many() {
+    fn prompts_may_be_texts_or_token_ids_single_or_several() {
         let prompts = |prompt: Value| read(json!({"prompt": prompt}), false).map(|ask| ask.prompts);
         let text = |text: &str| PromptSource::Text(text.to_owned());
         assert_eq!(prompts(json!("a")).unwrap(), [text("a")]);
@@ -286,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_served_is_refused_by_name_and_what_is_not_used_is_not() {
+    fn unsupported_request_fields_are_refused_by_name() {
         let refused = |field: &str, value: Value| {
             let mut body = json!({"prompt": "a"});
             body[field] = value;
@@ -326,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn null_is_absent_everywhere() {
+    fn null_request_fields_count_as_absent() {
         let plain = json!({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}],
             "tools": [{"function": {"name": "f"}}]});
         let mut padded = plain.clone();
@@ -352,7 +352,7 @@ mod tests {
     }
 
     #[test]
-    fn a_conversation_keeps_its_tools_and_its_texts() {
+    fn chat_requests_keep_their_tools_and_texts() {
         let body = json!({
             "messages": [
                 {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},

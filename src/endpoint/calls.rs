@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn tools_that_are_no_functions_are_refused_by_their_field() {
+    fn malformed_tool_definitions_are_refused_by_field() {
         let function = json!({"name": "f", "description": "d", "parameters": {"type": "object"}});
         for right in
             [json!(null), json!([]), json!([{"type": "function", "function": function}, {"function": {"name": "f"}}])]
@@ -147,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn content_streams_until_a_call_begins() {
+    fn content_is_streamed_until_a_tool_call_begins() {
         let call = |name: &str, arguments: &str| (name.to_owned(), arguments.to_owned());
         let pieces =
             ["I ", "see <", "b>. <tool_", "call>{\"name\": \"f\", ", "\"arguments\": {\"a\": [1]}}</tool", "_call> !"];

@@ -92,7 +92,7 @@ mod tests {
 
     /// Bytes that are no character have one text.
     #[test]
-    fn tokens_of_one_text_keep_their_probabilities() {
+    fn tokens_with_equal_text_keep_separate_logprobs() {
         let token = |token_id, logprob| TokenLogprob { token_id, logprob };
         let top = [token(0xF1, -0.5), token(0x61, -1.0), token(0xF2, -2.0), token(0xF0, -3.0)];
         let mut offset = 4;

@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn log_probabilities_are_asked_for_as_openai_has_it() {
+    fn logprobs_parameters_follow_openai() {
         let count = |more: Value, is_chat| asked(&more, is_chat).map(|ask| (ask.logprobs, ask.params.top_logprobs));
         assert_eq!(count(json!({}), true).unwrap(), (false, 0));
         assert_eq!(count(json!({"logprobs": true}), true).unwrap(), (true, 0));
@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn a_structure_has_several_names() {
+    fn structured_output_is_accepted_under_all_known_names() {
         let structure = |more: Value| asked(&more, true).map(|ask| ask.params.structure);
         let json_of = |schema: &str, is_compact| Some(Structure::Json { schema: schema.to_owned(), is_compact });
         let schema = json!({"type": "integer"});

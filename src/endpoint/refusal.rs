@@ -106,7 +106,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn types_have_no_names_of_rusts() {
+    fn error_messages_contain_no_rust_type_names() {
         let message = |error: &str| Refusal::of_type("n", error).message;
         let of = |error: Result<usize, serde_json::Error>| message(&error.unwrap_err().to_string());
         let expected = "n: invalid value: integer `-1`, expected a whole number of at least 0";
@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn long_messages_lose_their_middle() {
+    fn long_error_messages_are_shortened_in_the_middle() {
         let field = |name: &str| Refusal::of(name, "this field is not supported").json()["error"].clone();
         assert_eq!(field("x")["message"], "x: this field is not supported");
         let error = field(&"ä".repeat(1 << 20));

@@ -132,14 +132,14 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn characters_come_whole() {
+    fn streamed_text_never_splits_a_character() {
         assert_eq!(pieces("aé€😀b".as_bytes(), &[]), ["a", "é", "€", "😀", "b"]);
         let torn = pieces(&"a€".as_bytes()[..3], &[]).concat();
         assert!(torn.starts_with('a') && torn[1..].chars().all(|c| c == INCOMPLETE) && torn.len() > 1, "{torn:?}");
     }
 
     #[test]
-    fn a_stop_string_never_shows_and_what_only_begins_as_one_does() {
+    fn stop_strings_are_removed_but_their_partial_matches_are_shown() {
         assert_eq!(pieces(b"one</a>two", &["</a>", "zz"]), ["o", "n", "e"]);
         assert_eq!(pieces(b"one</b", &["</a>"]), ["o", "n", "e", "</b"]);
         assert_eq!(pieces(b"one</", &["</a>"]), ["o", "n", "e", "</"]);

@@ -36,7 +36,7 @@ mod tests {
     use crate::error::{Error, ExitCode};
 
     #[test]
-    fn every_library_s_lack_of_memory_is_told_from_other_errors() {
+    fn out_of_memory_messages_of_all_libraries_are_recognized() {
         let host = "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried to \
                     allocate 4096 bytes. Error code 12 (Cannot allocate memory)";
         let device = "CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 139.81 GiB";

@@ -228,7 +228,7 @@ mod tests {
 
     /// With rewards [format, answer] the answer decides, whatever the weighted sum is.
     #[test]
-    fn a_sample_is_solved_by_the_rewards_that_decide() {
+    fn a_sample_is_solved_if_the_deciding_rewards_give_1() {
         let sample = |rewards: [Option<f32>; 2]| Trajectory {
             rewards: rewards.to_vec(),
             reward: Some(rewards.iter().flatten().sum()),
@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn the_most_frequent_answer_is_the_majority_s() {
+    fn maj_at_n_takes_the_most_frequent_answer() {
         let votes = |answers: &[(&str, Option<f32>)]| {
             let mut group = scored(&answers.iter().map(|(_, reward)| *reward).collect::<Vec<_>>());
             for (completion, (answer, _)) in group.completions.iter_mut().zip(answers) {
@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn an_outcome_counts_samples_problems_and_standard_errors() {
+    fn evaluation_outcome_reports_counts_and_standard_errors() {
         let groups = [scored(&[Some(1.0), Some(0.0)]), scored(&[Some(1.0), Some(1.0)]), scored(&[None, Some(0.0)])];
         let outcome = EvalOutcome::of(&groups, &[0], &SingleRank::default()).unwrap();
         assert_eq!((outcome.reward.count, outcome.reward.sum), (5.0, 3.0));

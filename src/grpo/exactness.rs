@@ -81,7 +81,7 @@ mod tests {
     }
 
     #[test]
-    fn only_tokens_of_the_weights_that_are_trained_are_compared() {
+    fn exactness_compares_only_tokens_sampled_by_current_weights() {
         let off = [-1.0, -2.5, -3.0];
         let error = check_exactness(&stats(&off, None, true)).unwrap_err();
         assert!(error.to_string().contains("by up to 5e-1 nats"), "{error}");
@@ -97,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_number_is_not_equal() {
+    fn nan_logprobs_count_as_unequal() {
         let sound = [-1.0, -2.0, -3.0];
         for wrong in [f32::NAN, f32::NEG_INFINITY] {
             let spoilt = [-1.0, wrong, -3.0];

@@ -88,7 +88,7 @@ mod tests {
 
     /// On policy, the gradient of dapo's loss is REINFORCE's.
     #[test]
-    fn a_function_has_the_gradient_of_the_loss_that_it_writes_out() {
+    fn a_custom_loss_equal_to_the_built_in_has_equal_gradients() {
         let logprobs = Tensor::from_slice(&[-0.5_f64, -1.5, -0.25, -2.0]);
         let (advantages, sequence_of_token) = (Tensor::from_slice(&[1.5, -0.5]), Tensor::from_slice(&[0_i64, 0, 1, 1]));
         let input = LossInput {

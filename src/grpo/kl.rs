@@ -48,7 +48,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_sequence_has_the_sum_of_its_tokens_by_each_formula() {
+    fn sequence_kl_is_the_sum_over_tokens_for_every_estimator() {
         let (logprobs, ref_logprobs) = ([-1.0_f32, -0.5, -3.0], [-1.5_f32, -0.25, -3.0]);
         let d: Vec<f64> = ref_logprobs.iter().zip(&logprobs).map(|(a, b)| f64::from(a - b)).collect();
         let sum = |f: fn(f64) -> f64| d.iter().copied().map(f).sum::<f64>();

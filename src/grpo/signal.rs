@@ -18,7 +18,7 @@ mod tests {
     use crate::types::fixtures::scored;
 
     #[test]
-    fn a_group_with_a_signal_has_different_rewards_and_a_mean_within_the_range() {
+    fn dynamic_sampling_keeps_groups_with_unequal_rewards_in_range() {
         let signal = |rewards: &[Option<f32>], range| has_signal(&scored(rewards), range);
         let (equal, differ) = ([Some(0.3); 4], [Some(0.0), Some(0.0), Some(0.0), Some(1.0)]);
         assert!(!signal(&equal, None) && !signal(&equal, Some([0.0, 1.0])));

@@ -71,7 +71,7 @@ mod tests {
     use crate::grpo::Aggregate;
 
     #[test]
-    fn weights_and_differences_are_counted_by_age() {
+    fn staleness_metrics_are_grouped_by_weight_age() {
         let [logprobs, rollout] =
             [[-1.0, -2.0, -3.0, -1.0], [-1.0, -1.5, f64::NAN, -1.25]].map(|it| Tensor::from_slice(&it));
         let (advantages, sequences) = (Tensor::from_slice(&[1.0, -1.0]), Tensor::from_slice(&[0i64, 0, 1, 1]));

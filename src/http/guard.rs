@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn a_host_is_an_address_or_a_name_of_this_machine_or_one_that_is_allowed() {
+    fn allowed_hosts_are_addresses_local_names_and_configured_names() {
         let guard = Guard::new("gpu01", &["models.example".to_owned()], &[]);
         let status = |guard: &Guard, host: &str| {
             guard.check_host(&headers(&[(header::HOST, host)])).err().map(|(status, _)| status.as_u16())
@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn an_origin_is_the_server_s_own_or_one_that_is_allowed() {
+    fn allowed_origins_are_the_server_itself_and_configured_ones() {
         let guard = |origins: &[&str]| {
             Guard::new("127.0.0.1", &[], &origins.iter().map(|&origin| origin.to_owned()).collect::<Vec<_>>())
         };
@@ -227,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn only_json_is_a_body() {
+    fn only_json_request_bodies_are_accepted() {
         let is_taken = |kind: &str| check_json_type(&headers(&[(header::CONTENT_TYPE, kind)])).is_ok();
         assert!(["application/json", "Application/JSON; charset=utf-8"].into_iter().all(is_taken));
         let others =

@@ -260,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn a_client_that_closes_its_own_direction_is_answered_and_one_that_is_gone_ends_its_request() {
+    fn half_closed_clients_are_answered_and_vanished_ones_cancelled() {
         let slow = SlowServer::start(10);
         for version in ["1.0", "1.1"] {
             let stream = slow.send("/slow", version);
@@ -284,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn connections_that_wait_for_their_clients_give_way_the_oldest_first() {
+    fn the_oldest_idle_connection_is_closed_for_a_new_one() {
         let slow = SlowServer::start(3);
         let busy = slow.send("/slow", "1.1");
         assert_eq!(slow.told.recv_timeout(LONGEST), Ok("begun"));
@@ -310,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn where_all_connections_have_answers_under_way_a_further_one_is_closed() {
+    fn a_new_connection_is_closed_when_all_others_are_busy() {
         let slow = SlowServer::start(1);
         let busy = slow.send("/slow", "1.1");
         assert_eq!(slow.told.recv_timeout(LONGEST), Ok("begun"));
@@ -321,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn a_client_that_reads_nothing_is_let_go() {
+    fn a_client_that_does_not_read_is_disconnected() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let _silent = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let (mut stream, _) = listener.accept().unwrap();

@@ -72,7 +72,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_line_is_passed_on_and_the_last_one_completed() {
+    fn worker_output_is_forwarded_line_by_line() {
         let lines = RefCell::new(Vec::new());
         pass_on(&b"one\n\nthr\xffee"[..], |line| lines.borrow_mut().push(line.to_owned()));
         assert_eq!(*lines.borrow(), ["one", "", "thr\u{fffd}ee"]);

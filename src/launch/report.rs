@@ -160,7 +160,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn hearsay_is_never_the_first_cause() {
+    fn a_peer_failure_is_never_reported_as_the_first_cause() {
         let report = |rank, time_s, is_of_peer: bool| {
             let error = Error::Environment { message: format!("of rank {rank}") };
             let peer = is_of_peer.then_some(5);
@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn reports_survive_the_file() {
+    fn failure_reports_round_trip_through_the_file() {
         let file = ReportFile::new().unwrap();
         assert_eq!(file.read(), None);
         let error = Error::PeerFailed { rank: 1, code: ExitCode::Hang, message: "slow".into() };

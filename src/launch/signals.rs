@@ -276,7 +276,7 @@ mod tests {
 
     /// `timeout` and schedulers send several signals, of which one may come when the launch is over.
     #[test]
-    fn a_signal_of_the_same_request_is_no_end_behind_the_inbox() {
+    fn a_repeated_signal_within_a_second_does_not_end_the_program() {
         let mut inbox = SignalInbox::open().unwrap();
         // SAFETY: the handler is this module's.
         unsafe { libc::raise(libc::SIGTERM) };

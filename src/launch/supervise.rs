@@ -114,7 +114,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_restart_resumes_what_the_run_has_saved_and_refuses_what_it_cannot_read() {
+    fn a_restart_resumes_from_the_runs_own_readable_checkpoints() {
         let folder = tempfile::tempdir().unwrap();
         let mut options = LaunchOptions::new(1, Vec::new());
         assert!(!resume(&mut options, &[]).unwrap(), "nothing is saved without an output folder");

@@ -85,7 +85,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_the_user_set_stands() {
+    fn thread_settings_of_the_user_are_kept() {
         assert_eq!(missing_settings(|_| true), []);
         let missing = missing_settings(|name| name == WAIT_POLICY);
         assert_eq!(missing, NCCL_SETTINGS);
@@ -93,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn workers_share_the_processors_and_do_not_spin() {
+    fn workers_divide_the_cpus_and_do_not_spin() {
         let mut command = Command::new("true");
         share_processors(&mut command, usize::MAX);
         let told =

@@ -70,7 +70,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_command_is_the_same_one_with_the_newest_checkpoint() {
+    fn the_printed_resume_command_adds_the_newest_checkpoint() {
         let line = |words: &[&str]| continued(words.iter().map(OsStr::new));
         assert_eq!(
             line(&["colo-grpo", "--nproc", "2", "resume_from_checkpoint=out/checkpoint-1", "stop=[\"it's\"]"]),

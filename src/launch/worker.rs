@@ -232,7 +232,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_given_port_in_use_is_refused_and_none_takes_a_free_one() {
+    fn a_used_port_is_refused_and_without_a_port_a_free_one_is_chosen() {
         let first = Rendezvous::bind("127.0.0.1", None).unwrap();
         let error = Rendezvous::bind("127.0.0.1", Some(first.port())).unwrap_err();
         assert_eq!(error.exit_code(), crate::error::ExitCode::Environment);

@@ -186,7 +186,7 @@ mod tests {
     const MIB: usize = 1 << 20;
 
     #[test]
-    fn memory_comes_zeroed_goes_and_keeps_its_address() {
+    fn mapped_memory_is_zeroed_and_keeps_its_address_over_unmap() {
         let mut arena = Arena::reserve("arena_test", 64 * MIB, Device::Cpu).unwrap();
         let address = arena.as_ptr();
         for _ in 0..2 {
@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn mapping_grows_and_keeps_what_was_written() {
+    fn growing_a_mapping_keeps_its_contents() {
         let mut arena = Arena::reserve("arena_growth_test", 8 * MIB, Device::Cpu).unwrap();
         arena.map(MIB).unwrap();
         // SAFETY: dropped before the arena is unmapped.
@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn what_lies_behind_goes_and_the_rest_stays() {
+    fn shrinking_unmaps_only_the_end() {
         let mut arena = Arena::reserve("arena_shrink_test", 8 * MIB, Device::Cpu).unwrap();
         arena.map(8 * MIB).unwrap();
         // SAFETY: of the part that stays.
@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn a_thousand_cycles_leave_memory_flat() {
+    fn a_thousand_map_cycles_leak_no_memory() {
         let mut arena = Arena::reserve("arena_cycle_test", 4 * MIB, Device::Cpu).unwrap();
         let mut sizes = Vec::new();
         for cycle in 0..1000 {
@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stale_access_faults() {
+    fn access_after_unmap_faults() {
         let mut arena = Arena::reserve("arena_fault_test", MIB, Device::Cpu).unwrap();
         arena.map(MIB).unwrap();
         arena.unmap();
@@ -278,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_refused() {
+    fn mapping_beyond_the_reserved_range_is_refused() {
         let mut arena = Arena::reserve("arena_huge_test", 1 << 44, Device::Cpu).unwrap();
         let Err(Error::OutOfMemory { owner, requested_bytes }) = arena.map(1 << 44) else { panic!("mapped 16 TiB") };
         assert!(owner.contains("arena_huge_test") && requested_bytes == 1 << 44, "{owner}");
@@ -292,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn an_error_of_unmap_or_shrink_is_returned_by_the_next_map_and_the_book_stays_right() {
+    fn an_unmap_error_is_returned_by_the_next_map_and_the_ledger_stays_correct() {
         #[derive(Debug)]
         struct Broken;
         impl AddressRange for Broken {

@@ -38,7 +38,7 @@ mod tests {
     use crate::error::ExitCode;
 
     #[test]
-    fn missing_memory_is_explained_once_and_nothing_else_is_touched() {
+    fn only_out_of_memory_errors_are_explained_and_only_once() {
         let cuda =
             || Error::Cuda { op: "cuGraphInstantiate", code: OUT_OF_MEMORY, message: "out of memory".to_owned() };
         let tensor = || Error::OutOfMemory { owner: A_TENSOR.to_owned(), requested_bytes: 7 };

@@ -84,7 +84,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_kernel_s_number_is_read_in_bytes() {
+    fn meminfo_values_are_parsed_in_bytes() {
         let meminfo = "MemTotal: 9 kB\nMemAvailable:   1024 kB\nBuffers: 1 kB\n";
         assert_eq!(parse_kib(meminfo, "MemAvailable:"), Some(1 << 20));
         assert_eq!(parse_kib("MemTotal: 9 kB\n", "MemAvailable:"), None);
@@ -95,7 +95,7 @@ mod tests {
     }
 
     #[test]
-    fn cached_files_do_not_count_against_a_limit() {
+    fn page_cache_does_not_count_against_a_cgroup_limit() {
         let folder = tempfile::tempdir().unwrap();
         let write = |name: &str, text: &str| fs::write(folder.path().join(name), text).unwrap();
         assert_eq!(limit_leaves(folder.path()), None);

@@ -296,7 +296,7 @@ mod tests {
     use crate::memory::Account;
 
     #[test]
-    fn tensors_return_bit_identical() {
+    fn tensors_return_from_host_memory_bit_for_bit() {
         let mut pool = HostPool::new("pool_test", 1 << 16, Device::Cpu, &mut |_, _| ()).unwrap();
         let floats = Tensor::from_slice(&[1.5f32, f32::NAN, -0.0, f32::INFINITY]);
         let transposed = Tensor::arange(6, (Kind::BFloat16, Device::Cpu)).view([2, 3]).tr();
@@ -317,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn a_copy_on_the_cpu_is_done_when_it_returns() {
+    fn cpu_copies_are_synchronous() {
         let mut pool = HostPool::new("pool_async_test", 4096, Device::Cpu, &mut |_, _| ()).unwrap();
         let tensor = Tensor::from_slice(&[1i64, 2, 3]);
         let mut pending = pool.copy_from_async(8, &tensor).unwrap();

@@ -97,7 +97,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn accounts_open_change_and_close() {
+    fn ledger_accounts_open_change_and_close() {
         Ledger::set("ledger_test", MemoryKind::Host, 3 << 20);
         Ledger::resize("ledger_test", MemoryKind::Host, 1 << 20, 5 << 20);
         assert!(Ledger::report().contains(&Account { kind: MemoryKind::Host, owner: "ledger_test", bytes: 7 << 20 }));

@@ -43,7 +43,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_node_is_read_and_minus_one_is_none() {
+    fn the_numa_node_of_a_device_is_parsed() {
         let device = tempfile::tempdir().unwrap();
         assert_eq!(node_in(device.path()), None);
         for (text, node) in [("-1\n", None), ("0\n", Some(0)), ("3\n", Some(3))] {
@@ -53,7 +53,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_comes_from_a_node_and_the_thread_is_as_before() {
+    fn memory_is_allocated_on_a_numa_node_and_the_policy_is_restored() {
         let touched = on_node(Some(0), || vec![1u8; 1 << 20]);
         assert_eq!(touched.iter().map(|&byte| usize::from(byte)).sum::<usize>(), 1 << 20);
         assert_eq!(on_node(None, || 7), 7);

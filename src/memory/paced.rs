@@ -150,7 +150,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pieces_are_short_and_leave_nothing_out() {
+    fn paced_copies_use_short_pieces_that_cover_everything() {
         let places = [(1 << 40, 2 * PIECE_BYTES + 5), (7 << 40, 3)];
         let piece = |host, at, len| CopyPiece { host, device: 1000 + at, len };
         let expected = [
@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tensor_on_the_cpu_is_filled_at_once() {
+    fn paced_copies_to_the_cpu_are_synchronous() {
         let mut pool = HostPool::new("paced_test", 4096, Device::Cpu, &mut |_, _| ()).unwrap();
         let tensor = Tensor::from_slice(&[1i64, 2, 3]);
         pool.copy_from(8, &tensor).unwrap();

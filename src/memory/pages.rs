@@ -139,7 +139,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ranges_are_cut_at_the_borders_of_chunks() {
+    fn ranges_are_split_at_chunk_boundaries() {
         const GIB: usize = CHUNK_BYTES;
         let cuts = |range| cut(range).map(|piece| (piece.start, piece.end)).collect::<Vec<_>>();
         assert_eq!(cuts(0..5), [(0, 5)]);

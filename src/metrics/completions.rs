@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn completions_come_back_as_they_were_written() {
+    fn completions_round_trip_through_parquet() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("completions_00042.parquet");
         let rows = [
@@ -278,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_rank_writes_what_all_ranks_sampled() {
+    fn rank_0_writes_the_completions_of_all_ranks() {
         let folder = tempfile::tempdir().unwrap();
         crate::ranks::testing::threads(2, |group| {
             let mut writer = CompletionsWriter::new(folder.path(), &["format".to_owned()], false).unwrap();
@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reward_may_not_take_the_name_of_a_column() {
+    fn a_reward_named_like_a_column_is_refused() {
         let refusal = |name: &str, tells_dropped| {
             let refused = CompletionsWriter::new(Path::new("out"), &[name.to_owned()], tells_dropped);
             refused.map_err(|error| error.to_string())

@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_come_back_as_they_were_written() {
+    fn metric_history_returns_the_recorded_values() {
         let mut history = LogHistory::default();
         history.push(1, &values(&[("loss", 0.1 + 0.2), ("kl", f64::NAN)]));
         history.push(1, &values(&[("eval_reward", 0.5)]));
@@ -129,7 +129,7 @@ mod tests {
 
     /// A line of forty metrics as JSON objects took eight kilobytes on every rank.
     #[test]
-    fn a_value_takes_eight_bytes() {
+    fn metric_history_takes_eight_bytes_per_value() {
         let line: MetricValues = (0..40).map(|number| (format!("metric/{number}"), f64::from(number))).collect();
         let mut history = LogHistory::default();
         (0..1000).for_each(|step| history.push(step, &line));

@@ -124,14 +124,14 @@ mod tests {
     }
 
     #[test]
-    fn a_line_starts_with_its_step_and_writes_null_for_what_is_no_number() {
+    fn metric_lines_start_with_the_step_and_write_nan_as_null() {
         let text = line(3, &[("loss", 0.25), ("kl", f64::NAN)]).to_json();
         assert_eq!(text, "{\"step\":3,\"time\":1.5,\"kl\":null,\"loss\":0.25}\n");
         assert_eq!(MetricLine::parse(&text), Some(line(3, &[("loss", 0.25)])));
     }
 
     #[test]
-    fn resume_drops_later_and_torn_lines() {
+    fn resume_drops_later_and_incomplete_metric_lines() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("metrics.jsonl");
         let mut lines = JsonLines::open(Folder::new(folder.path()), None).unwrap();
@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn a_torn_line_of_any_bytes_costs_no_other() {
+    fn an_incomplete_metric_line_does_not_damage_others() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("metrics.jsonl");
         let mut lines = JsonLines::open(Folder::new(folder.path()), None).unwrap();
@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn a_link_that_was_planted_is_not_written_through() {
+    fn metrics_are_not_written_through_a_symbolic_link() {
         let (folder, outside) = (tempfile::tempdir().unwrap(), tempfile::NamedTempFile::new().unwrap());
         let run = || Folder::new(folder.path());
         std::os::unix::fs::symlink(outside.path(), folder.path().join(FILE)).unwrap();
@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn a_new_run_moves_the_old_file_aside() {
+    fn a_new_run_moves_the_old_metrics_aside() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("metrics.jsonl");
         JsonLines::open(Folder::new(folder.path()), None).unwrap().append(&line(1, &[])).unwrap();

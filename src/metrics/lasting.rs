@@ -66,7 +66,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_whose_folder_is_deleted_or_moved_is_made_again_whole() {
+    fn a_metrics_file_is_rewritten_after_its_folder_was_deleted() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("run/lines");
         fs::create_dir(path.parent().unwrap()).unwrap();

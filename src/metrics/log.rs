@@ -226,7 +226,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_report_is_there_from_the_first_line_on_and_where_it_cannot_be_the_run_goes_on() {
+    fn the_report_is_written_from_the_first_step_and_may_fail() {
         let folder = tempfile::tempdir().unwrap();
         let report = folder.path().join("report.html");
         let line = || MetricValues::from([("reward".to_owned(), 0.5)]);

@@ -32,7 +32,7 @@ mod tests {
     use crate::data::fixtures::{Dice, bytes};
 
     #[test]
-    fn a_turn_has_the_text_of_its_tokens_and_a_lost_environment_is_told() {
+    fn logged_messages_show_the_sampled_text_and_lost_environments() {
         let tokenizer = Arc::new(bytes(&mut Dice(5), ""));
         let (mut trajectory, eos) = (Trajectory::default(), tokenizer.eos_token_id().unwrap());
         let say = |trajectory: &mut Trajectory, text: &str| {

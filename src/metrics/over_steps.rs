@@ -88,7 +88,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_has_the_names_of_all_its_steps_each_reduced_by_its_rule() {
+    fn metrics_of_a_logging_interval_are_reduced_by_their_rules() {
         let steps = [
             step(&[("loss", 1.0), ("num_tokens", 10.0), ("rewards/num_failed", 2.0), ("rewards/a/failed/output", 2.0)]),
             step(&[("loss", f64::NAN), ("num_tokens", 20.0), ("timing_s/eval", 4.0), ("perf/max_resident_gb", 3.0)]),
@@ -109,7 +109,7 @@ mod tests {
 
     /// The table's first cell has names, the later ones of a cell without what they share with the first.
     #[test]
-    fn the_page_gives_every_metric_the_rule_that_it_has() {
+    fn the_metrics_page_names_every_reduction_rule() {
         let page = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/metrics.md")).unwrap();
         let rows: Vec<Vec<&str>> = page.lines().map(|line| line.split('|').map(str::trim).collect()).collect();
         let (mut seen, mut num_seen) = (vec![false; RULES.len()], 0);

@@ -274,7 +274,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_rank_says_what_it_does_and_how_it_ended() {
+    fn rank_files_show_the_activity_and_the_end_of_a_rank() {
         let folder = tempfile::tempdir().unwrap();
         let run = Folder::new(folder.path());
         assert_eq!(read_ranks(&run).unwrap(), []);
@@ -293,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn an_output_folder_that_was_deleted_stays_so() {
+    fn rank_files_do_not_recreate_a_deleted_output_folder() {
         let folder = tempfile::tempdir().unwrap();
         let gone = folder.path().join("gone");
         drop(RankReporter::start(&gone, Place { rank: 0, size: 1 }, 1, Device::Cpu).unwrap());

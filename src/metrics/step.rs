@@ -120,7 +120,7 @@ mod tests {
     use crate::ranks::testing;
 
     #[test]
-    fn each_metric_reduces_as_it_declares() {
+    fn metrics_are_reduced_over_ranks_as_declared() {
         testing::threads(2, |group| {
             let rank = group.rank() as f64;
             let mut metrics = StepMetrics::default();

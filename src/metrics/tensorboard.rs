@@ -174,12 +174,12 @@ mod tests {
     }
 
     #[test]
-    fn the_checksum_is_castagnolis() {
+    fn event_file_checksums_are_crc32c() {
         assert_eq!(crc32c(b"123456789"), 0xe306_9283); // RFC 3720, appendix B.4
     }
 
     #[test]
-    fn an_event_file_decodes_to_what_was_written() {
+    fn tensorboard_event_files_decode_to_the_written_values() {
         let folder = tempfile::tempdir().unwrap();
         let mut events = EventFile::create(Folder::new(folder.path()), 12.5, 0).unwrap();
         let values = [("reward", 0.5), ("eval_reward", 0.25), ("kl", f64::NAN)];

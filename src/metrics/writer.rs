@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_and_events_are_written() {
+    fn metrics_reach_jsonl_and_tensorboard_files() {
         let folder = tempfile::tempdir().unwrap();
         let mut writer = MetricsWriter::new(folder.path(), None, &tensorboard()).unwrap();
         writer.write(1, &[("loss".to_owned(), 0.5)].into());

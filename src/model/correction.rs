@@ -30,7 +30,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn corrections_come_back_bit_by_bit_from_bfloat16() {
+    fn router_corrections_round_trip_through_bfloat16_files() {
         let all = Tensor::from_slice(&[8.123_456f32, -0.000_123_456_7, 1e-7, 0.0, 123.456, 1.0]);
         let parts = split(&all).unwrap().to_kind(Kind::BFloat16);
         assert!(sum(&parts, Kind::Float).unwrap().equal(&all));

@@ -226,7 +226,7 @@ mod tests {
 
     /// The same seed gives the same weights in every version.
     #[test]
-    fn numbers_of_parameters_stay() {
+    fn parameter_counts_of_presets_stay_constant() {
         let numbers = [ParamName::Router, ParamName::SharedGateUp, ParamName::DeltaALog].map(|name| name as u64);
         assert_eq!(numbers, [22, 23, 31]);
     }
@@ -244,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn weights_do_not_depend_on_shards_and_differ_everywhere_else() {
+    fn initial_weights_are_independent_of_sharding() {
         let spec = ModelSpec { tie_word_embeddings: false, ..ModelSpec::preset("micro").unwrap() };
         let spec = Arc::new(spec.map_attention(|_, attention| attention.qk_norm = Some(QkNorm::Head)));
         let (one, many) = (ParamTable::new(spec.clone(), 1), ParamTable::new(spec, 7));
@@ -269,7 +269,7 @@ mod tests {
 
     /// Over 196,608 draws: five standard errors.
     #[test]
-    fn matrices_have_standard_deviation_0_02_and_padding_is_zero() {
+    fn initial_matrices_have_standard_deviation_0_02_and_zero_padding() {
         let table = ParamTable::new(Arc::new(ModelSpec::preset("tiny").unwrap()), 1000);
         let layout = table.unit(Unit::Block(0));
         let flat = init_unit(layout, 42, Kind::Float).unwrap();
@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fresh_folder_opens_and_has_the_tokenizer() {
+    fn an_initialized_model_folder_opens_with_its_tokenizer() {
         let (source, folder) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         let target = folder.path().join("new/model");
         let spec = Arc::new(ModelSpec { dtype: Kind::BFloat16, ..ModelSpec::preset("micro").unwrap() });

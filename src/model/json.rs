@@ -190,7 +190,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_run_s_folder_is_told_from_its_model_s() {
+    fn the_error_for_a_run_folder_names_the_model_inside_it() {
         let run = tempfile::tempdir().unwrap();
         let said = || JsonObject::read(&run.path().join(CONFIG)).map(|_| ()).unwrap_err().to_string();
         assert!(said().ends_with("the file is missing: expected a Hugging Face model folder"), "{}", said());

@@ -130,7 +130,7 @@ mod tests {
     use crate::error::ExitCode;
 
     #[test]
-    fn a_model_in_gguf_is_told_to_be_one() {
+    fn a_gguf_model_is_refused_with_a_conversion_command() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("model-q4_k_m.gguf");
         std::fs::write(&file, "GGUF").unwrap();

@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn the_head_counts_as_layers_of_the_last_stage() {
+    fn pipeline_stages_account_for_the_cost_of_the_head() {
         let spec = ModelSpec::preset("qwen2.5-7b").unwrap();
         let cut = |num_stages| sizes(&Stages::new(&spec, num_stages, &[]).unwrap());
         assert_eq!(cut(1), [28]);
@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn stages_have_units_of_their_own_and_share_only_a_tied_table() {
+    fn pipeline_stages_share_only_a_tied_embedding() {
         let spec = ModelSpec::preset("micro").unwrap().with_num_layers(5);
         let stages = Stages::new(&spec, 3, &[1, 3, 1]).unwrap();
         let units: Vec<_> = stages.iter().map(|stage| stage.units(&spec)).collect();
@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stage_of_a_mixed_model_has_the_blocks_of_its_layers() {
+    fn a_pipeline_stage_has_the_blocks_of_its_layers() {
         for name in ["qwen3.5-9b", "qwen3-30b-a3b"] {
             let spec = ModelSpec::preset(name).unwrap();
             for stage in Stages::new(&spec, 3, &[]).unwrap().iter() {
@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn cuts_that_cannot_be_are_refused_with_what_can() {
+    fn invalid_pipeline_partitions_are_refused_with_valid_ones() {
         let spec = ModelSpec::preset("qwen2.5-7b").unwrap();
         let refused = |spec: &ModelSpec, num_stages, partition: &[usize]| {
             Stages::new(spec, num_stages, partition).unwrap_err().to_string()

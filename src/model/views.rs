@@ -79,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn slices_of_all_ranks_make_the_whole_without_copies() {
+    fn views_of_all_ranks_cover_the_weights_without_copies() {
         for (heads, kv_heads, sizes) in [(8, 4, vec![1, 2, 4, 8]), (12, 3, vec![1, 3, 6, 12]), (4, 1, vec![1, 2, 4])] {
             let spec = spec(heads, kv_heads);
             let table = ParamTable::new(spec.clone(), 1);
@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn invalid_sizes_are_refused_with_the_valid_ones() {
+    fn invalid_tensor_parallel_sizes_are_refused_with_the_valid_ones() {
         let spec = ModelSpec::preset("qwen2.5-7b").unwrap();
         for valid in [1, 2, 4] {
             spec.validate_tp(valid).unwrap();
@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn vocabulary_ranges_cover_every_row_once() {
+    fn vocabulary_shards_cover_every_row_once() {
         let spec = ModelSpec { vocab_size: 97, ..ModelSpec::preset("micro").unwrap() };
         for tp_size in 1..9 {
             let rows: Vec<usize> = (0..tp_size).flat_map(|rank| spec.vocab_range(rank, tp_size)).collect();

@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn matches_the_paper() {
+    fn adamw_matches_the_papers_formula() {
         let (mut p, mut m, mut v) = (rand(&[50]), Tensor::zeros_like(&rand(&[50])), Tensor::zeros_like(&rand(&[50])));
         let mut weight = p.to_kind(Kind::BFloat16);
         let host = |t: &Tensor| Vec::<f64>::try_from(t).unwrap();
@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn shards_step_bitwise_like_the_whole() {
+    fn sharded_adamw_steps_equal_the_whole_bit_for_bit() {
         let n = 200_064;
         let float = |shape: &[i64]| rand(shape).to_kind(Kind::Float);
         let (p, m, v, g) = (float(&[n]), float(&[n]) * 0.1, float(&[n]).square() * 0.1, float(&[n]));
@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn zero_learning_rate_keeps_the_weights() {
+    fn adamw_with_zero_learning_rate_keeps_the_weights() {
         let (p, zeros) = (rand(&[8]), Tensor::zeros_like(&rand(&[8])));
         let mut moved = p.copy();
         let hyper = AdamW { lr: 0.0, ..HYPER };

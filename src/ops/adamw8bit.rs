@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn maps_are_those_of_bitsandbytes() {
+    fn adamw8bit_quantization_maps_equal_bitsandbytes() {
         let (golden, maps) = (&optim_golden()["adamw_8bit"], Maps::new(Device::Cpu).unwrap());
         for (map, name) in [(&maps.m, "m_levels"), (&maps.v, "v_levels")] {
             assert_eq!(Vec::<f32>::try_from(&map.levels).unwrap(), floats(&golden[name]), "{name}");
@@ -175,7 +175,7 @@ mod tests {
 
     /// Every code, but for values within rounding of the middle between two, where bitsandbytes multiplies by a reciprocal.
     #[test]
-    fn steps_are_those_of_bitsandbytes() {
+    fn adamw8bit_steps_equal_bitsandbytes() {
         let (golden, maps, n) = (optim_golden(), Maps::new(Device::Cpu).unwrap(), 4096);
         let (mut master, moments) = ((wave(n, 0.5).to_kind(Kind::Double) * 0.3).to_kind(Kind::Float), zeros(n));
         let mut weight = master.to_kind(Kind::BFloat16);
@@ -202,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn shards_of_whole_blocks_step_bitwise_like_the_whole() {
+    fn sharded_adamw8bit_steps_equal_the_whole_bit_for_bit() {
         let (n, maps) = (3 * 256 * PIECE_BLOCKS + 512, Maps::new(Device::Cpu).unwrap());
         let run = |cuts: &[i64]| {
             let (master, moments) = (wave(n, 0.5), zeros(n));
@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn a_part_of_a_block_is_refused() {
+    fn adamw8bit_refuses_a_part_of_a_moment_block() {
         let (maps, moments) = (Maps::new(Device::Cpu).unwrap(), zeros(512));
         let numbers = wave(511, 0.5);
         let refused = step(&mut numbers.copy(), &moments, &maps, &numbers, &mut numbers.copy(), &HYPER, 1, 1.0);

@@ -54,7 +54,7 @@ mod tests {
 
     /// Over 100,000 elements: five standard errors.
     #[test]
-    fn drops_the_rate_and_keeps_the_mean() {
+    fn dropout_drops_the_rate_and_keeps_the_mean() {
         let dropout = Dropout { rate: 0.3, key: RandomKey::new(1, 2) };
         let ones = Tensor::ones([100, 1000], (Kind::Double, Device::Cpu));
         let y = dropout.apply(&ones).unwrap();

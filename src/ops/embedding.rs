@@ -57,7 +57,7 @@ mod tests {
     use crate::ops::testing::{assert_close, leaf, rand};
 
     #[test]
-    fn shards_sum_to_the_whole_table() {
+    fn embedding_shards_sum_to_the_whole_table() {
         let (table, ids) = (rand(&[7, 4]), Tensor::from_slice(&[0i64, 6, 3, 4, 2]));
         let shards =
             [(0, 3), (3, 4)].map(|(first, rows)| forward_shard(&ids, &table.narrow(0, first, rows), first).unwrap());
@@ -65,7 +65,7 @@ mod tests {
     }
 
     #[test]
-    fn matches_autograd_with_repeated_ids() {
+    fn embedding_gradient_matches_autograd_with_repeated_ids() {
         let (table, ids, dy) = (leaf(&rand(&[6, 4])), Tensor::from_slice(&[3i64, 0, 3, 5, 3]), rand(&[5, 4]));
         let reference = Tensor::embedding(&table, &ids, -1, false, false);
         let grads = Tensor::run_backward(&[(&reference * &dy).sum(None)], &[&table], false, false);

@@ -122,7 +122,7 @@ mod tests {
     use crate::ops::testing::{assert_close, leaf, rand};
 
     #[test]
-    fn biases_match_autograd_row_by_row() {
+    fn expert_biases_match_autograd_row_by_row() {
         let options = RouterOptions { num_experts_per_tok: 2, norm_topk_prob: true, scores: RouterScores::Softmax };
         let probs = router::probabilities(&rand(&[6, 3]), &rand(&[4, 3]), None, options).unwrap();
         let experts = router::choose(&probs, None, options).unwrap();

@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_are_rounded_as_in_plain_arithmetic_bit_for_bit() {
+    fn fp8_row_rounding_equals_plain_arithmetic_bit_for_bit() {
         let values = values();
         assert_eq!((values[0x7e], values[1], values[8]), (448.0, 2f32.powi(-9), 2f32.powi(-6)));
         // Every value, the middle between neighbours, which is a tie, and what is next to it; the first makes the scale 1.
@@ -263,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_finite_stays_so_and_nothing_else_does() {
+    fn fp8_rounding_keeps_non_finite_values_in_their_row() {
         let x = Tensor::from_slice(&[1.0, f32::NAN, 1.0, f32::INFINITY, 0.0, 0.0]).view([3, 2]);
         let w = empty([2, 2], Device::Cpu).unwrap();
         round_rows(&Tensor::from_slice(&[1f32, 2.0, -3.0, 4.0]).view([2, 2]), &w).unwrap();
@@ -275,7 +275,7 @@ mod tests {
     /// The gradient of the input is autograd's of the product that multiplies by rounded columns, for a rounded gradient: rounding itself
     /// counts as the identity. Sides are odd, and a row and a column are zeros.
     #[test]
-    fn the_gradient_of_the_input_is_autograd_s_through_the_rounding() {
+    fn fp8_input_gradient_equals_autograd_through_the_rounding() {
         let rand = |shape: [i64; 2]| Tensor::randn(shape, (Kind::Float, Device::Cpu));
         for [tokens, rows, columns] in [[1, 1, 1], [7, 33, 5], [3, 130, 17]] {
             let (dy, w, x) = (rand([tokens, rows]), rand([rows, columns]), rand([tokens, columns]));
@@ -304,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn products_are_those_of_the_rounded_rows() {
+    fn fp8_gemms_equal_gemms_of_the_rounded_rows() {
         let rand = |shape: [i64; 2]| Tensor::randn(shape, (Kind::Float, Device::Cpu)).to_kind(Kind::BFloat16);
         let (x, matrix, bias) = (rand([5, 48]), rand([32, 48]), rand([1, 32]).view([32]));
         let [w, rounded] = [&matrix, &x].map(|rows| rounded(rows).unwrap());

@@ -344,7 +344,7 @@ mod tests {
 
     /// Expert 2 has no rows.
     #[test]
-    fn matches_autograd_row_by_row() {
+    fn grouped_gemm_matches_autograd_row_by_row() {
         let experts = Tensor::from_slice(&[3i64, 0, 1, 3, 0, 1, 3, 1]).view([4, 2]);
         let (x, w, weights, dy) = (leaf(&rand(&[4, 3])), leaf(&rand(&[4, 5, 3])), rand(&[4, 2]), rand(&[4, 5]));
         let row = |token: i64, choice: i64| {

@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn matches_autograd_with_and_without_norms() {
+    fn head_splitting_matches_autograd_with_and_without_norms() {
         let (tokens, groups, group, hd) = (5, 2, 3, 8);
         let rows = Rope::new(hd as usize, 1e4, None)
             .rows(&Tensor::arange(tokens, (Kind::Int64, tch::Device::Cpu)), Kind::Double)

@@ -64,7 +64,7 @@ mod tests {
 
     /// Products of two rows that are both turned are those of the rows, and turning twice gives the row back.
     #[test]
-    fn turning_changes_no_product() {
+    fn hadamard_rotation_keeps_inner_products() {
         for block in [1, 2, 8, 32] {
             let (q, k) = (rand(&[5, 3, 64]), rand(&[5, 3, 64]));
             let [tq, tk] = [&q, &k].map(|x| turned_by_hadamard(x, block).unwrap());
@@ -77,7 +77,7 @@ mod tests {
 
     /// Half of a step at most; rows of nothing and rows that are not finite keep to themselves.
     #[test]
-    fn rounding_costs_half_a_step() {
+    fn int8_rounding_error_is_at_most_half_a_step() {
         let x = rand(&[9, 48]) * rand(&[9, 1]).exp();
         let _ = x.get(2).fill_(0.0);
         let to = empty(9, 48);
@@ -96,7 +96,7 @@ mod tests {
 
     /// With columns that are thirty times as large as the others, turned rows lose a fifth of what plain ones do, and less than e4m3.
     #[test]
-    fn turning_spreads_large_columns() {
+    fn hadamard_rotation_spreads_outlier_columns() {
         let k = rand(&[512, 64]);
         let _ = k.narrow(1, 7, 2).g_mul_scalar_(30.0);
         let q = rand(&[64, 64]);

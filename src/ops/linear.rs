@@ -218,7 +218,7 @@ mod tests {
     use crate::ops::testing::{assert_close, leaf, rand};
 
     #[test]
-    fn matches_autograd_and_accumulates_into_strided_views() {
+    fn linear_gradients_match_autograd_and_accumulate_into_views() {
         let (x, w, bias) = (leaf(&rand(&[5, 3])), leaf(&rand(&[4, 3])), leaf(&rand(&[4])));
         let dy = rand(&[5, 4]);
         let reference = x.linear(&w, Some(&bias));
@@ -247,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn gradient_may_be_wider_than_the_activations() {
+    fn linear_weight_gradients_may_have_a_wider_dtype() {
         let (dy, x) = (rand(&[5, 4]).to_kind(tch::Kind::BFloat16), rand(&[5, 3]).to_kind(tch::Kind::BFloat16));
         let mut dw = Tensor::zeros([4, 3], (tch::Kind::Float, tch::Device::Cpu));
         accumulate_weight(&dy, &x, &mut dw).unwrap();
@@ -258,7 +258,7 @@ mod tests {
     /// Holds for every kind of sum, for few tokens and for more than a CPU's product takes at once, for contiguous rows and for every
     /// second row.
     #[test]
-    fn a_written_gradient_is_what_is_added_to_zeros() {
+    fn linear_gradient_written_equals_added_to_zeros() {
         let kinds = [Kind::Double, Kind::Float, Kind::BFloat16].map(|kind| (kind, kind));
         for (kind, wide) in kinds.into_iter().chain([(Kind::BFloat16, Kind::Float), (Kind::Float, Kind::BFloat16)]) {
             for [tokens, rows, columns] in [[0, 4, 3], [1, 5, 7], [3, 130, 17], [2500, 66, 130]] {
@@ -278,7 +278,7 @@ mod tests {
 
     /// Beside a residual 1000 times as large, bfloat16 would keep nothing of the product.
     #[test]
-    fn a_residual_may_be_wider_than_what_is_added() {
+    fn the_residual_may_have_a_wider_dtype_than_the_output() {
         let [x, w] = [rand(&[5, 4]), rand(&[3, 4])].map(|tensor| tensor.to_kind(Kind::BFloat16));
         let residual = rand(&[5, 3]).to_kind(Kind::Float) + 1000.0;
         let exact = x.to_kind(Kind::Float).mm(&w.to_kind(Kind::Float).tr());

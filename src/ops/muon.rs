@@ -101,7 +101,7 @@ mod tests {
 
     /// Products of bfloat16 sum in another order there, so that an element of an update may be off by its rounding.
     #[test]
-    fn steps_are_those_of_torch() {
+    fn muon_steps_equal_torch() {
         let (lr, weight_decay, beta) = (0.02, 0.1, 0.95);
         for case in optim_golden()["muon"].as_array().unwrap() {
             let [rows, columns] = ["rows", "columns"].map(|name| case[name].as_u64().unwrap() as usize);
@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn matrices_of_a_batch_are_orthogonalised_each_by_itself() {
+    fn muon_orthogonalizes_batched_matrices_separately() {
         let matrices = wave(3 * 20 * 28, 0.2).view([3, 20, 28]);
         let all = orthogonalized(&matrices, 5).unwrap();
         for index in 0..3 {

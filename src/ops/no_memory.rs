@@ -20,7 +20,7 @@ fn small(shape: &[i64]) -> Tensor {
 }
 
 #[test]
-fn operations_without_room_for_their_results_return_an_error() {
+fn operations_out_of_memory_return_an_error() {
     let (x, ids) = (rows(8, Kind::Float), rows(1, Kind::Int64).select(1, 0));
     let half = rows(8, Kind::BFloat16);
     let (square, few, vector) = (small(&[8, 8]), small(&[3, 8]), small(&[8]));

@@ -117,7 +117,7 @@ mod tests {
 
     /// Known answers of the authors' Random123 library (file kat_vectors, philox4x32 with 10 rounds).
     #[test]
-    fn known_answers() {
+    fn philox_matches_known_answers() {
         let zeros = philox4x32([0; 2], [0; 4]);
         assert_eq!(zeros, [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]);
         let ones = philox4x32([u32::MAX; 2], [u32::MAX; 4]);
@@ -127,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn open_interval_excludes_both_ends() {
+    fn uniform_samples_exclude_0_and_1() {
         assert!(open_unit(0) > 0.0);
         assert!(open_unit(u32::MAX) < 1.0);
         let gumbel = |word| -(-(-open_unit(word)).ln_1p()).ln();
@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn a_range_equals_a_piece_of_the_whole() {
+    fn filling_a_range_equals_a_slice_of_the_whole() {
         let key = RandomKey::new(42, 1).fold(7);
         let mut whole = [0f32; 23];
         key.fill_uniform(5, 0, &mut whole);
@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_keys_and_seeds_differ() {
+    fn random_streams_differ_by_row_key_and_seed() {
         let draw = |key: RandomKey, row| {
             let mut out = [0f32; 4];
             key.fill_uniform(row, 0, &mut out);
@@ -174,7 +174,7 @@ mod tests {
 
     /// Mean and variance within five standard errors of 200,000 draws.
     #[test]
-    fn moments() {
+    fn normal_samples_have_mean_0_and_variance_1() {
         let key = RandomKey::new(3, 0);
         let n = 200_000;
         let mut out = vec![0f32; n];

@@ -135,7 +135,7 @@ mod tests {
     use crate::ops::testing::{assert_close, leaf, rand};
 
     #[test]
-    fn matches_autograd_on_contiguous_and_strided_rows() {
+    fn rms_norm_matches_autograd_on_contiguous_and_strided_rows() {
         let wide = rand(&[6, 3, 10]);
         for x in [rand(&[7, 8]), wide.narrow(1, 0, 2).narrow(2, 1, 8)] {
             let (leaf_x, weight) = (leaf(&x), leaf(&rand(&[8])));
@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn bfloat16_keeps_its_type_and_statistics_in_float() {
+    fn rms_norm_of_bfloat16_has_float32_statistics() {
         let x = rand(&[3, 8]).to_kind(tch::Kind::BFloat16);
         let weight = rand(&[8]).to_kind(tch::Kind::BFloat16);
         let (y, rstd) = forward(&x, &weight, 1e-6).unwrap();

@@ -352,7 +352,7 @@ mod tests {
     }
 
     #[test]
-    fn matches_autograd() {
+    fn rope_matches_autograd() {
         let rope = Rope::new(8, 10_000.0, None);
         let positions = Tensor::from_slice(&[0i64, 1, 7, 30_000]);
         let inv_freq: Vec<f64> = (0..4).map(|i| 10_000f64.powf(-(i as f64) / 4.0)).collect();
@@ -371,7 +371,7 @@ mod tests {
     /// transformers' `_compute_llama3_parameters` with Llama 3.1's factors: the bands' ends, and one value between them
     /// computed by hand from the wavelength form of the formula.
     #[test]
-    fn llama3_scaling() {
+    fn llama3_rope_scaling_matches_the_reference() {
         let scaling = Llama3Scaling {
             factor: 8.0,
             low_freq_factor: 1.0,
@@ -388,7 +388,7 @@ mod tests {
     }
 
     #[test]
-    fn bfloat16_rounds_once() {
+    fn rope_in_bfloat16_rounds_once() {
         let rows = Rope::new(8, 10_000.0, None).rows(&Tensor::from_slice(&[5i64]), Kind::BFloat16).unwrap();
         let x = rand(&[1, 2, 8]).to_kind(Kind::BFloat16);
         let expected = forward(&x.to_kind(Kind::Float), &rows).unwrap().to_kind(Kind::BFloat16);

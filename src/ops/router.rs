@@ -162,7 +162,7 @@ mod tests {
     use crate::ops::testing::{assert_close, leaf, rand};
 
     #[test]
-    fn matches_autograd_normalised_or_not() {
+    fn router_matches_autograd_with_and_without_normalization() {
         let sigmoid = RouterScores::Sigmoid { num_groups: 1, groups_per_tok: 1, scale: 2.5 };
         let both = |scores| [(scores, true), (scores, false)];
         for (scores, norm_topk_prob) in [RouterScores::Softmax, sigmoid].into_iter().flat_map(both) {
@@ -193,7 +193,7 @@ mod tests {
 
     /// Experts 0 to 3 and 4 to 7: the first group has the best one, the second the better two.
     #[test]
-    fn tokens_choose_within_their_best_groups() {
+    fn tokens_choose_experts_within_their_best_groups() {
         let scores = RouterScores::Sigmoid { num_groups: 2, groups_per_tok: 1, scale: 1.0 };
         let options = RouterOptions { num_experts_per_tok: 2, norm_topk_prob: true, scores };
         let probs = Tensor::from_slice(&[0.9f32, 0.1, 0.1, 0.1, 0.6, 0.5, 0.2, 0.1]).view([1, 8]);

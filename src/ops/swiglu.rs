@@ -253,7 +253,7 @@ mod tests {
     use crate::ops::testing::{assert_close, leaf, rand};
 
     #[test]
-    fn matches_autograd() {
+    fn swiglu_matches_autograd() {
         let tanh = |gate: &Tensor| {
             let inner: Tensor = (gate + 0.044715 * gate * gate * gate) * (2.0 / PI).sqrt();
             0.5 * gate * (1.0 + inner.tanh())

@@ -37,7 +37,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn time_without_a_look_does_not_pass() {
+    fn time_while_the_process_was_stopped_is_not_counted() {
         let start = Instant::now();
         let at = |seconds| start + Duration::from_secs(seconds);
         let mut clock = AwakeClock { looked: None, left_out: Duration::ZERO };

@@ -59,7 +59,7 @@ mod tests {
     }
 
     #[test]
-    fn the_innermost_phase_of_the_first_error_is_kept_while_it_passes_and_is_cleaned_up_after() {
+    fn the_innermost_phase_of_the_first_error_is_kept_during_unwinding() {
         let failure = FirstFailure::new();
         failure.watch(Phase::Generate, || failure.watch(Phase::Decode, fail)).unwrap_err();
         assert_eq!(failure.phase(), Some(Phase::Decode));
@@ -69,7 +69,7 @@ mod tests {
     }
 
     #[test]
-    fn an_error_that_a_phase_recovers_from_does_not_name_the_next_one_s_phase() {
+    fn a_recovered_error_does_not_set_the_phase_of_the_next_error() {
         let failure = FirstFailure::new();
         let retried = || failure.watch(Phase::Wake, fail).or_else(|_| failure.watch(Phase::Wake, || Ok(())));
         failure.watch(Phase::Generate, retried).unwrap();

@@ -194,7 +194,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn faults_parse_and_name_what_is_wrong() {
+    fn fault_specifications_are_parsed_or_refused_with_the_reason() {
         let fault: Fault = "1:3:wake:kill".parse().unwrap();
         assert_eq!(fault, Fault { rank: 1, step: 3, repeats: false, phase: Phase::Wake, kind: FaultKind::Kill });
         let fill = |text: &str| text.parse::<Fault>().map(|fault| fault.kind);

@@ -250,7 +250,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_page_says_where_its_process_is() {
+    fn a_heartbeat_page_shows_the_current_phase() {
         let page = Page::new();
         assert_eq!(page.read().to_string(), "step 0, startup; no collective yet");
         page.set_step(3);
@@ -269,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn phases_beyond_the_stack_are_counted_and_left_again() {
+    fn phases_nested_beyond_the_maximum_depth_are_only_counted() {
         let page = Page::new();
         let entered: Vec<_> = (0..2 * DEPTH).map(|_| page.enter(Phase::Load)).collect();
         assert_eq!(page.read().stack.len(), DEPTH);
@@ -278,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn a_shared_page_is_read_by_another() {
+    fn a_heartbeat_page_is_readable_from_another_process() {
         let shared = SharedPage::new().unwrap();
         let other = map(shared.fd(), libc::PROT_READ | libc::PROT_WRITE).unwrap();
         // SAFETY: mapped just now and never unmapped.

@@ -114,7 +114,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_run_that_goes_on_keeps_what_was_written_up_to_its_last_whole_line() {
+    fn a_resumed_trace_keeps_all_complete_lines() {
         let folder = tempfile::tempdir().unwrap();
         let path = of_rank(folder.path(), 0);
         let earlier = format!("{BEGIN}{{\"ts\":1}},\n");

@@ -96,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_waits_for_a_moving_peer_does_not_hang() {
+    fn a_rank_that_waits_for_an_active_peer_is_not_hanging() {
         let start = Instant::now();
         let at = |seconds| start + Duration::from_secs(seconds);
         let limits = HeartbeatLimits::new(|phase| Duration::from_secs(if phase == Phase::Load { 100 } else { 10 }));

@@ -134,7 +134,7 @@ mod tests {
     use crate::model::{ModelSpec, ParamTable};
 
     #[test]
-    fn larger_micro_batches_are_advised_where_each_gathers_the_weights() {
+    fn larger_micro_batches_are_advised_with_zero_stage_3() {
         let advice =
             |available: usize, on_gpu, keys: &[&str]| plan(available, on_gpu, keys).unwrap().micro_batch_advice;
         // 16 sequences of 64 tokens a rank.
@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn what_moves_least_is_taken_among_what_fits() {
+    fn the_plan_that_offloads_least_is_chosen_among_those_that_fit() {
         use OptimizerResidency as Optimizer;
         use ReferenceResidency as Reference;
         let roomy = plan(1 << 40, true, &[]).unwrap();

@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_are_those_of_rings() {
+    fn network_bytes_match_ring_collectives() {
         let (params, two) = plan(&["zero.stage=3"], 2, 8);
         assert_eq!(two.flows.len(), 1, "gradients alone cross where state is sharded within nodes");
         assert_eq!(two.flows[0].bytes, 4.0 * params);
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn trainers_and_engines_on_different_nodes_send_weights_alone() {
+    fn split_nodes_exchange_only_weights() {
         let split = |gpus| ["mode=split", gpus];
         assert_eq!(flows(&split("split.rollout_gpus=8"), 2, 8), [("weights", 2.0)]);
         let three = flows(&split("split.rollout_gpus=8"), 3, 8);
@@ -144,7 +144,7 @@ mod tests {
 
     /// They train and travel alone, but a frozen base that is sharded over nodes is gathered as any.
     #[test]
-    fn adapters_leave_the_base_where_it_is() {
+    fn with_lora_only_adapters_cross_the_network() {
         let hybrid = flows(&["lora.r=8", "zero.stage=3"], 2, 8);
         assert!(matches!(hybrid[..], [("gradients", bytes)] if bytes < 0.5), "{hybrid:?}");
         let sharded = flows(&["lora.r=8", "zero.stage=3"], 2, 16);

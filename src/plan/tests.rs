@@ -50,7 +50,7 @@ fn plan_model(
 
 /// The copy that the KL term compares with is there as long as the run.
 #[test]
-fn initial_adapters_are_counted_where_they_are_the_reference() {
+fn the_plan_counts_initial_adapters_used_as_reference() {
     let of = |more: &[&str], role, from_adapters| -> Option<usize> {
         let keys = [&["lora.r=64"][..], more].concat();
         let plan = plan_from(role, &keys, 80 << 30, from_adapters).unwrap();
@@ -72,7 +72,7 @@ fn initial_adapters_are_counted_where_they_are_the_reference() {
 
 /// Advice that is taken makes the run fit.
 #[test]
-fn the_smallest_change_is_enough() {
+fn the_advised_change_is_the_smallest_that_fits() {
     let fixed = "residency.optimizer=resident";
     let none = "gradient_checkpointing=none";
     let full = "gradient_checkpointing=full";
@@ -98,7 +98,7 @@ fn the_smallest_change_is_enough() {
 
 /// `auto` recomputes the least that leaves a tenth of the memory free.
 #[test]
-fn what_fits_is_kept_rather_than_computed_again() {
+fn activations_that_fit_are_kept_instead_of_recomputed() {
     use GradientCheckpointing::{Full, KeepAttention, None, Selective};
     let of = |keep: &str, room| {
         let recompute = format!("gradient_checkpointing={keep}");
@@ -123,7 +123,7 @@ fn what_fits_is_kept_rather_than_computed_again() {
 /// `auto` keeps chunks of gated delta nets where a tenth of the memory stays free beside them, and a run that fits without them fits. Where
 /// the configuration keeps them and they do not fit, the advice is to compute them again.
 #[test]
-fn chunks_of_gated_delta_nets_are_kept_where_there_is_room() {
+fn delta_net_chunks_are_kept_where_memory_allows() {
     use GradientCheckpointing::{KeepChunks, None, Selective};
     let of = |keep: &str, room| {
         let recompute = format!("gradient_checkpointing={keep}");
@@ -147,7 +147,7 @@ fn chunks_of_gated_delta_nets_are_kept_where_there_is_room() {
 }
 
 #[test]
-fn parameters_cost_what_is_counted_by_hand() {
+fn planned_parameter_bytes_match_hand_counts() {
     let plan = plan(&["gradient_checkpointing=full"], 130 << 30).unwrap();
     assert!(plan.formula.contains("2.00 weights + 4.00 gradients + 12.00 optimizer"), "{}", plan.formula);
     assert!(plan.peak_bytes() <= 130 << 30 && plan.largest_micro_batch > 16_384);
@@ -155,7 +155,7 @@ fn parameters_cost_what_is_counted_by_hand() {
 
 /// A KV cache that is kept is there while training, too, and the run is refused, or the cache smaller, where both do not fit.
 #[test]
-fn a_kept_cache_takes_its_memory_from_training() {
+fn a_kept_kv_cache_reduces_training_memory() {
     let keep = ["oversample=1", "partial_rollout=true", "carried_kv=keep", "gradient_checkpointing=full"];
     let of = |keys: &[&str], available| plan(&[&keep[..], keys].concat(), available);
     let kept = of(&[], 130 << 30).unwrap();
@@ -178,7 +178,7 @@ fn a_kept_cache_takes_its_memory_from_training() {
 }
 
 #[test]
-fn a_rank_that_does_one_half_holds_what_that_takes() {
+fn ranks_of_split_mode_hold_only_what_their_role_needs() {
     let available = 130 << 30;
     let [both, trains, generates] =
         [Role::Both, Role::Trains, Role::Generates].map(|role| plan_of(role, &[], available).unwrap());
@@ -198,7 +198,7 @@ fn a_rank_that_does_one_half_holds_what_that_takes() {
 
 /// A cache is sized for what a generation batch can fill, and the optimizer's state moves for no more.
 #[test]
-fn a_cache_is_for_the_sequences_that_a_batch_has() {
+fn the_kv_cache_is_sized_for_the_sequences_of_a_batch() {
     let blocks = |keys: &[&str]| {
         let plan = plan(keys, 130 << 30).unwrap();
         (plan.num_kv_blocks, plan.num_seqs, plan.max_model_length)

@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn folders_of_the_living_stay_and_those_of_the_dead_go() {
+    fn scratch_folders_of_dead_processes_are_removed() {
         let parent = tempfile::tempdir().unwrap();
         let own = Scratch::new_in(parent.path()).unwrap();
         let dead = parent.path().join(format!("{}dead", prefix()));
@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn a_link_by_the_name_of_a_folder_is_not_followed() {
+    fn a_symbolic_link_named_like_a_scratch_folder_is_not_followed() {
         let (parent, outside) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         fs::write(outside.path().join("kept"), "").unwrap();
         let link = parent.path().join(format!("{}link", prefix()));
@@ -207,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn depth_and_permissions_keep_nothing_alive() {
+    fn scratch_folders_are_removed_despite_depth_and_permissions() {
         let parent = tempfile::tempdir().unwrap();
         let scratch = Scratch::new_in(parent.path()).unwrap();
         let locked = scratch.path().join("locked/inner");

@@ -181,13 +181,13 @@ mod tests {
     }
 
     #[test]
-    fn one_rank_and_several_do_the_same() {
+    fn control_operations_agree_for_one_and_several_ranks() {
         check(&Alone { attempt: 2 }, &[0], 0);
         testing::controls(3, 2, |control, rank| check(control, &[0, 1, 2], rank));
     }
 
     #[test]
-    fn a_failure_ends_what_others_wait_in_and_is_over_once_agreed_on() {
+    fn a_failure_ends_waiting_peers_and_is_cleared_by_agreement() {
         testing::controls(3, 0, |control, rank| {
             let group = RankGroup::new(0, "world", &[0, 1, 2], rank);
             if rank == 1 {
@@ -207,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_late_is_named_with_the_limit() {
+    fn a_timeout_names_the_late_ranks_and_the_limit() {
         let deadline = Deadline::after(Duration::ZERO);
         while !deadline.is_over() {}
         let error = Stopped::Late(vec![4, 5]).error("barrier", "world", 0, deadline).to_string();

@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn torchrun_gives_all_variables_and_half_of_them_is_refused() {
+    fn torchrun_variables_must_be_complete() {
         let all = "RANK=3 LOCAL_RANK=1 WORLD_SIZE=4 LOCAL_WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=29500";
         let env = read(all).unwrap().unwrap();
         assert_eq!((env.rank, env.local_rank, env.world_size, env.local_world_size), (3, 1, 4, 2));

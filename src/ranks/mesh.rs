@@ -163,7 +163,7 @@ mod tests {
     use crate::ranks::testing;
 
     #[test]
-    fn every_dimension_divides_the_world() {
+    fn every_mesh_dimension_divides_the_world_size() {
         let meshes = testing::worlds(4, |world| {
             let mesh = world.mesh(2, 4).unwrap();
             [&mesh.tp, &mesh.dp, &mesh.shard, &mesh.replicate].map(|group| group.ranks().to_vec())
@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn stages_of_an_engine_lie_one_after_the_other() {
+    fn pipeline_stages_of_an_engine_are_consecutive_ranks() {
         let shape = EngineShape { tensor_parallel_size: 2, pipeline_parallel_size: 2 };
         let meshes = testing::worlds(8, |world| {
             let mesh = world.mesh(shape, 8).unwrap();
@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_that_train_and_ranks_that_generate_are_divided_apart() {
+    fn trainers_and_generators_have_separate_meshes() {
         let meshes = testing::worlds(5, |world| {
             let mesh = world.split_mesh(2, 2, 3).unwrap();
             [&mesh.world, &mesh.tp, &mesh.dp, &mesh.shard, &mesh.replicate].map(|group| group.ranks().to_vec())
@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn engines_stay_within_nodes_and_shard_groups_need_not() {
+    fn engines_stay_within_a_node_but_shard_groups_may_span_nodes() {
         let timeout = std::time::Duration::from_secs(20);
         let meshes = testing::worlds_on_nodes(2, 2, timeout, |world| {
             let error = world.mesh(4, 4).unwrap_err().to_string();
@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_that_share_micro_batches_are_neighbours_of_one_node() {
+    fn sequence_parallel_ranks_are_neighbours_within_a_node() {
         let meshes = testing::worlds(5, |world| {
             let mesh = world.split_mesh(1, 1, 4).unwrap().with_sequence_groups(&world, 4, 2).unwrap();
             (mesh.sequence.ranks().to_vec(), mesh.sequence_group(), mesh.speaks_for_sequences())
@@ -255,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn a_size_that_does_not_divide_is_refused_with_those_that_do() {
+    fn an_indivisible_mesh_size_is_refused_with_the_valid_ones() {
         let error = World::single().mesh(2, 1).unwrap_err().to_string();
         assert_eq!(error, "tensor_parallel_size = 2: expected a divisor of 1 ranks: [1]");
     }

@@ -294,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_failure_reaches_ranks_blocked_in_any_group_and_all_go_on_after_agreeing() {
+    fn the_first_failure_reaches_blocked_ranks_and_agreement_clears_it() {
         testing::worlds(4, |world| {
             let pair = world.subgroup("pair", &[world.rank() / 2 * 2, world.rank() / 2 * 2 + 1]).unwrap();
             for round in 0..20 {
@@ -330,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_that_stay_away_are_named() {
+    fn missing_ranks_are_named() {
         let timeout = Duration::from_millis(200);
         let errors = testing::worlds_with(3, 4096, timeout, |world| {
             (world.rank() == 0).then(|| sum_of_ranks(world.group().as_ref()).unwrap_err().to_string())
@@ -341,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_that_call_different_things_are_told_both() {
+    fn ranks_that_call_different_collectives_get_both_names() {
         let errors = testing::worlds(2, |world| {
             let mut tensor = Tensor::zeros([1 + world.rank() as i64], (Kind::Float, Device::Cpu));
             let group = world.group();
@@ -360,7 +360,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failure_posted_after_agreement_belongs_to_the_next_scope() {
+    fn a_failure_posted_after_agreement_counts_for_the_next_scope() {
         testing::worlds(2, |world| {
             for _ in 0..200 {
                 world.agree(Ok(())).unwrap();

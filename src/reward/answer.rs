@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_answer_counts_whichever_way_it_is_marked() {
+    fn the_last_marked_answer_counts_whatever_its_marking() {
         let score = |completion: &str, answer: Value| numeric_answer(completion, None, &row(answer), "answer").unwrap();
         assert_eq!(score("<answer>1</answer> no, <answer>\n 1,200 </answer>", 1200.into()), 1.0);
         assert_eq!(score("so \\boxed{\\frac{1}{2}}", "0.5".into()), 1.0);
@@ -116,7 +116,7 @@ mod tests {
 
     /// Each case: a reference, a completion, the verdicts of TRL's `accuracy_reward` and of verl's readers, by scripts/golden_answers.py.
     #[test]
-    fn what_trl_or_verl_accept_is_accepted() {
+    fn answers_accepted_by_trl_or_verl_are_accepted() {
         let golden: Value = serde_json::from_str(include_str!("../../tests/golden/answers.json")).unwrap();
         let cases = golden["cases"].as_array().unwrap();
         let (mut accepted, mut rejected) = (0, 0);
@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reference_that_is_no_number_is_an_error_not_a_zero() {
+    fn a_non_numeric_reference_answer_is_an_error() {
         let error = numeric_answer("#### 1", None, &row("seven"), "answer").unwrap_err().to_string();
         assert!(error.contains("a number in column 'answer', got seven"), "{error}");
         let error = numeric_answer("#### 1", None, &row(1), "solution").unwrap_err().to_string();
@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn format_is_all_or_nothing() {
+    fn the_format_reward_is_0_or_1() {
         let pattern = Regex::new(r"\A(?:a+|b)\z").unwrap();
         assert_eq!((format("aaa", &pattern), format("ab", &pattern), format("b\n", &pattern)), (1.0, 0.0, 0.0));
     }

@@ -263,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn scores_of_texts_are_those_of_open_r1_and_trl() {
+    fn text_rewards_equal_open_r1_and_trl() {
         let golden = golden();
         for (key, expected) in golden["of_text"].as_object().unwrap() {
             let (name, variant) = key.split_once('/').unwrap_or((key, ""));
@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn every_row_is_scored_by_a_function_or_a_process() {
+    fn every_built_in_reward_has_a_function_or_a_process() {
         let processes = Verdict::NAMES.into_iter().chain([code::NAME, code::BINARY_NAME]);
         let rows = BUILTIN.iter().filter(|row| matches!(row.scorer, Scorer::Process)).map(|row| row.name);
         assert!(processes.clone().all(|name| rows.clone().any(|row| row == name)));
@@ -296,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn names_that_are_none_come_with_the_one_that_was_meant() {
+    fn unknown_reward_names_get_a_suggestion() {
         for (name, advice) in [
             ("exact_match", "here: exact_answer"),
             ("numeric", "did you mean numeric_answer?"),
@@ -311,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn scores_of_tokens_are_those_of_open_r1_and_trl() {
+    fn token_rewards_equal_open_r1_and_trl() {
         let golden = golden();
         let ids: Vec<Vec<u32>> = serde_json::from_value(golden["ids"].clone()).unwrap();
         for (key, expected) in golden["of_ids"].as_object().unwrap() {

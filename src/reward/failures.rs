@@ -132,7 +132,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_reward_without_weight_masks_nothing_and_one_that_does_not_apply_is_left_out() {
+    fn rewards_of_weight_0_or_not_applicable_mask_nothing() {
         assert_eq!(weighted_sum(&[Failed, Value(2.0)], &[0.0, 0.5]), Some(1.0));
         assert_eq!(weighted_sum(&[Failed, Value(2.0)], &[1.0, 0.5]), None);
         assert_eq!(weighted_sum(&[NotApplicable, Value(2.0)], &[1.0, 0.5]), Some(1.0));
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn kinds_are_counted_apart() {
+    fn failures_are_counted_by_kind() {
         let mut failures = RewardFailures::default();
         let kinds = [FailureKind::Died, FailureKind::Died, Score::finite(f32::NAN).unwrap_err().kind];
         kinds.into_iter().for_each(|kind| failures.add(kind));

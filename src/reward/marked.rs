@@ -137,7 +137,7 @@ mod tests {
     use super::last_marked;
 
     #[test]
-    fn the_last_mark_decides_whatever_it_holds() {
+    fn the_last_answer_marker_decides() {
         for (text, expected) in [
             ("\\boxed{3} then \\boxed{\\frac{\\frac{1}{2}}{3}}", Some("\\frac{\\frac{1}{2}}{3}")),
             ("\\boxed{3} then \\boxed{\\frac{1}{2}", None),
@@ -166,7 +166,7 @@ mod tests {
 
     /// Deeper than any stack.
     #[test]
-    fn marks_may_be_nested_and_many() {
+    fn nested_and_repeated_answer_markers_are_parsed() {
         let nested = ["\\boxed{".repeat(100_000), "5".to_owned(), "}".repeat(100_000)].concat();
         assert_eq!(last_marked(&nested), Some("5"));
         assert_eq!(last_marked(&format!("{nested}\\boxed{{")), None);

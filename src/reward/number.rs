@@ -274,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_in_many_spellings_are_read_exactly() {
+    fn numbers_in_many_notations_are_parsed_exactly() {
         for (text, expected) in [
             ("42", (42, 1)),
             (" -7. ", (-7, 1)),
@@ -307,7 +307,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_number_is_none() {
+    fn text_without_a_number_gives_none() {
         for text in [
             "",
             "-",

@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_the_schema_says_is_a_reply() {
+    fn replies_outside_of_the_schema_are_refused() {
         assert_eq!(RewardReply::parse(br#"{"id": 7, "rewards": [1.0]}"#).unwrap().id, Some(7));
         let scores = read(br#"{"rewards": [0.5, null, "nan", 1e300]}"#, 4).unwrap();
         assert_eq!(scores[..2], [Ok(Score::Value(0.5)), Ok(Score::NotApplicable)]);

@@ -344,7 +344,7 @@ mod tests {
 
     /// It closes its pipes before it ends, as an interpreter does that shuts down, or does not end at all.
     #[test]
-    fn a_worker_that_ends_by_itself_is_told_with_its_own_status() {
+    fn the_exit_status_of_a_worker_is_reported() {
         for (script, status) in [
             ("echo no more >&2; exec >&-; sleep 0.05; exit 3", "exit status: 3; it said: no more"),
             ("exec >&-; sleep 60", "signal: 9 (SIGKILL)"),

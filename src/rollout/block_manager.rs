@@ -106,7 +106,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn blocks_are_shared_and_return_when_the_last_reader_leaves() {
+    fn shared_blocks_are_freed_with_their_last_reader() {
         let mut blocks = BlockManager::new(4, 8);
         let (mut first, mut late) = (Vec::new(), Vec::new());
         assert!(blocks.grow(&mut first, 17));
@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn adopted_tables_are_used_and_shared_as_they_were() {
+    fn adopted_block_tables_keep_their_sharing() {
         let mut blocks = BlockManager::new(5, 8);
         let (mut first, mut second) = (vec![4, 1], vec![4, 2]);
         blocks.adopt([first.as_slice(), second.as_slice()].into_iter());
@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn a_leak_is_found() {
+    fn the_integrity_check_finds_leaked_blocks() {
         let mut blocks = BlockManager::new(2, 8);
         assert!(blocks.grow(&mut Vec::new(), 8));
         let message = blocks.check_integrity(std::iter::empty()).unwrap_err().to_string();

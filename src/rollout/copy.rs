@@ -94,7 +94,7 @@ mod tests {
     use crate::model::Fp8;
 
     #[test]
-    fn the_copy_takes_half_of_bfloat16() {
+    fn an_fp8_copy_of_the_weights_takes_half_of_bfloat16() {
         let spec = ModelSpec::preset("qwen2.5-7b").unwrap();
         let matrices: usize =
             (0..28).flat_map(|layer| spec.layers[layer].linears()).map(|it| it.rows() * it.columns).sum();

@@ -89,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn every_rank_gets_all_prompts_in_rank_order() {
+    fn all_ranks_get_the_prompts_of_all_in_rank_order() {
         let lists = testing::threads(3, |tp| {
             let own: Vec<_> = (0..tp.rank() as u64).map(|n| fresh(n, &[n as u32, 9])).collect();
             let in_order = exchange(&own, own.len(), &SamplingParams::default(), (IDS, &LIMITS), tp.as_ref()).unwrap();
@@ -107,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn one_rank_s_mistake_is_every_rank_s_error() {
+    fn an_invalid_request_of_one_rank_is_an_error_on_all() {
         let messages = testing::threads(2, |tp| {
             let seed = tp.rank() as u64;
             let params = SamplingParams { seed, ..SamplingParams::default() };
@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn groups_to_go_on_with_are_checked() {
+    fn unfinished_groups_to_continue_are_validated() {
         let tp = crate::ranks::SingleRank::default();
         let params = SamplingParams { num_generations: 2, step: 5, ..SamplingParams::default() };
         let refusal = |group, count| exchange(&[group], count, &params, (IDS, &LIMITS), &tp).unwrap_err().to_string();

@@ -102,7 +102,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sequences_are_found_by_all_their_tokens_and_every_one_is_taken_once() {
+    fn kept_sequences_are_found_by_all_tokens_and_used_once() {
         let at = |block| KeptPlace { block_table: vec![block], state_page: Some(block + 7), num_computed: 1 };
         let mut kept = KeptSequences::default();
         kept.insert(vec![1, 2], at(0));

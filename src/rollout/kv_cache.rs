@@ -297,7 +297,7 @@ mod tests {
     use crate::memory::available_host_bytes;
 
     #[test]
-    fn a_cache_that_does_not_fit_takes_what_there_is_once() {
+    fn a_kv_cache_that_does_not_fit_shrinks_once() {
         let map = |num_reserved, free, block_bytes: usize| {
             let mut tried = Vec::new();
             let mapped = all_or_what_fits(
@@ -324,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cache_in_fp8_that_is_laid_out_anew_holds_finite_numbers() {
+    fn an_fp8_kv_cache_with_a_new_layout_holds_finite_values() {
         let spec = ModelSpec::preset("micro").unwrap();
         let place = (Kind::Float8e4m3fn, Device::Cpu);
         let mut cache = KvCache::reserve(&spec, 1, 16, 9 * kv_block_bytes(&spec, 1, 16, place.0), place).unwrap();
@@ -344,7 +344,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cache_larger_than_the_machine_is_mapped_as_far_as_it_fits() {
+    fn a_kv_cache_larger_than_memory_is_mapped_as_far_as_it_fits() {
         let spec = ModelSpec::preset("micro").unwrap();
         let available = available_host_bytes().unwrap();
         let mut cache = KvCache::reserve(&spec, 1, 16, available * 8, (Kind::Float, Device::Cpu)).unwrap();

@@ -62,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn steps_hold_their_rows_and_end_at_the_largest() {
+    fn step_sizes_hold_their_rows_up_to_the_largest() {
         let rows = [1, 2, 3, 8, 9, 32, 33, 250, 256, 257, 300].map(|num_seqs| step_rows(num_seqs, 300));
         assert_eq!(rows, [1, 2, 4, 8, 16, 32, 48, 256, 256, 288, 300]);
         assert!((1..=300).all(|num_seqs| step_rows(num_seqs, 300) >= num_seqs));

@@ -240,7 +240,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn parameters_out_of_range_are_refused() {
+    fn sampling_parameters_out_of_range_are_refused() {
         let base = SamplingParams::default();
         let wrong = [
             (SamplingParams { num_generations: 0, ..base.clone() }, "num_generations"),

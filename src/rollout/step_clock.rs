@@ -58,7 +58,7 @@ mod tests {
     }
 
     #[test]
-    fn a_step_is_timed_behind_one_of_its_kind() {
+    fn only_consecutive_steps_of_one_kind_are_timed() {
         let alone = crate::ranks::SingleRank::default();
         let mut clock = StepClock::default();
         let steps =
@@ -69,7 +69,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_go_by_the_first_one_s_times() {
+    fn all_ranks_use_the_step_times_of_rank_0() {
         let times = testing::threads(2, |all| {
             let mut clock = StepClock::default();
             let mut told = Vec::new();

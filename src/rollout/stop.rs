@@ -84,14 +84,14 @@ mod tests {
     }
 
     #[test]
-    fn a_stop_string_ends_at_its_last_token_and_stays() {
+    fn a_completion_ends_with_the_last_token_of_a_stop_string() {
         assert_eq!(run("one</a>two", &["</a>", "zz"], 99), ("one</a>".into(), FinishReason::Stop));
         assert_eq!(run("héllo wörld", &["wö"], 99), ("héllo wö".into(), FinishReason::Stop));
         assert_eq!(run("ééééééé stop", &["é s"], 99), ("ééééééé s".into(), FinishReason::Stop));
     }
 
     #[test]
-    fn an_end_token_comes_before_a_length() {
+    fn an_end_token_takes_precedence_over_the_length_limit() {
         assert_eq!(run("ab\0", &[], 3), ("ab\0".into(), FinishReason::Eos));
         assert_eq!(run("abcd", &["xyz"], 3), ("abc".into(), FinishReason::Length));
     }

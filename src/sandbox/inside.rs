@@ -357,7 +357,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_may_be_missing_may_not_leave_a_way_out() {
+    fn missing_sandbox_layers_must_not_open_an_escape() {
         let every = [UserNamespace, MountNamespace, NetworkNamespace, PidNamespace, Landlock, Seccomp];
         let refusal = |missing: &[SandboxLayer], landlock| {
             let missing: Vec<_> =

@@ -152,7 +152,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn links_are_listed_beside_where_they_lead_and_show_nothing_else() {
+    fn readable_symbolic_links_and_their_targets_are_listed() {
         let folder = tempfile::tempdir().unwrap();
         let root = folder.path().canonicalize().unwrap();
         fs::create_dir_all(root.join("installed/3.11.9/bin")).unwrap();
@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_below_a_readable_folder_is_shown_under_any_name_and_before_it_is_there() {
+    fn paths_below_readable_folders_count_as_visible_under_any_name() {
         let folder = tempfile::tempdir().unwrap();
         let root = folder.path().canonicalize().unwrap();
         fs::create_dir_all(root.join("packages/data")).unwrap();

@@ -94,7 +94,7 @@ mod tests {
     }
 
     #[test]
-    fn a_model_s_values_are_taken_as_vllm_takes_them() {
+    fn generation_config_values_are_used_as_in_vllm() {
         let qwen = read(
             r#"{"do_sample": true, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05, "min_p": null,
                 "eos_token_id": [1, 2], "max_new_tokens": 2048}"#,
@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn values_that_no_request_may_have_are_refused_by_name() {
+    fn invalid_generation_config_values_are_refused_by_name() {
         for (text, part) in [
             (r#"{"temperature": -1}"#, "temperature = -1"),
             (r#"{"top_p": "high"}"#, "top_p = \"high\": expected a number"),

@@ -270,7 +270,7 @@ mod tests {
     use crate::model::{ModelSpec, Stages};
 
     #[test]
-    fn the_ranks_slices_make_up_the_matrices_once() {
+    fn loaded_weight_slices_cover_every_matrix_once() {
         let spec = Arc::new(ModelSpec::preset("micro").unwrap());
         let table = ParamTable::new(spec.clone(), 1);
         let of_stage =

@@ -42,7 +42,7 @@ fn first_update(router_aux_loss_coef: &str) -> [f64; 2] {
 /// By transformers in float64: the mean over both rows' 23 completion tokens, plus the coefficient times the mean of the rows' `aux_loss`,
 /// 2.4585843 by their 14 and 22 tokens; and the norm that torch's autograd has of it.
 #[test]
-fn loss_and_gradient_have_the_part_that_keeps_experts_busy() {
+fn sft_loss_includes_the_load_balancing_loss() {
     let cases = [
         ("router_aux_loss_coef=0", [5.934_378_761_41, 6.730_165_670_19]),
         ("router_aux_loss_coef=0.5", [7.163_670_915_72, 6.765_307_081_61]),

@@ -374,7 +374,7 @@ mod tests {
     }
 
     #[test]
-    fn calls_that_two_processes_answer_keep_their_order() {
+    fn tool_results_of_two_processes_keep_the_call_order() {
         let merged = |python: ToolReply, others: ToolReply, has_environment: bool| {
             let is_python = vec![false, true, false, true];
             let reply = SharedTurn { is_python, has_environment, first: None }.merged(python, others);

@@ -29,7 +29,7 @@ fn replies(process: &mut ToolProcess, num_replies: usize) -> Vec<ToolReply> {
 
 /// Processes beyond the number of workers end with their trajectories; those that are left serve the next ones.
 #[test]
-fn more_environments_than_workers_live_at_once() {
+fn more_environments_than_workers_can_be_open() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("room.py");
     std::fs::write(&file, ROOM).unwrap();
@@ -76,7 +76,7 @@ fn a_file_is_loaded_once_however_its_path_is_spelled() {
 
 /// A process that ends nothing any more, as it is stopped, is waited for no longer than for the longest request.
 #[test]
-fn a_process_that_answers_nothing_is_named_with_its_state() {
+fn a_silent_tool_process_is_named_with_its_state() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("room.py");
     std::fs::write(&file, ROOM).unwrap();
@@ -109,7 +109,7 @@ fn a_process_that_answers_nothing_is_named_with_its_state() {
 
 /// An episode that is given up leaves its worker to the next one, and one that waits for a worker is not begun.
 #[test]
-fn episodes_that_are_given_up_make_room() {
+fn cancelled_episodes_free_their_slots() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("agent.py");
     let text = "import time\n\ndef play(row, base_url):\n    time.sleep(row['seconds'])\n    return 1.0\n";
@@ -139,7 +139,7 @@ class Slotted:
 
 /// Attributes that cannot be pickled are left out of an environment's state, in slots as elsewhere.
 #[test]
-fn environments_without_a_dictionary_have_a_state() {
+fn environments_with_slots_are_supported() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("slots.py");
     std::fs::write(&file, SLOTS).unwrap();

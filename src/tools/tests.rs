@@ -231,7 +231,7 @@ fn episode(
 }
 
 #[test]
-fn an_environment_lives_through_its_trajectory_and_is_reset_for_the_next() {
+fn an_environment_is_kept_for_a_trajectory_and_reset_for_the_next() {
     let mut played = PlayedConversations::new(&["environment", "reward_funcs=mine.py:tone"]);
     let names: Vec<&Value> = played
         .conversations
@@ -271,7 +271,7 @@ fn an_environment_lives_through_its_trajectory_and_is_reset_for_the_next() {
 }
 
 #[test]
-fn an_environment_that_is_lost_costs_its_own_trajectory_alone() {
+fn a_crashed_environment_masks_only_its_own_trajectory() {
     let mut played = PlayedConversations::new(&["environment", "tool_timeout_s=2"]);
     let prompt = json!([{"role": "user", "content": "go"}]);
     for (start, turn, failure) in [
@@ -290,7 +290,7 @@ fn an_environment_that_is_lost_costs_its_own_trajectory_alone() {
 
 /// scripts/golden_tools.py writes what transformers makes of the same functions.
 #[test]
-fn schemas_are_those_of_transformers() {
+fn tool_schemas_equal_transformers() {
     let file = Path::new(GOLDEN).join("functions.py");
     let names = ["multiply", "search", "containers", "unions", "choices", "nothing"];
     let process = ToolProcess::start(&config(&file, &names, &[])).unwrap().unwrap();
@@ -304,7 +304,7 @@ fn schemas_are_those_of_transformers() {
 }
 
 #[test]
-fn tools_that_cannot_be_served_are_refused_with_the_reason() {
+fn invalid_tools_are_refused_with_the_reason() {
     let folder = tempfile::tempdir().unwrap();
     let file = tools_file(&folder);
     for (name, part) in [
@@ -324,7 +324,7 @@ fn tools_that_cannot_be_served_are_refused_with_the_reason() {
 }
 
 #[test]
-fn calls_are_answered_in_their_order_and_the_next_turn_begins() {
+fn tool_results_are_appended_in_call_order() {
     let mut played = PlayedConversations::new(&["tool_workers=2"]);
     let calls =
         [call("add", json!({"a": 3, "b": 4})), call("later", json!({"text": "é"})), call("add", json!({"a": 1}))];
@@ -358,7 +358,7 @@ fn calls_are_answered_in_their_order_and_the_next_turn_begins() {
 
 /// A thought is told from a call in the first turn, whose prompt may have opened it, and in later ones, whose context may have.
 #[test]
-fn calls_within_thoughts_are_not_made() {
+fn tool_calls_inside_reasoning_are_not_executed() {
     let mut played = PlayedConversations::new(&[]);
     let prompt = played.tokenizer.encode("go<think>\n", false).unwrap();
     let thought = format!("I could {}", call("add", json!({"a": 5})));
@@ -377,7 +377,7 @@ fn calls_within_thoughts_are_not_made() {
 }
 
 #[test]
-fn what_goes_wrong_is_told_to_the_model_and_counted() {
+fn failed_tool_calls_are_reported_to_the_model_and_counted() {
     let mut played = PlayedConversations::new(&["tool_timeout_s=2"]);
     for (turn, part) in [
         (call("nope", json!({})), "{'error': 'Tool nope not found.'}"),

@@ -185,7 +185,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_cpu_keeps_no_block() {
+    fn no_memory_block_is_kept_on_a_cpu() {
         assert!(!lacks_block(Device::Cpu, usize::MAX));
         keep_block(Device::Cpu, usize::MAX).unwrap();
         assert_eq!(BLOCK_BYTES.load(Ordering::Relaxed), 0);
@@ -193,7 +193,7 @@ mod tests {
 
     /// Before a block 5 of 7 bytes were tensors' and 9 reserved; the block is 20 of them and no tensor; behind it 6 are tensors'.
     #[test]
-    fn a_block_is_no_tensor_and_earlier_maxima_stay() {
+    fn memory_peaks_exclude_the_kept_block_and_keep_earlier_maxima() {
         let memory =
             |peak_allocated, peak_reserved| DeviceMemory { allocated: 3, peak_allocated, reserved: 4, peak_reserved };
         let maxima = Maxima::new();
@@ -208,7 +208,7 @@ mod tests {
 
     /// A run keeps a little at every step. Where that took a part of a freed tensor's place, the heap grew at every step.
     #[test]
-    fn a_tensor_takes_the_place_of_the_one_before_though_small_blocks_are_kept_beside_it() {
+    fn freed_memory_is_reused_for_tensors_of_equal_size() {
         keep_memory();
         let (mut kept, mut places) = (Vec::new(), std::collections::BTreeSet::new());
         for _ in 0..100 {
@@ -227,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn large_blocks_come_from_the_heap() {
+    fn large_allocations_come_from_the_heap() {
         keep_memory();
         // SAFETY: reads counters under the heap's own locks.
         let num_mapped = || unsafe { libc::mallinfo2() }.hblks;

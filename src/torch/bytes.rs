@@ -120,7 +120,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bytes_are_the_memory_itself_and_their_copy_is_not() {
+    fn tensor_bytes_alias_the_tensor_and_copies_do_not() {
         let tensor = Tensor::from_slice(&[1f32, 2.0]);
         // SAFETY: nobody else has the tensor.
         let first = unsafe { bytes(&tensor) }.unwrap();
@@ -133,14 +133,14 @@ mod tests {
     }
 
     #[test]
-    fn a_tensor_is_filled_where_it_lies() {
+    fn tensor_memory_is_filled_in_place() {
         let filled = filled_on(3, Device::Cpu, |values: &mut [i16]| values[1..].fill(-7)).unwrap();
         assert_eq!((filled.kind(), Vec::<i16>::try_from(&filled).unwrap()), (Kind::Int16, vec![0, -7, -7]));
         assert_eq!(filled_on(0, Device::Cpu, |_: &mut [u8]| panic!("nothing to fill")).unwrap().numel(), 0);
     }
 
     #[test]
-    fn strided_views_are_refused_as_bytes_but_read_as_vectors() {
+    fn strided_tensors_have_no_byte_view_but_can_be_copied() {
         let tensor = Tensor::arange(6, (Kind::Int64, Device::Cpu)).view([2, 3]);
         assert!(byte_vec(&tensor.tr()).unwrap_err().to_string().contains("contiguous"));
         assert_eq!(i64_vec(&tensor.tr()).unwrap(), [0, 3, 1, 4, 2, 5]);

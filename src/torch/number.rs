@@ -44,7 +44,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_number_keeps_the_other_operand_s_kind() {
+    fn a_scalar_operand_keeps_the_tensor_dtype() {
         for kind in [Kind::BFloat16, Kind::Float, Kind::Double] {
             let x = Tensor::ones([3], (kind, Device::Cpu));
             let y = x.f_mul(&scalar(0.1)).unwrap();
@@ -56,7 +56,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_no_room_is_an_error() {
+    fn out_of_range_scalars_are_an_error() {
         let huge = [1i64 << 50];
         let options = (Kind::Float, Device::Cpu);
         assert!(full(&huge, 0.0, options).is_err() && arange(huge[0], Device::Cpu).is_err());

@@ -143,7 +143,7 @@ mod tests {
     const SHORT: Duration = Duration::from_millis(300);
 
     #[test]
-    fn two_connections_share_keys() {
+    fn two_store_connections_share_keys() {
         let host = Store::host("127.0.0.1", 0, None, Duration::from_secs(10)).unwrap();
         let client = Store::connect("127.0.0.1", host.port(), Duration::from_secs(10)).unwrap();
         client.set("key", b"\0value").unwrap();
@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn the_socket_is_bound_to_the_address_alone_and_a_taken_port_is_refused() {
+    fn the_store_binds_only_its_address_and_refuses_a_used_port() {
         let host = Store::host("127.0.0.1", 0, None, SHORT).unwrap();
         assert!(std::net::TcpStream::connect(("127.0.0.2", host.port())).is_err());
         let error = Store::host("127.0.0.1", host.port(), None, SHORT).unwrap_err();

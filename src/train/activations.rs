@@ -130,7 +130,7 @@ mod tests {
 
     /// Qwen2.5-7B by hand: D = W = 3584, K = 512, F = 18944, 28 heads.
     #[test]
-    fn a_block_keeps_what_its_backward_reads() {
+    fn activation_bytes_match_what_backward_reads() {
         let table = ParamTable::new(Arc::new(ModelSpec::preset("qwen2.5-7b").unwrap()), 1);
         let model = TrainedModel::whole(&table, 0, Kind::BFloat16, GradientOptions::default());
         let bytes = |keep| ActivationBytes::new(&model, keep, SHAPE);
@@ -169,7 +169,7 @@ mod tests {
     /// A forward of 7B in FP8 has the activation in one byte, and room for the largest matrix: gate and up, its scales and largest values. A
     /// backward of many tokens has rounded gradients of gate and up beside the activation and its gradient; one of few has that matrix.
     #[test]
-    fn rows_in_fp8_are_planned_as_kernels_round_them() {
+    fn planned_bytes_of_fp8_rows_match_the_kernels() {
         let table = ParamTable::new(Arc::new(ModelSpec::preset("qwen2.5-7b").unwrap()), 1);
         let plain = TrainedModel::whole(&table, 0, Kind::BFloat16, GradientOptions::default());
         let matrix = 37_888 * 3584 + 8 * 37_888;
@@ -202,7 +202,7 @@ mod tests {
     /// Qwen3.5-9B by hand, with an MLP so narrow that no moment of its is the fullest: D = 4096; 32 value heads of 128 with as many keys and 2 x 128 x 16 shared ones, C = 8192. A chunk's
     /// state is 8,192 elements a token, its pairs are 2,048.
     #[test]
-    fn a_gated_delta_net_is_planned_as_its_kernels_hold_it() {
+    fn planned_bytes_of_delta_nets_match_the_kernels() {
         let spec = ModelSpec::preset("qwen3.5-9b").unwrap().with_widths(4096, 1024);
         let table = ParamTable::new(Arc::new(spec), 1);
         let model = TrainedModel::whole(&table, 0, Kind::BFloat16, GradientOptions::default());
@@ -239,7 +239,7 @@ mod tests {
 
     /// Head memory of 16,384 scored tokens and 152,064 logits each: under 1 GB.
     #[test]
-    fn a_head_never_holds_all_logits() {
+    fn the_head_never_holds_all_logits() {
         let table = ParamTable::new(Arc::new(ModelSpec::preset("qwen2.5-7b").unwrap()), 1);
         let model = TrainedModel::whole(&table, 0, Kind::BFloat16, GradientOptions::default());
         let shape = MicroBatchShape { tokens: 16_384, scored_tokens: 16_384, shares_prompts: false, num_top: 0 };

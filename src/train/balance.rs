@@ -90,7 +90,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn parts_are_even_and_hold_everything_once() {
+    fn work_is_divided_evenly_and_completely() {
         assert_eq!(partition(&[8.0, 7.0, 6.0, 5.0, 4.0], 2), [[1, 3, 4].to_vec(), [0, 2].to_vec()]); // 16 and 14
         let costs: Vec<f64> = (0..61).map(|i| f64::from(i * i * 7 % 113 + 1)).collect();
         for num_parts in [1, 2, 3, 8] {

@@ -185,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn every_byte_of_the_state_passes_once_and_in_order() {
+    fn streamed_optimizer_state_passes_once_and_in_order() {
         for (layout, bucket_len) in
             layouts().flat_map(|layout| [256, 1024, BUCKET_LEN].map(|len| (layout.clone(), len)))
         {
@@ -214,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn units_out_of_order_are_refused() {
+    fn streaming_refuses_units_out_of_order() {
         for layout in layouts() {
             let mut pool = pool(&layout);
             let mut flow = StateStream::start(&pool, &layout, 1024, Device::Cpu).unwrap();

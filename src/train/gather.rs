@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn sequences_survive_the_way() {
+    fn gathered_sequences_are_unchanged() {
         let full = Sequence {
             masked: true,
             place: 7,
@@ -268,7 +268,7 @@ mod tests {
     /// Ranks bring one, two and three sequences, some with experts in a byte each, some in two, some without; each rank asks for others
     /// than it brought, in another order, and the last for none.
     #[test]
-    fn experts_come_from_whoever_has_them_to_whoever_asks() {
+    fn recorded_experts_reach_the_ranks_that_need_them() {
         let experts = |rank: usize, index: usize| match (rank, index) {
             (0, _) => routed(2, vec![0, 4095, 7, 7]),
             (1, 0) => RoutedExperts::default(),
@@ -301,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_alone_keeps_its_experts() {
+    fn recorded_experts_stay_on_a_single_rank() {
         let alone = crate::ranks::SingleRank::default();
         let own = [Sequence { place: 1, routed_experts: routed(1, vec![3, 4]), ..sequence(3, 1) }, sequence(4, 1)];
         let GatheredSequences { sequences: all, experts: sources } = gather_sequences(&own, &alone).unwrap();

@@ -306,7 +306,7 @@ mod tests {
 
     /// Sums of before a step are zero behind it, whether a backward of their unit came since or not.
     #[test]
-    fn a_step_forgets_what_was_added() {
+    fn gradients_are_cleared_after_a_step() {
         let table = Arc::new(ParamTable::new(Arc::new(ModelSpec::preset("micro").unwrap()), 1));
         let mesh = World::single().mesh(1, 1).unwrap();
         let sharding = Sharding::new(&table, &mesh, 0).unwrap();

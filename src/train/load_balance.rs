@@ -111,7 +111,7 @@ mod tests {
 
     /// scripts/golden.py: transformers' own numbers, one a prompt.
     #[test]
-    fn the_loss_equals_transformers() {
+    fn load_balancing_loss_equals_transformers() {
         for name in ["qwen3_moe", "qwen3_moe_mixed", "gpt_oss"] {
             let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name);
             let numbers: Value = serde_json::from_slice(&std::fs::read(folder.join("golden.json")).unwrap()).unwrap();

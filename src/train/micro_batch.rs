@@ -269,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn a_completion_token_is_scored_from_the_row_before_it() {
+    fn completion_tokens_are_scored_by_the_previous_row() {
         let micro_batch = MicroBatch::new(&[sequence(3, 1), sequence(4, 2)], &[vec![0], vec![1]], Device::Cpu).unwrap();
         assert_eq!(ints(&micro_batch.token_ids), [300, 301, 302, 400, 401, 402, 403]);
         assert_eq!(ints(&micro_batch.positions), [0, 1, 2, 0, 1, 2, 3]);
@@ -284,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn a_shared_prompt_stands_first_and_is_scored_for_each_completion() {
+    fn a_shared_prompt_is_packed_once_before_its_completions() {
         let all = [sequence(4, 2), sequence(5, 2), sequence(3, 1)];
         let micro_batch = MicroBatch::new(&all, &[vec![0, 1], vec![2]], Device::Cpu).unwrap();
         assert_eq!(ints(&micro_batch.token_ids), [400, 401, 300, 402, 403, 502, 503, 504, 301, 302]);
@@ -298,7 +298,7 @@ mod tests {
 
     /// Two turns with two tokens of context between them.
     #[test]
-    fn context_has_rows_and_no_scores() {
+    fn context_tokens_have_rows_but_no_scores() {
         let loss_mask = vec![true, false, false, true, true];
         let logprobs = Some(vec![-1.0, -2.0, -3.0]);
         let turns = Sequence { loss_mask, rollout_logprobs: logprobs, ..sequence(7, 2) };

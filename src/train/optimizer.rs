@@ -274,7 +274,7 @@ mod tests {
     use crate::model::{Param, ParamName, Unit};
 
     #[test]
-    fn only_the_owned_part_of_matrices_decays() {
+    fn weight_decay_applies_to_owned_matrix_elements_only() {
         let param = |name, numel: i64, offset, decay| Param { name, shape: vec![numel], offset, decay };
         let params = vec![
             param(ParamName::InputNorm, 60, 0, false),

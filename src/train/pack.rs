@@ -158,14 +158,14 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn bins_respect_the_budget_and_hold_everything_once() {
+    fn packing_respects_the_token_budget_and_keeps_all_sequences() {
         let bins = first_fit_decreasing(&[3, 9, 4, 4, 12, 2, 6, 1], 10);
         // 12 alone though over budget; 9 + 1; 6 + 4; 4 + 3 + 2
         assert_eq!(bins, [vec![4], vec![1, 7], vec![2, 6], vec![0, 3, 5]]);
     }
 
     #[test]
-    fn neighbours_with_one_prompt_stay_together() {
+    fn sequences_of_one_prompt_are_packed_together() {
         // Prompts of 3 and 2 tokens; completions of 2, 2, 4 and 1, 1.
         let with_prompt = |prompt: u32, prompt_len: usize, completion_len: usize| Sequence {
             token_ids: [vec![prompt; prompt_len], vec![9; completion_len]].concat(),
@@ -186,14 +186,14 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn masked_sequences_are_left_out() {
+    fn masked_sequences_are_not_packed() {
         let masked = Sequence { masked: true, ..sequence(5, 2) };
         assert_eq!(packed(&[masked.clone(), sequence(3, 1)], &SEPARATE), [(vec![1], 3)]);
         assert!(packed(&[masked], &SEPARATE).is_empty());
     }
 
     #[test]
-    fn sequences_that_cannot_be_scored_are_refused() {
+    fn invalid_sequences_are_refused_by_packing() {
         let refused = |bad| pack(&[bad], &SEPARATE).unwrap_err().to_string();
         for bad in [Sequence { prompt_len: 0, ..sequence(3, 1) }, Sequence { prompt_len: 3, ..sequence(3, 1) }] {
             assert!(refused(bad).contains("one completion token"));

@@ -301,7 +301,7 @@ mod tests {
     const BYTES: usize = 12 << 10;
 
     #[test]
-    fn what_is_waited_for_first_is_copied_first() {
+    fn optimizer_state_is_copied_in_order_of_use() {
         let mut queued = Vec::new();
         let mut waited = queue_from_the_end(10, 4, &mut |piece| {
             queued.push(piece.clone());
@@ -315,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_goes_piece_by_piece() {
+    fn optimizer_state_is_offloaded_piece_by_piece() {
         const PAGE: usize = 4096;
         let mut pool = HostPool::new("residence_piece_test", 3 * PAGE, Device::Cpu, &mut |_, _| ()).unwrap();
         let mut arena = Arena::reserve("residence_piece_test", 3 * PAGE, Device::Cpu).unwrap();
@@ -336,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn a_state_returns_bit_for_bit() {
+    fn optimizer_state_returns_from_the_host_bit_for_bit() {
         let pool = HostPool::new("residence_test", BYTES, Device::Cpu, &mut |_, _| ()).unwrap();
         let mut residence = Residence::new(BYTES, Device::Cpu, OptimizerHome::Swap(pool)).unwrap();
         let values = Tensor::randint(256, [BYTES as i64], (Kind::Uint8, Device::Cpu));

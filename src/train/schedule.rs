@@ -74,7 +74,7 @@ mod tests {
 
     // The numbers of transformers' tests/optimization/test_optimization.py (peak 10, 2 warm-up, 10 updates).
     #[test]
-    fn schedules_follow_transformers() {
+    fn learning_rate_schedules_equal_transformers() {
         let constant = [0.0, 5.0, 10.0, 10.0, 10.0, 10.0, 10.0, 10.0, 10.0, 10.0, 10.0];
         assert_close(&rates(LrSchedulerType::Constant, 2, 10), &constant);
         let linear = [0.0, 5.0, 10.0, 8.75, 7.5, 6.25, 5.0, 3.75, 2.5, 1.25, 0.0];
@@ -88,7 +88,7 @@ mod tests {
 
     /// transformers: steps where there are any, or else the share of all updates, rounded up.
     #[test]
-    fn warm_up_is_counted_or_a_share_of_all_updates() {
+    fn warmup_is_a_number_or_a_fraction_of_updates() {
         let rows = "model_name_or_path = 'm'\ntrain_file = 'f'\nreward_funcs = ['format']";
         let optimizer = crate::config::Config::from_toml(rows).unwrap().optimizer;
         let warmup = |warmup_steps, warmup_ratio, max_steps| {
@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn no_warmup_starts_at_the_peak_and_nothing_follows_the_end() {
+    fn without_warmup_the_schedule_starts_at_the_peak() {
         assert_close(&rates(LrSchedulerType::Linear, 0, 2), &[10.0, 5.0, 0.0]);
         for kind in [LrSchedulerType::Linear, LrSchedulerType::Cosine] {
             let schedule = Schedule { kind, peak: 1.0, warmup_steps: 3, total_steps: 3, min_rate: 0.0 };

@@ -239,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn moments_of_embeddings_and_vectors_keep_32_bits() {
+    fn adam_moments_of_embeddings_and_vectors_stay_32_bit() {
         let table = table(1);
         let form = |optim, unit, name| StateForm::of(optim, table.unit(unit).param(name).unwrap());
         let block = Unit::Block(3);
@@ -260,7 +260,7 @@ mod tests {
 
     /// Slices hold what the whole does, each block of codes in one of them.
     #[test]
-    fn slices_cut_no_block() {
+    fn shards_never_split_a_moment_block() {
         let table = table(3);
         for optim in [Optim::AdamW, Optim::AdamW8bit, Optim::new(OptimizerName::Muon, &MuonConfig::default())] {
             let whole = StateLayout::new(&table, optim, Kind::Float, |len| 0..len);

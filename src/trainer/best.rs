@@ -103,7 +103,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn better_by_less_than_the_threshold_is_best_but_does_not_end_the_row() {
+    fn small_improvements_are_best_but_do_not_reset_patience() {
         let of = |values: &[f64], is_greater_better, threshold| {
             let steps = values.iter().enumerate().map(|(index, value)| (index as u64 + 1, *value));
             Best::of(steps, is_greater_better, threshold).map(|best| (best.step, best.num_worse))

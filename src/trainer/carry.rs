@@ -113,14 +113,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn groups_with_tools_stay_with_their_rank_and_others_fill_the_shares() {
+    fn unfinished_groups_with_tools_stay_on_their_rank() {
         let mut shares = with_their_ranks(vec!["a", "b", "c"], &[0, 3]);
         fill(&mut shares, ["x", "y", "z"].into_iter(), [4, 6]);
         assert_eq!(shares, [vec!["x", "y", "z"], vec!["a", "b", "c"]]);
     }
 
     #[test]
-    fn new_groups_lie_as_without_a_surplus_and_carried_ones_are_spread() {
+    fn unfinished_groups_are_spread_over_ranks() {
         let deal = |carried: Vec<usize>, new| {
             let mut shares = one_by_one(carried, 2);
             fill(&mut shares, new, [4, 6]);
@@ -133,7 +133,7 @@ mod tests {
 
     /// Engines of two ranks, which complete three groups of their six each, in whatever order of ranks.
     #[test]
-    fn groups_that_are_kept_stay_with_their_engine() {
+    fn groups_with_a_kept_cache_stay_on_their_engine() {
         let mut shares: Vec<Vec<(usize, usize)>> = vec![Vec::new(); 4]; // (engine, number)
         fill(&mut shares, (0..12).map(|number| (number / 3 % 2, number)), [12, 12]);
         for step in 1..5 {

@@ -55,7 +55,7 @@ fn table(offloads: bool) -> String {
 }
 
 #[test]
-fn the_lengths_of_the_page_on_memory_are_those_of_the_plan() {
+fn lengths_documented_for_memory_match_the_plan() {
     let page = include_str!("../../docs/memory.md");
     for (offloads, what) in [(false, "attention kept on the GPU"), (true, "activation_offload")] {
         let expected = table(offloads);

@@ -316,7 +316,7 @@ mod tests {
     use crate::ranks::testing;
 
     #[test]
-    fn the_ranks_of_a_node_take_its_clock_back_to_rank_0_s() {
+    fn clock_offsets_of_nodes_to_rank_0_are_measured() {
         let hour_us = 3_600_000_000;
         let ahead = testing::worlds_on_nodes(2, 2, std::time::Duration::from_secs(20), |world| {
             let apart = if world.rank() >= 2 { hour_us } else { 0 };

@@ -12,7 +12,7 @@ use crate::types::{Prompt, RolloutGroup, Trajectory};
 
 /// Prompts of the policy as its own teacher, and which completions have one, are those of TRL's trainers.
 #[test]
-fn prompts_of_a_teacher_are_trls() {
+fn self_distillation_prompts_equal_trl() {
     let golden: Value = serde_json::from_str(include_str!("../../tests/golden/self_distillation.json")).unwrap();
     let tokenizer = Arc::new(Tokenizer::from_folder("configs/arithmetic/model").unwrap());
     let (prompts, known) = (golden["prompts"].as_array().unwrap(), golden["privileged_contexts"].as_array().unwrap());
@@ -66,7 +66,7 @@ fn config(case: &Value) -> Config {
 }
 
 #[test]
-fn a_row_without_context_and_a_prompt_without_room_are_refused() {
+fn self_distillation_refuses_missing_context_and_long_prompts() {
     let tokenizer = Arc::new(Tokenizer::from_folder("configs/arithmetic/model").unwrap());
     let case = serde_json::json!({"kind": "sdft", "config": {}});
     let teacher = OwnTeacher::new(&config(&case), &DatasetOptions::default(), &tokenizer, 12).unwrap();
@@ -91,7 +91,7 @@ fn a_row_without_context_and_a_prompt_without_room_are_refused() {
 }
 
 #[test]
-fn what_is_filled_in_is_not_searched_for_places() {
+fn placeholders_inside_inserted_text_are_not_expanded() {
     let texts = [("{prompt}", "a {solution} b"), ("{solution}", "{prompt}")];
     assert_eq!(filled("{prompt}|{solution}{prompt}{other}", &texts), "a {solution} b|{prompt}a {solution} b{other}");
 }

@@ -229,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn utilisation_is_of_the_updates_time_and_of_known_chips() {
+    fn mfu_uses_update_time_and_known_gpus_only() {
         let mut metrics = StepMetrics::default();
         metrics.set("timing_s/forward_backward", 3.0, Reduce::Max);
         metrics.set("timing_s/optimizer", 1.0, Reduce::Max);
@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn failed_completions_are_left_out_and_truncated_ones_masked() {
+    fn failed_completions_are_excluded_and_truncated_ones_masked() {
         let groups = [group(&[FinishReason::Eos, FinishReason::Eos, FinishReason::Length])];
         let masked =
             |mask| sequences(&groups, &[], mask, None).iter().map(|sequence| sequence.masked).collect::<Vec<_>>();

@@ -318,7 +318,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_new_request_goes_to_the_engine_with_the_fewest() {
+    fn a_replacement_group_goes_to_the_least_busy_engine() {
         assert_eq!(least_loaded(&[3, 2, 2, 4], 1), 1, "the lowest of two");
         assert_eq!(least_loaded(&[3, 2, 5, 0], 2), 3, "engines are equal, and its first rank has more");
         assert_eq!(least_loaded(&[3, 1, 5, 0], 2), 1);
@@ -327,7 +327,7 @@ mod tests {
 
     /// Rows are drawn one by one wherever engines are, and all ranks come to one sampler.
     #[test]
-    fn candidates_are_the_next_rows_and_none_twice() {
+    fn replacement_candidates_are_the_next_rows_without_repeats() {
         let sampler = PromptSampler::new(10, 42, true).dropping_last(4);
         let mut candidates = Candidates::first(sampler.clone(), 4).unwrap();
         let first = candidates.rows.clone();

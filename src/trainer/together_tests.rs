@@ -292,7 +292,7 @@ fn is_of_table(error: &Error) -> bool {
 }
 
 #[test]
-fn every_pair_of_features_makes_a_run_or_is_refused_by_the_table() {
+fn every_pair_of_features_runs_or_is_refused_by_the_table() {
     tch::set_num_threads(1);
     let (solver, features) = (Solver::new(), features());
     let (mut left, mut num_refused, mut wrong) = (BTreeSet::new(), 0, Vec::new());

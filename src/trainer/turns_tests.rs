@@ -165,7 +165,7 @@ fn trained_turns(sequences: &[Sequence]) -> Vec<tap::SampledTurn> {
 /// `COLO_GRPO_TRAJECTORIES=10000` plays as many. What is trained on are the tokens that the engine sampled, bit for bit with their
 /// log-probabilities, and the trainer computes the same log-probabilities for all of them.
 #[test]
-fn what_is_trained_on_is_what_was_sampled_however_many_turns_there_are() {
+fn multi_turn_training_tokens_equal_the_sampled_tokens() {
     let wanted =
         std::env::var("COLO_GRPO_TRAJECTORIES").ok().and_then(|count| count.parse().ok()).unwrap_or(NUM_TRAJECTORIES);
     let together = wanted.min(MAX_TOGETHER);

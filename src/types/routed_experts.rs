@@ -48,7 +48,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn experts_are_those_of_the_first_tokens() {
+    fn truncating_recorded_experts_keeps_the_first_tokens() {
         let mut routed = RoutedExperts::default();
         assert_eq!((routed.of(0), routed.num_tokens()), (None, 0));
         routed.push(0, &[3, 1]);

@@ -139,7 +139,7 @@ mod tests {
     const LIMITS: ThreadLimits = ThreadLimits { stack_bytes: 64 << 20, memory_bytes: 64 << 20, cpu_s: 1 };
 
     #[test]
-    fn calls_are_answered_in_turn_and_a_panic_is_the_last() {
+    fn a_confined_thread_answers_calls_until_it_panics() {
         let thread = Confined::start("test", LIMITS, |number: u32| 6 / number).unwrap();
         assert_eq!([1, 2, 3].map(|number| thread.call(number).unwrap()), [6, 3, 2]);
         for _ in 0..2 {
@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn work_without_end_is_given_up() {
+    fn endless_work_in_a_confined_thread_is_abandoned() {
         let outcome = once("test", LIMITS, || {
             let mut number = 0_u64;
             loop {
@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn recursion_has_the_stack_that_was_asked_for() {
+    fn a_confined_thread_has_the_requested_stack() {
         fn deep(levels: usize) -> usize {
             let here = std::hint::black_box([levels; 8]);
             if levels == 0 { 0 } else { here[0] - levels + 1 + deep(levels - 1) }

@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn no_link_below_the_folder_is_followed() {
+    fn symbolic_links_below_the_folder_are_not_followed() {
         let (_place, outside, folder) = planted();
         let inner = folder.folder("folder");
         let failures = [
@@ -246,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_takes_the_place_of_a_link() {
+    fn writing_replaces_a_symbolic_link() {
         let (_place, outside, folder) = planted();
         symlink(outside.join("secret"), folder.path().join(".file.tmp")).unwrap();
         folder.write("file", "whole").unwrap();
@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn folders_are_made_and_the_folder_itself_may_be_a_link() {
+    fn folders_are_created_and_the_root_may_be_a_symbolic_link() {
         let (place, _, _) = planted();
         let link = place.path().join("link");
         symlink(place.path().join("inside"), &link).unwrap();

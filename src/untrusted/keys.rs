@@ -84,7 +84,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn keys_are_served_harmless_refused_or_unknown() {
+    fn keys_are_supported_harmless_refused_or_unknown() {
         let table = KeyTable {
             name: "file.json",
             served: "a",

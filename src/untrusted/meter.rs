@@ -91,13 +91,13 @@ mod tests {
     const LIMITS: ThreadLimits = ThreadLimits { stack_bytes: 1 << 20, memory_bytes: 1 << 20, cpu_s: 10 };
 
     #[test]
-    fn what_is_given_back_may_be_taken_again() {
+    fn freed_memory_is_returned_to_the_budget() {
         let total = once("test", LIMITS, || (0..100).map(|_| vec![1_u8; 1 << 19].len()).sum::<usize>());
         assert_eq!(total.unwrap(), 100 << 19);
     }
 
     #[test]
-    fn more_than_the_budget_ends_the_work_and_nothing_else() {
+    fn exceeding_the_memory_budget_ends_only_that_thread() {
         let grown = || (0..100).fold(String::from("a"), |text, _| format!("{text}{text}")).len();
         let at_once = || std::hint::black_box(vec![0_u8; 1 << 40]).len();
         for outcome in [once("test", LIMITS, grown), once("test", LIMITS, at_once)] {

@@ -79,7 +79,7 @@ mod tests {
     use crate::ranks::testing;
 
     #[test]
-    fn each_rank_gets_the_divergences_of_its_own_sequences_whoever_scored_them() {
+    fn kl_values_return_to_the_rank_that_owns_the_sequence() {
         let own = |rank: usize| -> Vec<Sequence> {
             (0..rank + 1).map(|index| Sequence::of_tokens(vec![1, rank as u32, index as u32], 1)).collect()
         };

@@ -141,7 +141,7 @@ fn value(stats: &LossStats, name: &str) -> f64 {
 }
 
 #[test]
-fn a_run_reports_what_trl_reports_on_the_same_sequences() {
+fn update_metrics_equal_trl_on_the_same_sequences() {
     let golden: Value = serde_json::from_str(include_str!("../../tests/golden/grpo.json")).unwrap();
     let cases = golden["losses"].as_array().unwrap();
     assert!(cases.iter().filter(|case| case["mask_truncated"] == true).count() >= 20);

@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_written_cut_replaced_and_deleted_is_followed() {
+    fn a_metrics_file_is_followed_through_truncation_and_replacement() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("metrics.jsonl");
         let mut follower = Follower::new(Folder::new(folder.path()));
@@ -185,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_without_an_end_is_passed_over_and_a_long_file_comes_in_parts() {
+    fn incomplete_lines_are_skipped_and_long_files_read_in_parts() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("metrics.jsonl");
         let endless = vec![b'x'; MAX_READ_BYTES as usize + 100];

@@ -158,7 +158,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_page_is_one_file_that_runs_no_script_but_its_own() {
+    fn the_watch_page_runs_only_its_own_script() {
         let page = whole();
         let script = page.split_once("<script>").unwrap().1.split_once("</script>").unwrap().0;
         assert_eq!(script, *SCRIPT, "the policy's hash is of exactly this");
@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_s_gpu_is_told_while_it_runs() {
+    fn the_gpu_of_a_running_rank_is_shown() {
         let state = json!({"rank": 0, "world_size": 1, "process": 1, "time": 5.0, "step": 0, "max_steps": 2, "phases": [],
             "phase_s": 0.0, "waits_in": null, "resident_bytes": 1, "held": [], "warnings": [], "end": null,
             "gpu_memory": {"used_bytes": 61_000_000_000u64, "total_bytes": 80_000_000_000u64}});
@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn text_of_a_run_is_only_text() {
+    fn text_of_a_run_is_escaped_on_the_watch_page() {
         let cells = ["1 of 2", "generate › <decode>", "5 s", "0B", "1B", "5 s ago"];
         let runs = json!([{"name": "a<b>", "ranks": [{"rank": 3, "cells": cells}]}, {"name": "none", "ranks": []}]);
         let html = part("ranks.html", &json!({"runs": runs}));

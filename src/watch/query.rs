@@ -57,7 +57,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_and_values_are_decoded() {
+    fn query_names_and_values_are_decoded() {
         let query = Query::new("runs=0,x,2&text=a%2Bb+c%3c%&step=&page=9&page=7&odd=%zz%f");
         assert_eq!((query.numbers("runs"), query.get("text"), query.get("step")), (vec![0, 2], Some("a+b c<%"), None));
         assert_eq!(

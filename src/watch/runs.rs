@@ -306,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_whose_host_s_clock_is_apart_is_alive_as_soon_as_it_writes() {
+    fn a_rank_with_a_wrong_clock_is_alive_once_it_writes() {
         let folder = tempfile::tempdir().unwrap();
         let mut run = WatchedRun::new(folder.path(), folder.path());
         run.hear(vec![rank(0, 3700.0, None), rank(1, 100.0, None)]);
@@ -317,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn a_run_is_running_silent_done_or_failed() {
+    fn the_state_of_a_run_is_running_silent_done_or_failed() {
         let folder = tempfile::tempdir().unwrap();
         let mut run = WatchedRun::new(folder.path(), folder.path());
         assert_eq!(run.state_at(100.0), "no metrics or ranks yet");

@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn completions_are_filtered_and_text_of_a_model_is_only_text() {
+    fn shown_completions_are_filtered_and_escaped() {
         let shown = |text: &str, kind| {
             let filter = SampleFilter { text: text.to_owned(), kind };
             let (html, pages) = page("run, step 3", &rows(), &filter, 0);
@@ -245,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn two_steps_stand_beside_one_another_by_prompt() {
+    fn completions_of_two_steps_are_compared_by_prompt() {
         let other = vec![row("one", "later", Some(1.0), 0.0), row("three", "new", Some(1.0), 0.0)];
         let both = |rows: [&[CompletionRow]; 2]| compared(["a", "b"], rows, &SampleFilter::default(), 0).0;
         let html = both([&rows(), &other]);
@@ -257,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn files_that_are_torn_or_gone_are_told_and_those_that_were_read_are_kept() {
+    fn incomplete_or_deleted_completion_files_are_reported() {
         let folder = tempfile::tempdir().unwrap();
         let (folder, run) = (folder.path(), Folder::new(folder.path()));
         let path = |step| folder.join(COMPLETIONS).join(name(step));

@@ -82,7 +82,7 @@ def failing(row, base_url):
 /// The ids that are trained on are those that the harness was told of, its mask says which were sampled, and the trainer's
 /// log-probabilities are the sampler's. Branches count once.
 #[test]
-fn conversations_are_trained_on_as_they_were_sampled() {
+fn agent_conversations_are_trained_with_their_sampled_tokens() {
     let folder = tempfile::tempdir().unwrap();
     let (file, output) = (folder.path().join("mine.py"), folder.path().join("run"));
     fs::write(&file, HARNESS).unwrap();
@@ -110,7 +110,7 @@ fn conversations_are_trained_on_as_they_were_sampled() {
 /// With ranks that share an engine, groups that go on in the next step, are dropped or replaced, and engines apart from the trainers: what
 /// is trained on are the ids that the harness saw, and the trainer's log-probabilities are the sampler's.
 #[test]
-fn episodes_are_played_however_groups_are_sampled() {
+fn agent_episodes_work_with_every_way_of_sampling_groups() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("mine.py");
     fs::write(&file, HARNESS).unwrap();
@@ -165,7 +165,7 @@ fn episodes_are_played_however_groups_are_sampled() {
 }
 
 #[test]
-fn an_episode_that_fails_costs_its_own_completion_alone() {
+fn a_failed_episode_masks_only_its_own_completion() {
     let folder = tempfile::tempdir().unwrap();
     let (file, output) = (folder.path().join("mine.py"), folder.path().join("run"));
     fs::write(&file, HARNESS).unwrap();
@@ -185,7 +185,7 @@ fn an_episode_that_fails_costs_its_own_completion_alone() {
 
 /// The command evaluates with the run's agent, by one rank and by two that share the model.
 #[test]
-fn eval_plays_episodes_as_the_run_does() {
+fn eval_runs_agent_episodes_like_training() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("mine.py");
     fs::write(&file, HARNESS).unwrap();
@@ -218,7 +218,7 @@ fn an_agent_that_always_fails_ends_the_run_with_the_cause() {
 }
 
 #[test]
-fn agents_that_cannot_be_served_are_refused_before_anything_starts() {
+fn invalid_agents_are_refused_at_the_start() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("mine.py");
     fs::write(&file, HARNESS).unwrap();

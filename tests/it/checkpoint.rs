@@ -150,7 +150,7 @@ fn cut_short(path: &Path) {
 
 /// ZeRO-2, one tensor-parallel engine over both ranks, optimizer state swapped.
 #[test]
-fn a_run_cut_short_ends_like_a_straight_one() {
+fn a_killed_and_resumed_run_equals_an_uninterrupted_one() {
     let runs = Runs::new();
     runs.train_to_the_end("straight", 2, &[]);
     runs.train_to_the_end("resumed", 2, &[&runs.resume("straight", 4)]);
@@ -189,7 +189,7 @@ fn a_run_cut_short_ends_like_a_straight_one() {
 }
 
 #[test]
-fn a_rank_that_fails_while_saving_leaves_no_part_of_a_checkpoint() {
+fn a_rank_that_fails_while_saving_leaves_no_partial_checkpoint() {
     let runs = Runs::new();
     let failed = runs.train("failed", 2, &["fault=1:3:checkpoint:error"]);
     assert_eq!(failed.code, Some(10), "{}", failed.output);
@@ -200,7 +200,7 @@ fn a_rank_that_fails_while_saving_leaves_no_part_of_a_checkpoint() {
 /// The learning rate falls over all 20 steps, and prompts are drawn from shuffled epochs: nothing but a full resume ends the
 /// same. On one rank, the next steps are the same up to rounding.
 #[test]
-fn twenty_steps_are_ten_and_ten() {
+fn ten_steps_and_ten_resumed_steps_equal_twenty() {
     let runs = Runs::new();
     let common = ["max_steps=20", "save_steps=10"];
     runs.train_to_the_end("straight", 2, &common);
@@ -218,7 +218,7 @@ fn twenty_steps_are_ten_and_ten() {
 /// ZeRO-3 with a reference model, an entropy bonus that rises, and four updates a generation batch, of which the last has two. What
 /// was evaluated before the checkpoint is not evaluated again.
 #[test]
-fn a_sharded_run_of_several_updates_ends_like_a_straight_one() {
+fn a_resumed_sharded_run_with_several_updates_equals_an_uninterrupted_one() {
     let runs = Runs::new();
     let common = [
         "zero.stage=3",
@@ -247,7 +247,7 @@ fn a_sharded_run_of_several_updates_ends_like_a_straight_one() {
 
 /// A line averages the steps since the line before it, those of the run that was cut short too.
 #[test]
-fn a_logging_interval_spans_a_resume() {
+fn a_logging_interval_may_span_a_resume() {
     let runs = Runs::new();
     let common = ["tensor_parallel_size=1", "logging_steps=4"];
     runs.train_to_the_end("straight", 1, &common);
@@ -257,7 +257,7 @@ fn a_logging_interval_spans_a_resume() {
 
 /// Adapters under dropout: only theirs is saved, and the masks go on where they were.
 #[test]
-fn a_lora_run_ends_like_a_straight_one() {
+fn a_resumed_lora_run_equals_an_uninterrupted_one() {
     let runs = Runs::new();
     let common = ["zero.stage=3", "lora.r=4", "lora.dropout=0.1", "beta=0.01", "learning_rate=1e-3"];
     runs.train_to_the_end("straight", 2, &common);
@@ -275,7 +275,7 @@ fn a_lora_run_ends_like_a_straight_one() {
 }
 
 #[test]
-fn a_run_goes_on_in_another_layout() {
+fn a_run_resumes_with_another_number_of_ranks_and_zero_stage() {
     let runs = Runs::new();
     runs.train_to_the_end("straight", 2, &["zero.stage=3", "save_steps=3"]);
     let resume = runs.resume("straight", 3);
@@ -297,7 +297,7 @@ fn a_run_goes_on_in_another_layout() {
 }
 
 #[test]
-fn a_folder_is_one_runs_at_a_time() {
+fn an_output_folder_is_used_by_one_run_at_a_time() {
     let runs = Runs::new();
     let folder = runs.path("shared");
     let held = claim(&folder, &World::single(), false).unwrap();
@@ -314,7 +314,7 @@ fn a_folder_is_one_runs_at_a_time() {
 }
 
 #[test]
-fn a_changed_configuration_is_shown_and_refused_unless_forced() {
+fn a_changed_configuration_is_refused_on_resume_unless_forced() {
     let runs = Runs::new();
     runs.train_to_the_end("straight", 1, &["tensor_parallel_size=1", "max_steps=3"]);
     let resume = runs.resume("straight", 2);

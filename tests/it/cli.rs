@@ -29,7 +29,7 @@ fn generate(more: &str, num_engines: usize) -> Vec<Value> {
 }
 
 #[test]
-fn greedy_completions_are_the_same_on_any_ranks_in_the_order_of_the_prompts() {
+fn generate_is_greedy_equal_and_ordered_on_any_number_of_ranks() {
     let alone = generate("--chat", 1);
     assert_eq!(alone.len(), 3);
     assert_eq!(alone[1]["prompt"], "<user>what is forty plus two ?<assistant>");
@@ -89,7 +89,7 @@ fn a_supervised_run_lowers_the_loss_and_leaves_a_model_that_generates() {
 
 /// Near the numbers of float32 throughout, and not those of a stream in bfloat16.
 #[test]
-fn supervised_runs_and_samplers_keep_the_residual_stream_as_they_are_told() {
+fn residual_dtype_applies_to_supervised_runs_and_samplers() {
     let folder = tempfile::tempdir().unwrap();
     let place = folder.path().display();
     let row = r#"{"prompt": "what is one plus one ?", "completion": "the answer is 2"}"#;
@@ -117,7 +117,7 @@ fn supervised_runs_and_samplers_keep_the_residual_stream_as_they_are_told() {
 }
 
 #[test]
-fn a_preset_has_no_tokenizer_and_says_how_to_get_one() {
+fn init_without_a_tokenizer_says_how_to_get_one() {
     let folder = tempfile::tempdir().unwrap();
     let model = folder.path().join("model");
     let said = stdout_of(&format!("init --preset micro --output {}", model.display()));
@@ -134,7 +134,7 @@ fn a_preset_has_no_tokenizer_and_says_how_to_get_one() {
 }
 
 #[test]
-fn sizes_that_nothing_holds_are_refused_before_work_begins() {
+fn models_larger_than_the_disk_or_memory_are_refused_early() {
     let folder = tempfile::tempdir().unwrap();
     let (shape, output) = (folder.path().join("config.json"), folder.path().join("model"));
     let mut config: Value = serde_json::from_slice(&fs::read("configs/arithmetic/config-moe.json").unwrap()).unwrap();
@@ -155,7 +155,7 @@ fn sizes_that_nothing_holds_are_refused_before_work_begins() {
 }
 
 #[test]
-fn the_plan_is_a_table_and_refuses_what_cannot_fit() {
+fn plan_prints_a_table_and_refuses_what_cannot_fit() {
     let planned = run("plan --nproc 2 --config configs/tiny-cpu.toml");
     assert!(planned.stderr.contains("each process also needs"), "{}", planned.stderr);
     let plan = planned.stdout;
@@ -170,7 +170,7 @@ fn the_plan_is_a_table_and_refuses_what_cannot_fit() {
 }
 
 #[test]
-fn a_plan_needs_neither_the_gpus_nor_the_weights() {
+fn plan_needs_neither_gpus_nor_weights() {
     let plan = |more: &str| stdout_of(&format!("plan --nproc 8 --model_preset qwen2.5-7b --gpu_memory_gib {more}"));
     let (roomy, tight) = (plan("139"), plan("79 max_model_length=16384 --host_memory_gib 2000"));
     assert!(roomy.contains("of 139.0 GiB available") && roomy.contains("gradient_checkpointing: none"), "{roomy}");
@@ -185,7 +185,7 @@ fn a_plan_needs_neither_the_gpus_nor_the_weights() {
 /// Micro-batches of 262,144 tokens on four GPUs of 79 GiB: two share each, or a GPU has one with kept tensors on the host. A sequence that is
 /// longer than the budget counts, too.
 #[test]
-fn a_plan_chooses_the_ranks_that_share_micro_batches() {
+fn plan_chooses_sequence_parallel_size() {
     let long = "plan --nproc 4 --model_preset qwen2.5-7b --gpu_memory_gib 79 --host_memory_gib 1000 zero.stage=3 max_num_seqs=8 \
                 max_prompt_length=1024 max_completion_length=30000 max_tokens_per_micro_batch=262144";
     let said = stdout_of(&format!("{long} sequence_parallel_size=auto --compare"));
@@ -216,7 +216,7 @@ fn a_plan_chooses_the_ranks_that_share_micro_batches() {
 
 /// What is planned for another model is a file's run, its rewards apart.
 #[test]
-fn a_run_is_planned_for_another_model() {
+fn plan_accepts_another_model_shape() {
     let said = stdout_of(
         "plan --nproc 8 --gpu_memory_gib 79 --model_preset qwen2.5-7b --config configs/tiny-cpu.toml dtype=bfloat16",
     );
@@ -225,7 +225,7 @@ fn a_run_is_planned_for_another_model() {
 
 /// What is advised where the engine's weights are too large, taken, makes the run fit.
 #[test]
-fn engines_of_more_ranks_are_advised_where_one_cannot_hold_the_weights() {
+fn plan_advises_tensor_parallelism_for_large_models() {
     let command = "plan --nproc 8 --gpu_memory_gib 60 --model_preset qwen2.5-32b zero.stage=3 lora.r=16";
     run(command).assert_error("32B, tp 1", 4, &["set tensor_parallel_size = 2 (ranks of an engine share its weights"]);
     assert!(stdout_of(&format!("{command} tensor_parallel_size=2")).contains("of 60.0 GiB available"));
@@ -233,7 +233,7 @@ fn engines_of_more_ranks_are_advised_where_one_cannot_hold_the_weights() {
 
 /// Of tensor parallelism and stages of layers, and what cannot be.
 #[test]
-fn a_plan_compares_the_kv_blocks_of_engines() {
+fn plan_compare_lists_kv_blocks_of_engines() {
     let shape = "--model_preset qwen2.5-7b --config configs/tiny-cpu.toml dtype=bfloat16 tensor_parallel_size=1";
     let said = stdout_of(&format!("plan --compare --nproc 3 --gpu_memory_gib 139 {shape}"));
     let rows: Vec<Vec<&str>> = said.lines().take(3).map(|line| line.split_whitespace().collect()).collect();
@@ -301,7 +301,7 @@ fn a_plan_compares_the_kv_blocks_of_engines() {
 
 /// What depends on the number of processes is told with its line, beside all else that is wrong.
 #[test]
-fn a_world_that_is_too_small_is_told_with_its_line_and_all_else() {
+fn too_few_ranks_are_reported_together_with_other_errors() {
     let ended = run(
         "--config configs/tiny-cpu.toml per_device_train_batch_size=3 reward_funcs=[\"exact_match\"] reward_weights=[]",
     );
@@ -321,7 +321,7 @@ fn a_world_that_is_too_small_is_told_with_its_line_and_all_else() {
 }
 
 #[test]
-fn the_report_is_written_again() {
+fn report_rewrites_report_html() {
     let folder = tempfile::tempdir().unwrap();
     let line = r#"{"step": 1, "time": 1.0, "reward": 0.5}"#;
     fs::write(folder.path().join("metrics.jsonl"), format!("{line}\n")).unwrap();
@@ -374,7 +374,7 @@ fn each_benchmark_prints_one_json_line() {
 
 /// TOML and YAML, `--a.b c`, `a.b=c`, the launchers' spellings and hyphens: all reach the run.
 #[test]
-fn every_way_of_writing_a_key_reaches_the_run() {
+fn every_notation_of_a_key_reaches_the_run() {
     let folder = tempfile::tempdir().unwrap();
     let yaml = folder.path().join("run.yaml");
     let text = format!(
@@ -398,7 +398,7 @@ fn every_way_of_writing_a_key_reaches_the_run() {
 }
 
 #[test]
-fn secrets_do_not_reach_what_a_run_leaves_or_says() {
+fn secrets_appear_in_no_file_or_message_of_a_run() {
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().join("out");
     let secret = "WANDB_API_KEY=topsecret";

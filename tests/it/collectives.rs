@@ -140,8 +140,8 @@ fn a_timeout_names_the_missing_ranks() {
 }
 
 #[test]
-fn a_posted_failure_wakes_blocked_peers_and_agreeing_mends_the_groups() {
-    ranks::run(4, "collectives::a_posted_failure_wakes_blocked_peers_and_agreeing_mends_the_groups", |world| {
+fn a_posted_failure_wakes_peers_and_agreement_restores_the_groups() {
+    ranks::run(4, "collectives::a_posted_failure_wakes_peers_and_agreement_restores_the_groups", |world| {
         let group = world.group();
         let ear = UdpSocket::bind("127.0.0.1:0").unwrap();
         let ears = all_gather_bytes(&*group, ear.local_addr().unwrap().to_string().as_bytes()).unwrap();
@@ -174,8 +174,8 @@ fn processor_ms() -> f64 {
 }
 
 #[test]
-fn many_small_operations_do_not_crawl_with_more_ranks_than_processors() {
-    ranks::run(4, "collectives::many_small_operations_do_not_crawl_with_more_ranks_than_processors", |world| {
+fn small_collectives_stay_fast_with_more_ranks_than_cpus() {
+    ranks::run(4, "collectives::small_collectives_stay_fast_with_more_ranks_than_cpus", |world| {
         let group = world.group();
         let mut tensor = values(world.rank(), 64, Kind::Float);
         group.barrier().unwrap();

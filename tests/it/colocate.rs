@@ -28,8 +28,8 @@ use setup::{Setup, TEMPERATURE, kv_cache_bytes, share, state, update_options};
 const NUM_PROMPTS: usize = 8;
 
 #[test]
-fn a_scope_swaps_optimizer_state_for_the_kv_cache() {
-    ranks::run(2, "colocate::a_scope_swaps_optimizer_state_for_the_kv_cache", |world: World| {
+fn a_rollout_scope_swaps_optimizer_state_for_the_kv_cache() {
+    ranks::run(2, "colocate::a_rollout_scope_swaps_optimizer_state_for_the_kv_cache", |world: World| {
         let (world, mesh) = with_mesh(world, 2);
         for stage in [2, 3] {
             let mut colocated = Setup::new(stage).build(&world, &mesh);
@@ -55,8 +55,8 @@ fn a_scope_swaps_optimizer_state_for_the_kv_cache() {
 }
 
 #[test]
-fn a_failure_ends_the_scope_on_all_ranks_and_the_next_one_works() {
-    ranks::run(2, "colocate::a_failure_ends_the_scope_on_all_ranks_and_the_next_one_works", |world: World| {
+fn a_failed_rollout_scope_ends_on_all_ranks_and_the_next_works() {
+    ranks::run(2, "colocate::a_failed_rollout_scope_ends_on_all_ranks_and_the_next_works", |world: World| {
         let (world, mesh) = with_mesh(world, 2);
         let mut undisturbed = Setup::new(0).alone();
         for (stage, keeps) in [(0, false), (3, false), (3, true)] {
@@ -78,14 +78,14 @@ fn a_failure_ends_the_scope_on_all_ranks_and_the_next_one_works() {
 }
 
 #[test]
-fn a_hundred_scopes_leave_memory_flat() {
-    scopes_leave_memory_flat("colocate::a_hundred_scopes_leave_memory_flat", 100);
+fn a_hundred_rollout_scopes_leak_no_memory() {
+    scopes_leave_memory_flat("colocate::a_hundred_rollout_scopes_leak_no_memory", 100);
 }
 
 #[test]
 #[ignore = "takes a minute"]
-fn a_thousand_scopes_leave_memory_flat() {
-    scopes_leave_memory_flat("colocate::a_thousand_scopes_leave_memory_flat", 1000);
+fn a_thousand_rollout_scopes_leak_no_memory() {
+    scopes_leave_memory_flat("colocate::a_thousand_rollout_scopes_leak_no_memory", 1000);
 }
 
 /// Enters and leaves `num_scopes` times, generating and swapping; the first half fills the caches of libraries.

@@ -14,14 +14,14 @@ fn is_told(text: &str, name: &str) -> bool {
 }
 
 #[test]
-fn a_metric_is_told_in_the_row_of_those_that_begin_alike() {
+fn every_metric_is_documented_in_the_metrics_page() {
     let text = "| `a/mean`, `max` | one |\n| `b/mean` | another |";
     assert!(["a/mean", "a/max", "b/mean"].iter().all(|name| is_told(text, name)));
     assert!(!["b/max", "c/mean", "mean"].iter().any(|name| is_told(text, name)));
 }
 
 #[test]
-fn the_held_out_reward_rises() {
+fn the_demo_raises_the_held_out_reward() {
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().display();
     let ended = run(&format!("--nproc 2 --config configs/tiny-cpu.toml output_dir={out}"));

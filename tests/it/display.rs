@@ -107,7 +107,7 @@ fn has(lines: &[String], parts: &[&str]) -> bool {
 }
 
 #[test]
-fn an_evaluation_says_how_far_it_is_and_leaves_its_result() {
+fn an_evaluation_shows_progress_and_prints_its_result() {
     let rows = "--data configs/arithmetic/eval.jsonl --max_completion_length 2 --device cpu";
     let eval = format!("--model configs/arithmetic/model {rows}");
     let text = on_terminal(&format!("eval --nproc 2 {eval}"), 0);
@@ -124,7 +124,7 @@ fn an_evaluation_says_how_far_it_is_and_leaves_its_result() {
 }
 
 #[test]
-fn a_terminal_has_one_status_and_loses_no_line_of_any_rank() {
+fn a_terminal_has_one_status_and_keeps_lines_of_all_ranks() {
     let folder = tempfile::tempdir().unwrap();
     let text = on_terminal(&format!("--nproc 2 {SMALL_RUN} max_steps=3 output_dir={}", folder.path().display()), 0);
     let (last, ever) = shown(&text);
@@ -141,7 +141,7 @@ fn a_terminal_has_one_status_and_loses_no_line_of_any_rank() {
 }
 
 #[test]
-fn a_wide_terminal_shows_more_and_a_window_made_narrower_keeps_no_remains() {
+fn resizing_a_terminal_leaves_no_remains_of_the_status() {
     let folder = tempfile::tempdir().unwrap();
     let run =
         |name: &str| format!("--nproc 2 {SMALL_RUN} max_steps=3 output_dir={}", folder.path().join(name).display());
@@ -173,7 +173,7 @@ fn a_wide_terminal_shows_more_and_a_window_made_narrower_keeps_no_remains() {
 }
 
 #[test]
-fn a_file_has_plain_lines_and_a_terminal_beside_it_says_where_the_report_is() {
+fn output_to_a_file_has_plain_lines_only() {
     let folder = tempfile::tempdir().unwrap();
     let run =
         |name: &str| format!("--nproc 2 {SMALL_RUN} max_steps=3 output_dir={}", folder.path().join(name).display());

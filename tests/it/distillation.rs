@@ -7,7 +7,7 @@ use crate::program::{MODEL, run};
 
 /// A teacher that is the policy gives no gradient at all; another one is approached, and a resumed run approaches it by the same bits.
 #[test]
-fn a_teacher_that_is_the_policy_teaches_nothing_and_another_is_approached() {
+fn distillation_moves_the_policy_towards_another_teacher_only() {
     let runs = Runs::new();
     let teacher = |folder: &Path| format!("teacher_model_name_or_path={}", folder.display());
     let value = |run: &str, step, name: &str| runs.metrics(run)[&(step, false)].values[name];
@@ -46,7 +46,7 @@ fn a_teacher_that_is_the_policy_teaches_nothing_and_another_is_approached() {
 
 /// A teacher of another shape, on the rank that trains adapters; a rank that generates has none of it.
 #[test]
-fn a_teacher_of_another_shape_teaches_adapters_in_a_split_world() {
+fn a_larger_teacher_trains_adapters_in_split_mode() {
     let runs = Runs::new();
     let place = runs.path("teacher").display().to_string();
     let made = run(&format!("init --preset micro --tokenizer {MODEL} --output {place}"));

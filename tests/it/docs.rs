@@ -88,7 +88,7 @@ fn broken_links(page: &str, text: &str) -> Vec<String> {
 }
 
 #[test]
-fn links_lead_to_pages_and_headings() {
+fn links_in_docs_lead_to_existing_pages_and_headings() {
     let broken: Vec<String> = pages().iter().flat_map(|(page, text)| broken_links(page, text)).collect();
     assert!(broken.is_empty(), "{broken:#?}");
     for text in ["[a](docs/no.md)", "[a](docs/install.md#no-such-heading)", "# One\n[a](#two)", "[a](configs/no.toml)"]
@@ -107,7 +107,7 @@ fn links_lead_to_pages_and_headings() {
 }
 
 #[test]
-fn every_page_is_linked() {
+fn every_page_of_docs_is_linked() {
     let pages = pages();
     let linked: BTreeSet<String> =
         pages.iter().flat_map(|(page, text)| links(page, text)).map(|(path, _)| path).collect();
@@ -131,7 +131,7 @@ fn missing_files(page: &str, text: &str) -> Vec<String> {
 }
 
 #[test]
-fn files_that_pages_name_exist() {
+fn files_named_in_docs_exist() {
     let missing: Vec<String> = pages().iter().flat_map(|(page, text)| missing_files(page, text)).collect();
     assert!(missing.is_empty(), "{missing:#?}");
     assert_eq!(

@@ -14,7 +14,7 @@ const TRAIN: [&str; 4] = ["--config", "configs/tiny-cpu.toml", "max_steps=1", "e
 /// The signal is pending as the program is loaded, so that it arrives at the first moment at which it can. Where the program computes,
 /// it is loaded twice.
 #[test]
-fn a_signal_at_the_first_instruction_ends_as_the_command_promises() {
+fn a_signal_during_startup_ends_as_documented() {
     let folder = tempfile::tempdir().unwrap();
     let output = format!("output_dir={}", folder.path().join("run").display());
     let model = ["--model", "configs/arithmetic/model"];

@@ -100,7 +100,7 @@ fn python(folder: &Path, package: &str, text: &str) -> PathBuf {
 
 /// Rows and rewards are the generator's: held-out rows are no training rows, and each reward is the scorer's of the text.
 #[test]
-fn a_generator_makes_the_rows_and_scores_completions() {
+fn a_reasoning_gym_environment_makes_rows_and_scores_completions() {
     let folder = tempfile::tempdir().unwrap();
     let (python, output) = (python(folder.path(), "reasoning_gym", REASONING_GYM), folder.path().join("run"));
     let keys = format!(
@@ -154,7 +154,7 @@ impl Drop for Files {
 
 /// The tools of a server become the model's, rows reach `reset`, and the sum of what steps gave is the reward.
 #[test]
-fn a_server_s_tools_are_called_and_its_rewards_count() {
+fn an_openenv_servers_tools_and_rewards_are_used() {
     let folder = tempfile::tempdir().unwrap();
     let (python, output) = (python(folder.path(), "openenv", OPENENV), folder.path().join("run"));
     fs::write(folder.path().join("schema"), r#"{"action": {"title": "CallToolAction", "type": "object"}}"#).unwrap();

@@ -16,7 +16,7 @@ fn evaluations(folder: &Path) -> Vec<(u64, f64)> {
 }
 
 #[test]
-fn a_run_stops_early_leaves_its_best_weights_and_is_evaluated_again_from_its_configuration() {
+fn early_stopping_keeps_the_best_weights() {
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().join("out");
     let line = format!(
@@ -97,7 +97,7 @@ fn greedy_evaluations_do_not_depend_on_the_seed() {
 }
 
 #[test]
-fn an_evaluation_that_could_not_decide_or_be_written_is_refused() {
+fn evaluations_with_invalid_settings_are_refused() {
     let out = tempfile::tempdir().unwrap();
     let line = format!(
         "{SMALL_RUN} eval_file=configs/arithmetic/eval.jsonl max_eval_samples=2 eval_steps=1 early_stopping_patience=1 \
@@ -144,7 +144,7 @@ fn an_evaluation_that_could_not_decide_or_be_written_is_refused() {
 
 /// Without `max_prompt_length` the longest prompt of the rows counts, not the model's whole context.
 #[test]
-fn a_plan_takes_the_longest_prompt_of_the_rows() {
+fn the_plan_uses_the_longest_prompt_of_the_rows() {
     let plan = |more: &str| {
         let text = stdout_of(&format!("plan --config configs/tiny-cpu.toml tensor_parallel_size=1 {more}"));
         let line = text.lines().find(|line| line.starts_with("KV cache: ")).map(str::to_owned);

@@ -25,7 +25,7 @@ fn assert_exact(keys: &str) -> Vec<Value> {
 
 /// Two ranks, shared prompts and packing, with everything recomputed and optimizer state that goes to the host.
 #[test]
-fn sampler_and_trainer_are_equal_in_float32() {
+fn exact_sampler_and_trainer_agree_in_float32() {
     assert_exact("--nproc 2 zero.stage=2 gradient_checkpointing=full share_prompts=true");
     let without = steps("--nproc 2 zero.stage=2 gradient_checkpointing=full share_prompts=true");
     assert!(without.iter().any(|step| step[MAX].as_f64() > Some(0.0)), "else equality would show nothing");
@@ -33,7 +33,7 @@ fn sampler_and_trainer_are_equal_in_float32() {
 
 /// Weights that are gathered unit by unit, one sequence a micro-batch, chunked prompts, and a wider residual stream.
 #[test]
-fn sampler_and_trainer_are_equal_in_bfloat16() {
+fn exact_sampler_and_trainer_agree_in_bfloat16() {
     assert_exact(
         "--nproc 2 zero.stage=3 dtype=bfloat16 residual_dtype=float32 share_prompts=false max_tokens_per_micro_batch=40 \
          max_num_batched_tokens=16 max_num_seqs=3 gradient_checkpointing=selective temperature=0.7 top_p=0.9",
@@ -42,7 +42,7 @@ fn sampler_and_trainer_are_equal_in_bfloat16() {
 
 /// Adapters, beside trainers and engines on ranks of their own.
 #[test]
-fn sampler_and_trainer_are_equal_with_adapters() {
+fn exact_sampler_and_trainer_agree_with_adapters() {
     assert_exact("--nproc 2 zero.stage=2 lora.r=4 lora.target_modules=all-linear beta=0.04");
     assert_exact(
         "--nproc 2 zero.stage=0 mode=split split.rollout_gpus=1 lora.r=4 dtype=bfloat16 residency.optimizer=resident",
@@ -51,7 +51,7 @@ fn sampler_and_trainer_are_equal_with_adapters() {
 
 /// Tokens of older weights are in the batch: those of the newest are equal, and ratios of the others are not 1.
 #[test]
-fn sampler_and_trainer_are_equal_with_groups_that_are_carried_over() {
+fn exact_sampler_and_trainer_agree_with_carried_groups() {
     let steps = assert_exact("--nproc 2 max_steps=5 oversample=1.0 partial_rollout=true max_completion_length=24");
     let continued = |step: &Value| step["partial_rollout/continued_token_share"].as_f64().unwrap_or(0.0);
     assert!(steps.iter().any(|step| continued(step) > 0.0), "nothing was carried over");
@@ -59,7 +59,7 @@ fn sampler_and_trainer_are_equal_with_groups_that_are_carried_over() {
 
 /// Several updates from one batch: the sampler's log-probabilities are the old ones of all of them, and no pass computes them.
 #[test]
-fn the_samplers_log_probabilities_are_the_old_ones() {
+fn exact_runs_use_the_samplers_log_probabilities_as_old_ones() {
     for step in assert_exact("max_steps=12 num_iterations=2 steps_per_generation=2 gradient_accumulation_steps=1") {
         assert!(step["timing_s/score"].as_f64().unwrap_or(0.0) == 0.0, "{step}");
     }
@@ -67,7 +67,7 @@ fn the_samplers_log_probabilities_are_the_old_ones() {
 
 /// A product that adds up in another order, in one rank and one step.
 #[test]
-fn an_unequal_product_ends_the_run() {
+fn an_exact_run_ends_when_a_gemm_differs() {
     let folder = tempfile::tempdir().unwrap();
     let line = format!(
         "{SMALL_RUN} --nproc 2 max_steps=4 exact=true fault=1:1:forward_backward:unequal output_dir={}",
@@ -84,7 +84,7 @@ fn an_unequal_product_ends_the_run() {
 
 /// From a checkpoint of a run without it and back, which the run says.
 #[test]
-fn a_run_goes_on_exactly_and_back() {
+fn a_run_can_be_resumed_with_and_without_exact() {
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().display();
     let go = |keys: &str| {

@@ -33,7 +33,7 @@ fn generate(model: &Path, more: &str) -> Vec<(Value, f64)> {
 /// Two ranks of an engine share every expert's width, or the experts; their base is sharded, or in 4 bits. What is saved gives the
 /// same merged as beside the base.
 #[test]
-fn runs_sample_train_save_and_serve_adapters_of_experts() {
+fn lora_adapters_of_experts_are_trained_saved_and_served() {
     let runs = Runs::new();
     let model = random_model(&runs.path(""));
     let key = format!("model_name_or_path={}", model.display());
@@ -106,7 +106,7 @@ fn hybrids_with_experts_sample_and_train() {
 
 /// The resumed run makes what the uninterrupted one did, adapters' shards included.
 #[test]
-fn a_run_with_adapters_of_experts_ends_like_a_straight_one() {
+fn a_resumed_run_with_adapters_of_experts_equals_an_uninterrupted_one() {
     let runs = Runs::new();
     let model = format!("model_name_or_path={}", random_model(&runs.path("")).display());
     let common = [&REWARD[..], &[&model, "lora.r=4", "zero.stage=2", "max_steps=4"]].concat();
@@ -122,7 +122,7 @@ fn differing(runs: &Runs, run: &str, step: u64) -> f64 {
 /// Trajectories under way take their routes with them, through checkpoints too: those that older weights chose, which are others than
 /// the trainer's own. Without carried groups there are none such.
 #[test]
-fn carried_groups_and_resumed_runs_keep_the_routes_that_were_sampled() {
+fn recorded_routes_survive_carrying_and_resuming() {
     let runs = Runs::new();
     let model = format!("model_name_or_path={}", random_model(&runs.path("")).display());
     let common = [&REWARD[..], &[&model, "max_steps=4"]].concat();
@@ -148,7 +148,7 @@ fn carried_groups_and_resumed_runs_keep_the_routes_that_were_sampled() {
 /// Each of the updates of a generation batch has the routes of its own sequences, whoever sampled them: weights hardly move, so that the
 /// trainer alone would choose the same. Engines of their own, so that sequences and routes change ranks.
 #[test]
-fn every_update_of_a_batch_has_the_routes_of_its_sequences() {
+fn every_update_replays_the_routes_of_its_sequences() {
     let runs = Runs::new();
     let model = format!("model_name_or_path={}", random_model(&runs.path("")).display());
     let two =
@@ -161,7 +161,7 @@ fn every_update_of_a_batch_has_the_routes_of_its_sequences() {
 
 /// Routes cross from the engines' ranks to the trainers'. Batches that are sampled ahead have those of the weights that sampled them.
 #[test]
-fn engines_of_their_own_record_the_routes() {
+fn split_mode_engines_record_routes() {
     let runs = Runs::new();
     let model = format!("model_name_or_path={}", random_model(&runs.path("")).display());
     let three = ["per_device_train_batch_size=8", "tensor_parallel_size=1", "residency.optimizer=auto", "max_steps=4"];

@@ -81,7 +81,7 @@ fn gpu_attention_equals_the_cpus() {
 /// Long enough that the kernels' sums over blocks of keys would otherwise race.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_deterministic_attention_repeats_its_bits() {
+fn gpu_deterministic_attention_is_repeatable_bit_for_bit() {
     let gpu = World::single_on(Backend::Nccl).unwrap().device();
     torch::set_deterministic(true).unwrap();
     let rand = |heads: i64| Tensor::randn([8192, heads, 128], (Kind::BFloat16, gpu));

@@ -35,22 +35,24 @@ fn gpu_eight_ranks_sum_rows_in_rank_order() {
 
 #[test]
 #[ignore = "needs two GPUs"]
-fn gpu_two_ranks_replay_sums_at_any_pace() {
-    ranks::run_on_gpus(2, "gpu_all_reduce::gpu_two_ranks_replay_sums_at_any_pace", |world| replays_at_any_pace(&world));
+fn gpu_two_ranks_replay_all_reduce_graphs_at_different_speeds() {
+    ranks::run_on_gpus(2, "gpu_all_reduce::gpu_two_ranks_replay_all_reduce_graphs_at_different_speeds", |world| {
+        replays_at_any_pace(&world)
+    });
 }
 
 #[test]
 #[ignore = "needs four GPUs"]
-fn gpu_four_ranks_replay_sums_at_any_pace() {
-    ranks::run_on_gpus(4, "gpu_all_reduce::gpu_four_ranks_replay_sums_at_any_pace", |world| {
+fn gpu_four_ranks_replay_all_reduce_graphs_at_different_speeds() {
+    ranks::run_on_gpus(4, "gpu_all_reduce::gpu_four_ranks_replay_all_reduce_graphs_at_different_speeds", |world| {
         replays_at_any_pace(&world)
     });
 }
 
 #[test]
 #[ignore = "needs eight GPUs"]
-fn gpu_eight_ranks_replay_sums_at_any_pace() {
-    ranks::run_on_gpus(8, "gpu_all_reduce::gpu_eight_ranks_replay_sums_at_any_pace", |world| {
+fn gpu_eight_ranks_replay_all_reduce_graphs_at_different_speeds() {
+    ranks::run_on_gpus(8, "gpu_all_reduce::gpu_eight_ranks_replay_all_reduce_graphs_at_different_speeds", |world| {
         replays_at_any_pace(&world)
     });
 }
@@ -103,8 +105,8 @@ fn gpu_one_process_sums_rows_as_eight_ranks() {
 /// A rank that never comes: the others' kernels end with its failure, and after agreeing all sum again.
 #[test]
 #[ignore = "needs two GPUs"]
-fn gpu_two_ranks_of_which_one_fails_wait_no_longer() {
-    ranks::run_on_gpus(2, "gpu_all_reduce::gpu_two_ranks_of_which_one_fails_wait_no_longer", |world| {
+fn gpu_two_ranks_end_an_all_reduce_when_one_fails() {
+    ranks::run_on_gpus(2, "gpu_all_reduce::gpu_two_ranks_end_an_all_reduce_when_one_fails", |world| {
         for way in WAYS {
             let group = world.group();
             let case = Case::new(group.as_ref(), (8, 1536), Kind::BFloat16);

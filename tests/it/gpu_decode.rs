@@ -19,7 +19,7 @@ const KINDS: [(Kind, Kind, f64); 3] =
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_rows_norms_and_products_equal_the_cpus() {
+fn gpu_embedding_norms_and_gemms_equal_the_cpus() {
     kernels::prepare(0, 1).unwrap();
     for (residual, kind, bound) in KINDS {
         for (tokens, dim) in [(1, 1), (5, 33), (3, 128), (256, 3584), (7, 8192)] {

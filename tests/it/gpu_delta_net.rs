@@ -51,7 +51,7 @@ fn gpu_gated_delta_nets_equal_the_cpus() {
 /// One by one, in pieces and whole: the same bits. So a prompt may be computed in any steps, and a preempted sequence again.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_gated_delta_nets_do_not_see_how_runs_are_cut() {
+fn gpu_delta_nets_are_independent_of_chunk_boundaries() {
     const LEN: i64 = 37;
     kernels::prepare(0, 1).unwrap();
     for (kind, heads) in

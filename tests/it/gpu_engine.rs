@@ -38,7 +38,7 @@ const SEED: u64 = 7;
 /// spread every error over a distribution that is nearly flat.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_sampled_logprobs_are_the_trainers() {
+fn gpu_sampled_logprobs_match_the_trainer() {
     let [_, float32] = sampled_as_trained(&Model::new(LARGE), LARGE, [1.2, 1.5]);
     assert!(float32 < 0.01, "{float32} apart with a residual stream of float32");
 }
@@ -47,7 +47,7 @@ fn gpu_sampled_logprobs_are_the_trainers() {
 /// here, 1.01 without adapters.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_sampled_logprobs_with_adapters_are_the_trainers() {
+fn gpu_sampled_logprobs_with_adapters_match_the_trainer() {
     let [bfloat16, float32] = sampled_as_trained(&Model::adapted(SMALL), SMALL, [1.5, 1.5]);
     assert!(float32 < 0.8 * bfloat16, "{float32} apart with a residual stream of float32, {bfloat16} without");
 }
@@ -55,7 +55,7 @@ fn gpu_sampled_logprobs_with_adapters_are_the_trainers() {
 /// OLMo 2: norms behind the sublayers and over all heads.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_sampled_logprobs_with_norms_behind_are_the_trainers() {
+fn gpu_sampled_logprobs_with_post_norms_match_the_trainer() {
     let name = "olmo2-1b";
     let [bfloat16, float32] = sampled_as_trained(&Model::new(name), name, [1.5, 1.5]);
     assert!(float32 < bfloat16, "{float32} apart with a residual stream of float32, {bfloat16} without");
@@ -65,7 +65,7 @@ fn gpu_sampled_logprobs_with_norms_behind_are_the_trainers() {
 /// two rotations, windows, four norms a layer and GELU.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_sampled_logprobs_of_layers_that_differ_are_the_trainers() {
+fn gpu_sampled_logprobs_of_mixed_layers_match_the_trainer() {
     for name in ["smollm3-3b", "granite3.1-8b", "gemma-3-4b"] {
         let [bfloat16, float32] = sampled_as_trained(&Model::new(name), name, [1.5, 1.5]);
         assert!(float32 < bfloat16, "{name}: {float32} apart with a residual stream of float32, {bfloat16} without");
@@ -107,7 +107,7 @@ fn of_one_stream(model: &Model, name: &str, residual: Kind, bound: f64) -> f64 {
 /// both have to be a near tie, no further apart than bf16 rounds them.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_greedy_tokens_equal_a_float32_forwards() {
+fn gpu_greedy_tokens_equal_a_float32_forward() {
     let model = Model::new(LARGE);
     let params = SamplingParams {
         num_generations: 1,
@@ -137,7 +137,7 @@ fn gpu_greedy_tokens_equal_a_float32_forwards() {
 /// Chunked prompts, few slots, other neighbours, another order, preemption: the same bits.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_strict_steps_do_not_see_their_batch() {
+fn gpu_strict_steps_are_independent_of_the_batch() {
     let short = (256, 170, 80, 50);
     let same = |options| options;
     steps_do_not_see_their_batch(&Model::new(SMALL), &same, &[short, (1024, 600, 200, 120)]);
@@ -147,7 +147,7 @@ fn gpu_strict_steps_do_not_see_their_batch() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_strict_steps_with_adapters_do_not_see_their_batch() {
+fn gpu_strict_steps_with_adapters_are_independent_of_the_batch() {
     steps_do_not_see_their_batch(&Model::adapted(SMALL), &|options| options, &[(256, 170, 80, 50)]);
 }
 
@@ -192,7 +192,7 @@ fn steps_do_not_see_their_batch(
 /// forbids what was seen lets nothing come twice.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_logits_are_processed_on_the_device() {
+fn gpu_logits_are_filtered_on_the_device() {
     let model = Model::new(SMALL);
     let params = SamplingParams { num_generations: 2, max_completion_length: 24, ..SamplingParams::default() };
     let mut served = model.served(&model.options(128));
@@ -223,7 +223,7 @@ fn gpu_logits_are_processed_on_the_device() {
 /// Sleep after every call: graphs stay, tokens stay.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_recorded_steps_survive_sleep() {
+fn gpu_captured_graphs_survive_sleep() {
     let model = Model::new(SMALL);
     let params = SamplingParams { num_generations: 2, max_completion_length: 20, ..SamplingParams::default() };
     let mut served = model.served(&model.options(128));

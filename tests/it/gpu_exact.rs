@@ -22,7 +22,7 @@ fn rand(rows: i64, columns: i64) -> Tensor {
 /// The reference is a product: its sums are those of float64 up to rounding.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_the_reference_multiplies() {
+fn gpu_exact_reference_gemm_matches_float64() {
     kernels::prepare(0, 1).unwrap();
     for [rows, features, k] in [[1, 8, 64], [7, 100, 72], [130, 70, 200], [64, 64, 1024]] {
         let (x, w) = (rand(rows, k), rand(features, k));
@@ -42,7 +42,7 @@ fn gpu_the_reference_multiplies() {
 /// For the products of Qwen2.5-7B some algorithms are of the class for every number of rows. Prints which.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_algorithms_have_classes() {
+fn gpu_some_cublaslt_algorithms_match_the_reference_for_all_row_counts() {
     kernels::prepare(0, 1).unwrap();
     Context::retain(0).unwrap();
     let products = Products::of_current_stream(0).unwrap();
@@ -79,7 +79,7 @@ fn gpu_algorithms_have_classes() {
 /// A row's bits are the same for every number of rows, and the reference's: of a long K those of its halves, added.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_exact_rows_do_not_see_their_batch() {
+fn gpu_exact_rows_are_independent_of_the_batch() {
     kernels::prepare(0, 1).unwrap();
     let products = Products::of_current_stream(0).unwrap();
     for (features, k, parts) in [(3584, 3584, 1), (1152, 896, 1), (896, 4864, 1), (1536, 8960, 2)] {
@@ -145,7 +145,7 @@ fn by_row([q, k, v]: [&Tensor; 3], window: Option<usize>, scale: f64) -> Tensor 
 /// what a backward expects.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_attention_in_tiles_has_the_bits_of_decode_steps() {
+fn gpu_tiled_attention_equals_decode_bit_for_bit() {
     kernels::prepare(0, 1).unwrap();
     let (prompts, completions) = (vec![0, 20, 36, 536], vec![536, 539, 559, 561, 1300, 1301, 1600]);
     let groups = vec![536, 559, 561, 1600];
@@ -208,7 +208,7 @@ fn gpu_attention_in_tiles_has_the_bits_of_decode_steps() {
 /// Prompts over a paged cache, and what is left of them behind tokens that are there already.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_prompts_in_tiles_have_the_bits_of_decode_steps() {
+fn gpu_tiled_prefill_equals_decode_bit_for_bit() {
     kernels::prepare(0, 1).unwrap();
     let runs = [(0, 700), (300, 333), (0, 17), (1000, 300), (15, 2), (0, 512), (0, 1), (255, 260)];
     for (heads, kv_heads, hd, block_size) in [(28, 4, 128, 16), (14, 2, 64, 32), (24, 2, 128, 16)] {
@@ -268,7 +268,7 @@ fn steps(keys: &str) -> Vec<serde_json::Value> {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_sampler_and_trainer_are_equal() {
+fn gpu_exact_sampler_and_trainer_agree() {
     let mut off = Vec::new();
     for keys in [
         "dtype=bfloat16 share_prompts=true gradient_checkpointing=full",
@@ -289,7 +289,7 @@ fn gpu_sampler_and_trainer_are_equal() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_an_unequal_product_ends_the_run() {
+fn gpu_an_exact_run_ends_when_a_gemm_differs() {
     let folder = tempfile::tempdir().unwrap();
     let line = format!(
         "{SMALL_RUN} device=cuda dtype=bfloat16 max_steps=3 exact=true fault=0:1:forward_backward:unequal output_dir={}",
@@ -307,7 +307,7 @@ fn gpu_an_unequal_product_ends_the_run() {
 /// Before the first step, with the values that would do.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_what_kernels_do_not_hold_equal_is_refused() {
+fn gpu_exact_refuses_unsupported_models() {
     for (keys, told) in [
         ("kv_block_size=48", "kv_block_size = 48"),
         ("lora.r=4 lora.target_modules=all-linear", "a multiple of 8 with exact = true"),

@@ -113,20 +113,20 @@ fn of_choices(
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_requests_of_one_batch_have_their_own_adapters_of_experts() {
+fn gpu_requests_of_one_batch_use_their_own_expert_adapters() {
     let long = EngineOptions { block_size: 16, max_model_length: 256, records_experts: false, ..options() };
     adapters::compare(World::single_on(Backend::Nccl).unwrap(), "tiny-moe", long);
 }
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_sampled_logprobs_of_adapted_experts_are_the_trainers() {
+fn gpu_sampled_logprobs_of_adapted_experts_match_the_trainer() {
     let spec = ModelSpec::preset("qwen3-30b-a3b").unwrap().with_num_layers(2);
     sampled_as_trained(&Model::of(spec).with_adapters(), "qwen3-30b-a3b, 2 layers, adapted", [1.5, 1.5]);
 }
 
 #[test]
-fn requests_of_one_batch_have_their_own_adapters_of_experts() {
+fn requests_of_one_batch_use_their_own_expert_adapters() {
     tch::set_num_threads(1);
     adapters::compare(World::single(), "tiny-moe", EngineOptions { records_experts: false, ..options() });
 }

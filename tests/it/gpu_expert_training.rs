@@ -159,7 +159,7 @@ impl Case {
 /// In bfloat16 no tensor's gradient is further off than its bound, and one token that goes to another expert is. Over four blocks
 /// of tiny-moe rounding alone is as far off as that, 11 to 16 %, so that steps of whole models tell less.
 #[test]
-fn rounding_of_experts_gradients_is_told_from_a_fault() {
+fn tolerances_for_expert_gradients_detect_a_wrong_route() {
     const TOKEN: usize = 15; // of a completion
     tch::set_num_threads(1);
     for case in cases() {
@@ -185,7 +185,7 @@ fn rounding_of_experts_gradients_is_told_from_a_fault() {
 /// The GPU rounds no more than a CPU does, tensor by tensor; and over four blocks on NF4, which carry roundings on as far on both.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_gradients_of_experts_are_rounded_as_the_cpus() {
+fn gpu_expert_gradients_round_like_the_cpus() {
     kernels::prepare(0, 1).unwrap();
     let mut faults = Vec::new();
     for case in cases() {
@@ -214,7 +214,7 @@ fn gpu_gradients_of_experts_are_rounded_as_the_cpus() {
 /// Numbers of one token are in no other's output, and it has experts that exist.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_a_row_of_experts_that_is_no_number_stays_alone() {
+fn gpu_a_nan_row_of_experts_affects_no_other_row() {
     const BAD: i64 = 5;
     kernels::prepare(0, 1).unwrap();
     for (tokens, experts, k, kind) in [
@@ -261,7 +261,7 @@ fn gpu_a_row_of_experts_that_is_no_number_stays_alone() {
 /// good.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_a_loaded_policy_holds_the_memory_of_its_weights_alone() {
+fn gpu_loading_a_policy_needs_no_memory_beyond_its_weights() {
     let spec = ModelSpec { vocab_size: 1024, ..ModelSpec::preset("qwen3-30b-a3b").unwrap() }.with_num_layers(2);
     let spec = spec.map_experts(|experts| (experts.num_experts, experts.own) = (32, 32));
     let table = Arc::new(ParamTable::new(Arc::new(spec), 1));

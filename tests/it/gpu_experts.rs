@@ -90,7 +90,7 @@ fn cases() -> Vec<Case> {
 /// Choices, weights, records and tiles of every token. Where two probabilities are closer than rounding, either may be chosen.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_routes_equal_the_cpus() {
+fn gpu_expert_routing_equals_the_cpus() {
     kernels::prepare(0, 1).unwrap();
     for case in cases() {
         let Case { tokens, hidden, experts, k, .. } = case;
@@ -215,7 +215,7 @@ fn gpu_experts_equal_the_cpus() {
 /// All tokens on one expert, which another rank may have; and experts of which none is this rank's.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_experts_may_be_without_rows() {
+fn gpu_experts_without_rows_are_supported() {
     kernels::prepare(0, 1).unwrap();
     for (experts, chosen, own) in [(16, 3, 0..16), (512, 511, 0..512), (16, 3, 4..8), (512, 0, 256..512)] {
         for kind in [Kind::BFloat16, Kind::Float] {
@@ -271,7 +271,7 @@ fn expected(case: &Case, x: &Tensor, (gate_up, down): (&Tensor, &Tensor), routed
 /// A token's output does not depend on the tokens beside it.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_a_token_of_experts_has_the_same_bits_in_any_batch() {
+fn gpu_experts_are_independent_of_the_batch_bit_for_bit() {
     kernels::prepare(0, 1).unwrap();
     let whole = case([700, 512, 96, 16, 4], 0..16, Kind::BFloat16);
     let (x, router) = (gpu(&rand(&[700, 512], whole.kind)), gpu(&(rand(&[16, 512], whole.kind) * 0.1)));
@@ -401,7 +401,7 @@ fn samples_what_transformers_does((world, mesh): (&Arc<World>, &Mesh), is_parall
 /// With the sampler's experts the trainer's log-probabilities are as near as those of models without.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_sampled_logprobs_of_experts_are_the_trainers() {
+fn gpu_sampled_logprobs_of_experts_match_the_trainer() {
     let spec = ModelSpec::preset("qwen3-30b-a3b").unwrap().with_num_layers(2);
     let model = Model::of(spec);
     sampled_as_trained(&model, "qwen3-30b-a3b, 2 layers", [1.5, 1.5]);
@@ -410,7 +410,7 @@ fn gpu_sampled_logprobs_of_experts_are_the_trainers() {
 /// Times of one layer of Qwen3-30B-A3B with every tile: microseconds, and the bytes of weights that are hit a second.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_experts_read_weights_at_the_memory_s_speed() {
+fn gpu_experts_read_weights_at_memory_bandwidth() {
     kernels::prepare(0, 1).unwrap();
     let (experts, hidden, width, k, kind) = (128, 2048, 768, 8, Kind::BFloat16);
     let random = |shape: &[i64]| Tensor::randn(shape, (kind, GPU)) * 0.05;

@@ -104,7 +104,7 @@ fn gpu_experts_in_fp8_equal_the_cpus() {
 /// A token's row does not depend on the tokens beside it.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_a_token_of_experts_in_fp8_has_the_same_bits_in_any_batch() {
+fn gpu_fp8_experts_are_independent_of_the_batch_bit_for_bit() {
     kernels::prepare(0, 1).unwrap();
     let all = case([700, 512, 96, 16, 4], 0..16, Kind::BFloat16);
     let (x, router) = (rand(&[700, 512], all.kind), rand(&[16, 512], all.kind) * 0.1);
@@ -128,7 +128,7 @@ fn gpu_a_token_of_experts_in_fp8_has_the_same_bits_in_any_batch() {
 /// rank's share of them. Half of the experts are chosen more often, so that what was copied early is sometimes wrong.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_streamed_experts_have_the_bits_of_the_others() {
+fn gpu_streamed_experts_equal_tiled_ones_bit_for_bit() {
     kernels::prepare(0, 1).unwrap();
     let few = ExpertTile::SCALED[0];
     let cases = [
@@ -175,7 +175,7 @@ fn gpu_streamed_experts_have_the_bits_of_the_others() {
 /// the gradient of what they read. Some experts have no rows.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_grouped_products_in_fp8_are_those_of_the_rounded_rows() {
+fn gpu_fp8_grouped_gemms_equal_gemms_of_rounded_rows() {
     let _products = products();
     for [tokens, columns, features, experts, k] in [[33, 64, 48, 8, 2], [5, 96, 272, 16, 4], [700, 2048, 1536, 12, 3]] {
         if is_small() && tokens > 100 {

@@ -18,7 +18,7 @@ const GROUPED: [[i64; 5]; 6] =
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_routes_by_sigmoids_in_groups_equal_the_cpus() {
+fn gpu_grouped_sigmoid_routing_equals_the_cpus() {
     kernels::prepare(0, 1).unwrap();
     for (kind, [tokens, experts, groups, groups_per_tok, k]) in
         [Kind::BFloat16, Kind::Float].into_iter().flat_map(|kind| GROUPED.map(|sizes| (kind, sizes)))
@@ -42,7 +42,7 @@ fn gpu_routes_by_sigmoids_in_groups_equal_the_cpus() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_routes_with_biases_equal_the_cpus() {
+fn gpu_routing_with_biases_equals_the_cpus() {
     kernels::prepare(0, 1).unwrap();
     for (kind, [tokens, experts, .., k]) in
         [Kind::BFloat16, Kind::Float].into_iter().flat_map(|kind| GROUPED.map(|sizes| (kind, sizes)))

@@ -37,7 +37,7 @@ fn assert_same(got: &ScaledRows, expected: &ScaledRows, what: &str) {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_rows_are_rounded_as_on_a_cpu() {
+fn gpu_fp8_row_rounding_equals_the_cpus() {
     let _products = products();
     for (rows, columns) in [(1, 16), (3, 128), (300, 896), (37, 3584), (5, 18_944), (2, 32_768)] {
         let wide = Tensor::randn([rows, columns + 16], (Kind::Float, Device::Cpu));
@@ -57,7 +57,7 @@ fn gpu_rows_are_rounded_as_on_a_cpu() {
 /// The norm and SwiGLU round as they would write, and then as the kernel that does nothing else.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_other_kernels_round_on_their_way_to_the_same_bits() {
+fn gpu_fused_fp8_rounding_equals_separate_rounding_bit_for_bit() {
     let _products = products();
     let rand = |shape: [i64; 2], kind| Tensor::randn(shape, (kind, GPU));
     for (rows, columns) in [(1, 64), (7, 896), (256, 3584), (3, 8192)] {
@@ -123,7 +123,7 @@ fn first(x: &ScaledRows, rows: i64) -> ScaledRows {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_products_in_fp8_are_those_of_the_rounded_rows() {
+fn gpu_fp8_gemms_equal_gemms_of_rounded_rows() {
     let (products, _current) = products();
     for (n, k) in [(64, 128), (4608, 3584), (3584, 18_944), (1152, 896), (2048, 1536)] {
         let (x, w) = factors(300, n, k);
@@ -150,7 +150,7 @@ fn gpu_products_in_fp8_are_those_of_the_rounded_rows() {
 /// The kernels for few rows and for up to eight, with and without SwiGLU; a row's bits do not depend on the rows beside it.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_own_products_in_fp8_are_those_of_the_rounded_rows() {
+fn gpu_own_fp8_gemm_kernels_equal_gemms_of_rounded_rows() {
     let (_products, _current) = products();
     for (n, k) in [(4608, 3584), (3584, 3584), (37_888, 3584), (3584, 18_944), (8448, 144), (5200, 1008)] {
         if is_small() && k > 1008 {
@@ -194,7 +194,7 @@ fn gpu_own_products_in_fp8_are_those_of_the_rounded_rows() {
 /// Gate and up with SwiGLU of 256 and 512 rows, and of a few less.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_gate_and_up_in_fp8_are_those_of_the_rounded_rows() {
+fn gpu_fp8_gate_up_kernel_equals_gemms_of_rounded_rows() {
     let (_products, _current) = products();
     for (n, k) in [(37_888, 3584), (75_776, 144)] {
         if is_small() && k > 144 {
@@ -223,7 +223,7 @@ fn gpu_gate_and_up_in_fp8_are_those_of_the_rounded_rows() {
 /// The kernel for more rows, in all of its cuts; a row's bits do not depend on the rows beside it.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_wide_products_in_fp8_are_those_of_the_rounded_rows() {
+fn gpu_wide_fp8_gemms_equal_gemms_of_rounded_rows() {
     let (_products, _current) = products();
     let shapes = [
         (3584, 18_944),
@@ -290,7 +290,7 @@ fn gpu_wide_products_in_fp8_are_those_of_the_rounded_rows() {
 /// Gate and up with SwiGLU of a slice that is too narrow for `gate_up.cu`.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_narrow_gate_and_up_in_fp8_are_those_of_the_rounded_rows() {
+fn gpu_narrow_fp8_gate_up_equals_gemms_of_rounded_rows() {
     let (_products, _current) = products();
     for (n, k) in [(9472, 3584), (9488, 400), (5200, 400)] {
         if is_small() && k > 400 {

@@ -52,7 +52,7 @@ fn hard([rows, columns]: [i64; 2]) -> Tensor {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_columns_and_long_rows_are_rounded_as_on_a_cpu() {
+fn gpu_fp8_rounding_of_columns_and_long_rows_equals_the_cpus() {
     let _products = products();
     for shape in [
         [16, 16],
@@ -95,7 +95,7 @@ fn gpu_columns_and_long_rows_are_rounded_as_on_a_cpu() {
 /// The gradients are those of the kernel that does nothing else, and are rounded to what the kernel of rows makes of them.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_swiglu_s_backward_rounds_on_its_way_to_the_same_bits() {
+fn gpu_fused_swiglu_backward_rounds_to_the_same_fp8_bits() {
     let _products = products();
     let rand = |shape: [i64; 2]| Tensor::randn(shape, (Kind::BFloat16, GPU));
     let of = |by| [(1, 16), (37, 384), (5, 4864), (130, 18_944), (2, 32_768)].map(|shape| (by, shape));
@@ -118,7 +118,7 @@ fn gpu_swiglu_s_backward_rounds_on_its_way_to_the_same_bits() {
 /// The norm gives the bits of the one that backward computes again, and SwiGLU those of its own forward, both of many rows.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_norm_and_swiglu_round_many_rows_to_the_same_bits() {
+fn gpu_fused_norm_and_swiglu_round_to_the_same_fp8_bits() {
     let _products = products();
     let rand = |shape: [i64; 2], kind| Tensor::randn(shape, (kind, GPU)) * 30;
     let rounded = |x: &Tensor| {
@@ -164,7 +164,7 @@ fn gpu_norm_and_swiglu_round_many_rows_to_the_same_bits() {
 /// As near to the product of the rounded factors, in float64, as bfloat16 and sums on the tensor cores, which keep 14 bits, leave it.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_products_of_training_are_those_of_the_rounded_factors() {
+fn gpu_fp8_training_gemms_equal_gemms_of_rounded_operands() {
     let (_products, _current) = products();
     let rand = |shape: [i64; 2]| {
         let sizes = Tensor::randn([shape[0], 1], (Kind::Float, GPU)).exp(); // a scale in the wrong place shows
@@ -210,7 +210,7 @@ fn gpu_products_of_training_are_those_of_the_rounded_factors() {
 /// For any number of tokens: written to memory of any values and added to a sum, and near what the CPU's reference makes.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_gradients_of_weights_are_those_of_the_rounded_columns() {
+fn gpu_fp8_weight_gradients_equal_gemms_of_rounded_columns() {
     let (_products, _current) = products();
     for (tokens, n, k) in [(1, 16, 32), (37, 768, 128), (333, 1152, 896), (1003, 4864, 3584), (4096, 3584, 18_944)] {
         if is_small() && n > 1000 {
@@ -244,7 +244,7 @@ fn gpu_gradients_of_weights_are_those_of_the_rounded_columns() {
 /// The least that `Format::check` lets pass: each side of 16 beside others, and a token, or none.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_the_smallest_sides_are_multiplied() {
+fn gpu_fp8_gemms_support_the_smallest_dimensions() {
     let (_products, _current) = products();
     let rand = |shape: [i64; 2]| Tensor::randn(shape, (Kind::BFloat16, GPU));
     for (tokens, n, k) in [(1, 16, 16), (5, 16, 128), (5, 128, 16), (3, 48, 80), (0, 64, 128)] {
@@ -396,7 +396,7 @@ const MOST_OFF_NORM: f64 = 5e-3;
 
 /// The two bounds part what rounds from what does not: even FP8 in float32, none of whose intermediates are those of bfloat16, goes the way.
 #[test]
-fn a_step_in_fp8_goes_where_its_rounding_sends_it() {
+fn an_fp8_training_step_differs_only_by_its_rounding() {
     let (exact, simulated) = (FLOAT.run(), Step::on(Device::Cpu).run());
     let in_float = Step { format: &Fp8::ROWS, ..FLOAT }.run();
     let went = shares(&in_float, &simulated, &exact);
@@ -410,7 +410,7 @@ fn a_step_in_fp8_goes_where_its_rounding_sends_it() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_a_step_in_fp8_is_what_a_cpu_simulates() {
+fn gpu_an_fp8_training_step_equals_the_cpu_simulation() {
     for (adapts, format) in [(false, &Fp8::ROWS), (true, &Fp8::ROWS), (false, &Fp8::ALL)] {
         let exact = Step { adapts, ..FLOAT }.run();
         for residual in [Kind::BFloat16, Kind::Float] {
@@ -442,7 +442,7 @@ fn gpu_a_step_in_fp8_is_what_a_cpu_simulates() {
 /// Forward's products and the gradients of their inputs, four matrices a block, are in FP8, and no others are.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_every_product_of_blocks_trains_in_fp8() {
+fn gpu_every_gemm_of_a_block_trains_in_fp8() {
     let layers = Step::spec().num_layers();
     let calls = |step: Step| {
         let (mut policy, micro_batch) = (step.policy(), step.micro_batch());

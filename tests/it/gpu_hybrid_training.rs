@@ -103,7 +103,7 @@ fn layouts() -> [(i64, Bounds); 2] {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_delta_nets_equal_the_cpus() {
+fn gpu_delta_net_training_equals_the_cpus() {
     kernels::prepare(0, 1).unwrap();
     tch::manual_seed(11);
     for (heads, kind, bound) in [
@@ -150,7 +150,7 @@ fn gpu_kept_chunks_of_delta_nets_change_no_bit() {
 /// Many sequences, whose heads' states are split among blocks in another way than those of one.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_packed_delta_nets_equal_each_by_itself_bit_for_bit() {
+fn gpu_packed_delta_nets_equal_separate_ones_bit_for_bit() {
     kernels::prepare(0, 1).unwrap();
     tch::manual_seed(12);
     let lens = [70, 1, 131, 64, 3].into_iter().cycle().take(30);
@@ -195,7 +195,7 @@ fn wide_hybrid_with_experts() -> ModelSpec {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_hybrids_train_as_on_the_cpu() {
+fn gpu_hybrid_models_train_as_on_the_cpu() {
     use GradientCheckpointing::{Full, Selective};
     kernels::prepare(0, 1).unwrap();
     let narrow = || ModelSpec::preset("tiny-hybrid").unwrap();

@@ -137,7 +137,7 @@ fn gpu_sums_of_squares_equal_the_cpus() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_normal_numbers_are_the_cpus() {
+fn gpu_normal_random_numbers_equal_the_cpus() {
     kernels::prepare(0, 1).unwrap();
     let key = RandomKey::new(7, 9);
     for n in [1, 5, 1_000_003] {
@@ -236,7 +236,7 @@ fn gpu_swiglu_equals_the_cpus() {
 /// expert's, or nearly all of 512 have none.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_grouped_products_equal_the_cpus() {
+fn gpu_grouped_gemms_equal_the_cpus() {
     kernels::prepare(0, 1).unwrap();
     for (kind, bound) in [(Kind::Float, 1e-5), (Kind::BFloat16, 1e-2)] {
         for ([tokens, hidden, width, num_experts, k], all_on) in [
@@ -292,7 +292,7 @@ fn gpu_grouped_products_equal_the_cpus() {
 /// beside a slice stays.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_gradients_of_groups_are_added_in_float32() {
+fn gpu_grouped_weight_gradients_are_summed_in_float32() {
     kernels::prepare(0, 1).unwrap();
     for (sizes, features, columns) in [
         (vec![100, 0, 1, 63], 256, 256),
@@ -324,7 +324,7 @@ fn gpu_gradients_of_groups_are_added_in_float32() {
 /// Times on shapes of Qwen2.5-7B, 16,384 tokens, beside the bytes that must move.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_kernels_run_near_the_memory_s_speed() {
+fn gpu_kernels_run_near_memory_bandwidth() {
     kernels::prepare(0, 1).unwrap();
     const TOKENS: i64 = 16_384;
     let rand = |shape: &[i64], kind| Tensor::randn(shape, (kind, GPU));

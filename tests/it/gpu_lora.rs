@@ -24,7 +24,7 @@ use crate::on_gpu::{GPU, is_small, seconds};
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_dropout_is_the_cpus() {
+fn gpu_dropout_masks_equal_the_cpus() {
     kernels::prepare(0, 1).unwrap();
     let dropout = Dropout { rate: 0.3, key: RandomKey::new(5, 6) };
     for (rows, columns) in [(1, 1), (7, 30), (513, 1024)] {
@@ -40,7 +40,7 @@ fn gpu_dropout_is_the_cpus() {
 /// Of every row the same bits whatever the rows beside it; nothing else is written.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_adapters_add_what_the_cpus_do() {
+fn gpu_lora_kernels_equal_the_cpus() {
     kernels::prepare(0, 1).unwrap();
     let rand = |shape: [i64; 2], scale: f64| Tensor::randn(shape, (Kind::BFloat16, GPU)) * scale;
     let double = |tensor: &Tensor| tensor.to_device(Device::Cpu).to_kind(Kind::Double);
@@ -92,7 +92,7 @@ fn hostile([rows, columns]: [i64; 2], sign: f64) -> Tensor {
 /// once.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_adapters_have_one_order_of_sums() {
+fn gpu_lora_sums_have_one_order_for_all_batches() {
     kernels::prepare(0, 1).unwrap();
     const ROWS: i64 = 5000;
     for (columns, inner, outer) in
@@ -122,7 +122,7 @@ fn gpu_adapters_have_one_order_of_sums() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_nf4_is_the_cpus() {
+fn gpu_nf4_dequantization_equals_the_cpus() {
     kernels::prepare(0, 1).unwrap();
     let [on_host, on_device] = [Device::Cpu, GPU].map(|device| Nf4.encoder(device).unwrap());
     for (groups, rows, columns) in [(1, 3, 64), (5, 2, 192), (40, 1, 4096), (1, 1000, 3584)] {
@@ -158,7 +158,7 @@ fn gpu_nf4_is_the_cpus() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_nf4_runs_near_the_memory_s_speed() {
+fn gpu_nf4_dequantization_runs_near_memory_bandwidth() {
     kernels::prepare(0, 1).unwrap();
     for preset in ["qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b"] {
         let spec = ModelSpec::preset(preset).unwrap().with_num_layers(1);

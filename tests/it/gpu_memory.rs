@@ -17,7 +17,7 @@ const CLEARING_MS_PER_GIB: f64 = 2.5;
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_arena_comes_and_goes_in_a_tenth_of_a_second() {
+fn gpu_arena_maps_and_unmaps_within_a_tenth_of_a_second() {
     const REST: Duration = Duration::from_millis(500);
     let context = Context::retain(0).unwrap();
     // libtorch's own first allocations and kernels come before the free bytes are read.
@@ -89,7 +89,7 @@ fn gpu_arena_views_work_in_libtorch_and_growth_keeps_them() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_arena_that_does_not_fit_maps_nothing_and_says_who_holds_what() {
+fn gpu_arena_that_does_not_fit_maps_nothing_and_names_the_owners() {
     let context = Context::retain(0).unwrap();
     let FreeMemory { free_bytes: free, total_bytes: total } = context.memory().unwrap();
     let mut arena = Arena::reserve("gpu_huge_test", 2 * total, GPU).unwrap();
@@ -105,7 +105,7 @@ fn gpu_arena_that_does_not_fit_maps_nothing_and_says_who_holds_what() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_pool_copies_at_the_bus_speed_and_bit_identical() {
+fn gpu_host_pool_copies_at_pcie_speed_bit_for_bit() {
     const CHECKED: i64 = 1 << 28; // elements: 1 GiB of float32
     let bytes = 4 * GIB + (1 << 20);
     let start = Instant::now();
@@ -165,7 +165,7 @@ fn gpu_short_copies_do_not_wait_for_a_long_one() {
 /// Pieces that leave one by one are the next arena's; the driver gets what that does not take, and not before.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_pieces_that_leave_wait_for_the_next_arena() {
+fn gpu_offloaded_pieces_free_memory_for_the_next_arena() {
     let context = Context::retain(0).unwrap();
     let [mut leaving, mut next] =
         ["gpu_leaving_test", "gpu_next_test"].map(|name| Arena::reserve(name, 8 * GIB, GPU).unwrap());
@@ -226,7 +226,7 @@ fn gpu_tensors_of_all_sizes_are_cut_from_one_block() {
 /// What one arena lets go is another's at once, and reads as zero there.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_arenas_hand_their_memory_on() {
+fn gpu_arenas_pass_physical_memory_on() {
     let mut arenas = ["gpu_first_test", "gpu_second_test"].map(|name| Arena::reserve(name, 8 * GIB, GPU).unwrap());
     let numel = (8 * GIB / 4) as i64;
     for turn in 0..6 {
@@ -279,7 +279,7 @@ fn gpu_graph_outlives_the_sleep_of_its_memory() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_graph_that_cannot_be_recorded_says_so_and_leaves_the_stream_usable() {
+fn gpu_a_failed_graph_capture_leaves_the_stream_usable() {
     let stream = TorchStream::new(&Context::retain(0).unwrap()).unwrap();
     let mut tensor = Tensor::zeros([16], (Kind::Float, GPU));
     let read = Graph::capture(&stream, || {
@@ -294,7 +294,7 @@ fn gpu_graph_that_cannot_be_recorded_says_so_and_leaves_the_stream_usable() {
 /// The overlapped transition as `train::residence` makes it: the host goes on, and libtorch's stream waits for the copy.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_copies_beside_other_work_arrive_before_what_needs_them() {
+fn gpu_asynchronous_copies_finish_before_their_use() {
     let mut pool = HostPool::new("gpu_async_test", GIB, GPU, &mut |_, _| ()).unwrap();
     let mut arena = Arena::reserve("gpu_async_state", GIB, GPU).unwrap();
     let busy = Tensor::randn([8192, 8192], (Kind::BFloat16, GPU));

@@ -27,7 +27,7 @@ pub fn swiglu_of(pairs: &Tensor) -> Tensor {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_products_equal_the_cpus_in_any_layout() {
+fn gpu_gemms_equal_the_cpus_in_any_layout() {
     let (products, _current) = products();
     let rand = |shape: [i64; 2], kind| Tensor::randn(shape, (Kind::Float, Device::Cpu)).to_kind(kind).to_device(GPU);
     for (m, n, k) in [(1, 64, 128), (7, 512, 3584), (256, 1000, 96), (33, 8, 72), (300, 4608, 512)] {
@@ -66,7 +66,7 @@ fn gpu_products_equal_the_cpus_in_any_layout() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_a_fixed_algorithm_gives_a_row_the_same_bits_in_any_batch() {
+fn gpu_fixed_gemm_algorithms_are_independent_of_the_batch() {
     let (products, _current) = products();
     for (n, k) in [(1152, 896), (896, 4864), (9728, 896), (4608, 3584), (3584, 18_944)] {
         let [x, w] = [[1500, k], [n, k]].map(|shape| Tensor::randn(shape, (Kind::BFloat16, GPU)));
@@ -106,7 +106,7 @@ pub fn written(expected: &Tensor, what: &str, write: impl Fn(&Tensor)) -> f64 {
 /// depend on the rows beside it, and nothing is written beside the output.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_products_of_few_rows_are_those_of_float32() {
+fn gpu_gemms_with_few_rows_match_float32() {
     let (_products, _current) = products();
     for (n, k) in [(4608, 3584), (3584, 3584), (37_888, 3584), (3584, 18_944), (8448, 72), (5200, 1000)] {
         if is_small() && k > 1000 {
@@ -146,7 +146,7 @@ fn gpu_products_of_few_rows_are_those_of_float32() {
 /// The kernel for many rows against float32, as above.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_gate_up_is_that_of_float32() {
+fn gpu_fused_gate_up_matches_float32() {
     let (_products, _current) = products();
     for (n, k) in [(37_888, 3584), (35_008, 1000), (37_888, 72)] {
         if is_small() && k > 72 {
@@ -182,7 +182,7 @@ fn gpu_gate_up_is_that_of_float32() {
 /// that was timed is not slower than the first that the library names. Best of three, both ways in turn.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_timed_products_are_not_slower() {
+fn gpu_timed_gemm_algorithms_are_not_slower() {
     let (products, _current) = products();
     for (name, n, k, out_kind) in [
         ("qkv", 4608, 3584, Kind::BFloat16),

@@ -9,7 +9,7 @@ use crate::on_gpu::{GPU, gpu, ints, is_small, poison, rand, random_ints, random_
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_samples_equal_the_cpus() {
+fn gpu_sampled_tokens_equal_the_cpus() {
     kernels::prepare(0, 1).unwrap();
     for (rows, vocab, shards) in [(1, 13, 1), (37, 1001, 2), (9, 151_936, 4), (64, 4096, 1), (3, 50_000, 3)] {
         if is_small() && vocab > 5000 {
@@ -87,7 +87,7 @@ fn compare_samples(rows: i64, vocab: i64, shards: i64, temperature: f32, penalty
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_samples_flag_logits_that_are_not_numbers() {
+fn gpu_sampling_flags_nan_logits() {
     kernels::prepare(0, 1).unwrap();
     let logits = rand(&[4, 1000], Kind::Float);
     let _ = logits.get(1).get(700).fill_(f64::NAN);
@@ -105,7 +105,7 @@ fn gpu_samples_flag_logits_that_are_not_numbers() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_filters_keep_what_their_definitions_keep() {
+fn gpu_sampling_filters_match_their_definitions() {
     kernels::prepare(0, 1).unwrap();
     for (vocab, digits) in [(13, 2.0), (1000, 3.0), (1000, 0.5), (151_936, 3.0)] {
         if is_small() && (vocab > 5000 || digits < 1.0) {
@@ -213,7 +213,7 @@ fn whole_rows(logits: &Tensor, shards: i64, rows: i64) -> Tensor {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_seen_ids_are_those_of_the_history() {
+fn gpu_seen_token_ids_match_the_history() {
     kernels::prepare(0, 1).unwrap();
     let (vocab, block_size, max_blocks) = (1000usize, 16, 5);
     let lens = [0, 1, 16, 17, 80];
@@ -240,7 +240,7 @@ fn gpu_seen_ids_are_those_of_the_history() {
 /// What masks leave may be in one part of the vocabulary alone: all others, and other ranks' shards, have nothing to draw.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_samples_come_from_the_part_that_a_mask_leaves() {
+fn gpu_sampling_respects_grammar_masks() {
     kernels::prepare(0, 1).unwrap();
     const DRAWS: i64 = 12;
     for (vocab, shards, allowed) in [(50_000, 1, 49_990..50_000), (50_000, 4, 13_000..13_005), (4096, 2, 7..8)] {
@@ -282,7 +282,7 @@ fn gpu_samples_come_from_the_part_that_a_mask_leaves() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_masks_leave_what_they_allow() {
+fn gpu_grammar_masks_keep_allowed_logits() {
     kernels::prepare(0, 1).unwrap();
     for (rows, vocab, shards) in [(1i64, 13i64, 1i64), (5, 1001, 2), (3, 50_000, 3), (40, 4096, 1)] {
         let words = (vocab + 31) / 32;

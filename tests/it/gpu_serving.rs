@@ -140,7 +140,7 @@ fn compare(got: &[Sampled], expected: &[Sampled]) {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_structures_and_top_logprobs_are_the_cpus() {
+fn gpu_structured_output_and_top_logprobs_equal_the_cpus() {
     tch::set_num_threads(1);
     let expected = sampled(World::single(), &requests());
     compare(&sampled(World::single_on(Backend::Nccl).unwrap(), &requests()), &expected);
@@ -148,8 +148,8 @@ fn gpu_structures_and_top_logprobs_are_the_cpus() {
 
 #[test]
 #[ignore = "needs two GPUs"]
-fn gpu_two_ranks_follow_structures_together() {
-    ranks::run_on_gpus(2, "gpu_serving::gpu_two_ranks_follow_structures_together", |world| {
+fn gpu_two_ranks_agree_on_structured_output() {
+    ranks::run_on_gpus(2, "gpu_serving::gpu_two_ranks_agree_on_structured_output", |world| {
         let expected = sampled(World::single(), &requests());
         compare(&sampled(world, &requests()), &expected);
     });
@@ -157,13 +157,13 @@ fn gpu_two_ranks_follow_structures_together() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_requests_of_one_batch_have_their_own_adapters() {
+fn gpu_requests_of_one_batch_use_their_own_adapters() {
     adapters::compare(World::single_on(Backend::Nccl).unwrap(), "tiny", long());
 }
 
 /// The comparison itself, between two engines on the CPU.
 #[test]
-fn structures_and_top_logprobs_do_not_depend_on_the_engine() {
+fn structured_output_and_top_logprobs_are_engine_independent() {
     tch::set_num_threads(1);
     let [first, second] = [(); 2].map(|()| sampled(World::single(), &requests()));
     assert!(first.iter().any(|sampled| sampled.completion.finish_reason == Some(FinishReason::Eos)));

@@ -23,7 +23,7 @@ const KEPT_BYTES: usize = 64 * MIB;
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_five_hundred_cycles_leave_memory_flat() {
+fn gpu_five_hundred_sleep_cycles_leak_no_memory() {
     let world = Arc::new(World::single_on(Backend::Nccl).unwrap());
     let (context, device) = (Context::retain(0).unwrap(), world.device());
     let mut colocated = Setup::new(0).build(&world, &world.mesh(1, 1).unwrap());
@@ -104,7 +104,7 @@ fn ends_and_frees(num_ranks: usize, fault: &str, keys: &str, code: i32) {
 /// 20: what another process holds is told before anything is started.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_in_use_is_refused_before_the_launch() {
+fn gpu_memory_used_by_others_is_refused_before_the_launch() {
     let mut held = Arena::reserve("held_test", 2 << 30, GPU).unwrap();
     held.map(2 << 30).unwrap();
     let folder = tempfile::tempdir().unwrap();
@@ -115,7 +115,7 @@ fn gpu_in_use_is_refused_before_the_launch() {
 /// 5, 6: a GPU that another process fills up while the run goes on.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_that_fills_up_ends_the_run_and_the_key_to_lower_is_told() {
+fn gpu_out_of_memory_names_the_key_to_lower() {
     let context = Context::retain(0).unwrap();
     let folder = tempfile::tempdir().unwrap();
     let line = format!(
@@ -141,7 +141,7 @@ fn gpu_that_fills_up_ends_the_run_and_the_key_to_lower_is_told() {
 /// 5, 6: a GPU that is full when a phase begins. What is left ends in the forward, in the backward or at once.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_memory_that_ends_in_training_names_the_key_and_is_no_reason_to_restart() {
+fn gpu_out_of_memory_in_training_names_the_key_without_restart() {
     let large = "per_device_train_batch_size=1536 num_generations=16 max_tokens_per_micro_batch=1000000 beta=0.1";
     let key = "lower max_tokens_per_micro_batch";
     for (phase, left_mib, key) in [
@@ -166,7 +166,7 @@ fn gpu_memory_that_ends_in_training_names_the_key_and_is_no_reason_to_restart() 
 /// 5: the engine's own: its cache and buffers when it wakes, prompts, and steps that are recorded.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_memory_that_ends_in_the_engine_names_the_key_and_is_no_reason_to_restart() {
+fn gpu_out_of_memory_in_the_engine_names_the_key_without_restart() {
     for dtype in ["float32", "bfloat16"] {
         let keys = format!("dtype={dtype}");
         let key = "lower kv_cache_bytes, max_num_seqs or max_num_batched_tokens";

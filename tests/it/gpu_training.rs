@@ -17,7 +17,7 @@ const KINDS: [(Kind, f64); 2] = [(Kind::Float, 1e-5), (Kind::BFloat16, 5e-3)];
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_heads_equal_the_cpus() {
+fn gpu_attention_heads_equal_the_cpus() {
     kernels::prepare(0, 1).unwrap();
     for (kind, bound) in KINDS {
         // Wide heads in 16-byte pieces; 6 and 80 wide take the narrow variant or leave lanes idle.
@@ -82,14 +82,14 @@ fn compare_heads(
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_head_equals_the_cpus() {
+fn gpu_output_head_equals_the_cpus() {
     let (kind, bound) = KINDS[0];
     head_equals_the_cpus(kind, bound);
 }
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_bfloat16_head_equals_the_cpus() {
+fn gpu_bfloat16_output_head_equals_the_cpus() {
     let (kind, bound) = KINDS[1];
     head_equals_the_cpus(kind, bound);
 }
@@ -145,7 +145,7 @@ fn head_equals_the_cpus(kind: Kind, bound: f64) {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_rows_are_added_in_order() {
+fn gpu_embedding_gradients_are_added_in_order() {
     kernels::prepare(0, 1).unwrap();
     for (kind, bound) in KINDS {
         for (rows, dim, table_rows) in [(0, 8, 3), (1, 1, 1), (500, 33, 7), (3000, 1536, 40), (1000, 5000, 100_000)] {
@@ -203,7 +203,7 @@ fn gpu_weight_gradients_are_summed_in_float32() {
 /// Microseconds of each kernel on 16,384 tokens of Qwen2.5-1.5B and 7B, beside the bytes that must move.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_training_kernels_run_near_the_memory_s_speed() {
+fn gpu_training_kernels_run_near_memory_bandwidth() {
     kernels::prepare(0, 1).unwrap();
     const TOKENS: i64 = 16_384;
     let rand = |shape: &[i64], kind| Tensor::randn(shape, (kind, GPU));
@@ -274,7 +274,7 @@ fn gpu_training_kernels_run_near_the_memory_s_speed() {
 /// which training uses, are not far behind.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_training_products_are_near_the_fastest() {
+fn gpu_training_gemms_are_near_the_fastest_algorithm() {
     kernels::prepare(0, 1).unwrap();
     const TOKENS: i64 = 16_384;
     let (products, _current) = products();

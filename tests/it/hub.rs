@@ -79,7 +79,7 @@ fn files_are_downloaded_once_and_found_without_a_network() {
 }
 
 #[test]
-fn a_download_that_breaks_goes_on_where_it_was() {
+fn an_interrupted_download_resumes() {
     let (server, cache) = (tiny(), tempfile::tempdir().unwrap());
     server.set_faults(Faults { cut_after: Some(500_000), ..Faults::default() });
     assert_eq!(fetch(options(&server, cache.path()), &[SHARD]).unwrap(), [weights()]);
@@ -100,7 +100,7 @@ fn a_download_that_breaks_goes_on_where_it_was() {
 }
 
 #[test]
-fn what_arrives_damaged_is_downloaded_again_and_then_refused() {
+fn a_corrupt_download_is_repeated_once_and_then_refused() {
     for name in [SHARD, "config.json"] {
         let (server, cache) = (tiny(), tempfile::tempdir().unwrap());
         server.set_faults(Faults { num_corrupt: 1, ..Faults::default() });
@@ -116,7 +116,7 @@ fn what_arrives_damaged_is_downloaded_again_and_then_refused() {
 }
 
 #[test]
-fn a_refusal_says_what_to_do_and_the_token_goes_to_the_hub_alone() {
+fn a_hub_refusal_says_what_to_do_and_the_token_stays_private() {
     let (server, cache) = (tiny(), tempfile::tempdir().unwrap());
     server.set_faults(Faults { token: Some("secret".into()), ..Faults::default() });
     let error = fetch(options(&server, cache.path()), &[SHARD]).unwrap_err();
@@ -141,7 +141,7 @@ fn a_refusal_says_what_to_do_and_the_token_goes_to_the_hub_alone() {
 }
 
 #[test]
-fn without_an_answer_the_cache_is_taken() {
+fn an_unreachable_hub_falls_back_to_the_cache() {
     let (server, cache) = (tiny(), tempfile::tempdir().unwrap());
     let closed = || {
         let mut options = options(&server, cache.path());
@@ -182,7 +182,7 @@ fn demo() -> Server {
 }
 
 #[test]
-fn a_run_of_a_model_and_a_data_set_by_name() {
+fn a_run_uses_a_model_and_a_data_set_by_hub_name() {
     let (server, home) = (demo(), tempfile::tempdir().unwrap());
     let run = |more: &str, offline: bool| {
         let line = format!(
@@ -233,7 +233,7 @@ fn a_run_of_a_model_and_a_data_set_by_name() {
 
 /// `eval` finds its rows as a run does, and its launcher downloads them.
 #[test]
-fn an_evaluation_of_rows_by_name() {
+fn an_evaluation_uses_rows_by_hub_name() {
     let (server, home) = (demo(), tempfile::tempdir().unwrap());
     let eval = |ranks: usize, rows: &str, home: &Path| {
         let line = format!("eval --nproc {ranks} --model {NAME} --device cpu {rows}");
@@ -267,7 +267,7 @@ fn an_evaluation_of_rows_by_name() {
 }
 
 #[test]
-fn all_that_is_missing_is_told_with_all_that_is_wrong() {
+fn missing_hub_files_are_reported_with_other_errors() {
     let out = tempfile::tempdir().unwrap();
     let line = format!(
         "{SMALL_RUN} model_name_or_path=Qwen/Nowhere train_file=openai/gsm8k eval_file=rows/*.jsonl beta=-1 output_dir={}",

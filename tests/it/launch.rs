@@ -95,7 +95,7 @@ fn is_alive(pid: &str) -> bool {
 const LINGER: &str = "sleep 60 & echo $$ $! > pids.$RANK; wait";
 
 #[test]
-fn the_first_error_is_printed_and_the_rest_killed_with_all_descendants() {
+fn the_first_error_is_printed_and_all_other_processes_are_killed() {
     let report = |time_s: u32, of_peer: bool, message: &str| {
         let peer = if of_peer { "1" } else { "null" };
         format!(
@@ -112,7 +112,7 @@ fn the_first_error_is_printed_and_the_rest_killed_with_all_descendants() {
         report(1, true, "rank 1 failed"),
         report(2, false, "out of memory"),
     );
-    let test = "the_first_error_is_printed_and_the_rest_killed_with_all_descendants";
+    let test = "the_first_error_is_printed_and_all_other_processes_are_killed";
     let launcher = Launcher::start(test, 3, &script);
     launcher.wait_for("failed", 1);
     let pids: Vec<String> = [0, 2]
@@ -132,7 +132,7 @@ fn the_first_error_is_printed_and_the_rest_killed_with_all_descendants() {
 
 /// Those that have only heard of a failure may be faster than the rank that has it to tell.
 #[test]
-fn the_rank_that_failed_is_given_time_to_tell() {
+fn a_failed_rank_gets_time_to_report() {
     let report = |of_peer: bool, message: &str| {
         let peer = if of_peer { "1" } else { "null" };
         format!(
@@ -147,15 +147,15 @@ fn the_rank_that_failed_is_given_time_to_tell() {
         report(true, "rank 1 failed"),
         report(false, "out of memory"),
     );
-    let ended = Launcher::start("the_rank_that_failed_is_given_time_to_tell", 2, &script).end();
+    let ended = Launcher::start("a_failed_rank_gets_time_to_report", 2, &script).end();
     assert_eq!(ended.code, Some(11), "{}", ended.stderr);
     assert!(ended.stderr.contains("error: rank 1, step 3, wake: out of memory"), "{}", ended.stderr);
 }
 
 #[test]
-fn a_rank_that_dies_of_a_signal_is_named() {
+fn a_rank_killed_by_a_signal_is_named() {
     let script = format!("if [ $RANK = 1 ]; then echo > failed.0; kill -9 $$; fi; {LINGER}");
-    let launcher = Launcher::start("a_rank_that_dies_of_a_signal_is_named", 2, &script);
+    let launcher = Launcher::start("a_rank_killed_by_a_signal_is_named", 2, &script);
     launcher.wait_for("failed", 1);
     let ended = launcher.end();
     assert_eq!(ended.code, Some(10));
@@ -164,22 +164,17 @@ fn a_rank_that_dies_of_a_signal_is_named() {
 }
 
 #[test]
-fn an_exit_status_without_a_report_is_the_run_s() {
-    let launcher = Launcher::start("an_exit_status_without_a_report_is_the_run_s", 2, "exit $((RANK * 3))");
+fn an_exit_status_without_a_report_becomes_that_of_the_run() {
+    let launcher = Launcher::start("an_exit_status_without_a_report_becomes_that_of_the_run", 2, "exit $((RANK * 3))");
     let ended = launcher.end();
     assert_eq!(ended.code, Some(3));
     assert!(ended.stderr.contains("rank 1 died: exit status 3"), "{}", ended.stderr);
 }
 
 #[test]
-fn the_first_rank_speaks_plainly_the_others_are_prefixed_and_the_environment_is_complete() {
+fn output_of_ranks_above_0_is_prefixed() {
     let script = "echo hello $LOCAL_RANK/$LOCAL_WORLD_SIZE $WORLD_SIZE $MASTER_ADDR $OMP_NUM_THREADS; echo oops >&2; printf '\\033[2J\\n' >&2";
-    let ended = Launcher::start(
-        "the_first_rank_speaks_plainly_the_others_are_prefixed_and_the_environment_is_complete",
-        2,
-        script,
-    )
-    .end();
+    let ended = Launcher::start("output_of_ranks_above_0_is_prefixed", 2, script).end();
     assert_eq!(ended.code, Some(0));
     for (rank, prefix) in [(0, ""), (1, "[rank 1] ")] {
         let line = format!("{prefix}hello {rank}/2 2 127.0.0.1 3");
@@ -194,9 +189,9 @@ fn the_first_rank_speaks_plainly_the_others_are_prefixed_and_the_environment_is_
 }
 
 #[test]
-fn a_signal_is_passed_on_and_preempted_workers_make_a_preempted_run() {
+fn a_signal_is_forwarded_and_the_run_ends_as_preempted() {
     let script = "trap 'kill $child; exit 75' TERM; sleep 60 & child=$!; echo > ready.$RANK; wait";
-    let launcher = Launcher::start("a_signal_is_passed_on_and_preempted_workers_make_a_preempted_run", 2, script);
+    let launcher = Launcher::start("a_signal_is_forwarded_and_the_run_ends_as_preempted", 2, script);
     launcher.wait_for("ready", 2);
     launcher.signal(&["TERM"]);
     let ended = launcher.end();
@@ -206,10 +201,10 @@ fn a_signal_is_passed_on_and_preempted_workers_make_a_preempted_run() {
 
 /// 37: `timeout` sends its signal to the program and to its group, a terminal that is closed sends its own.
 #[test]
-fn signals_that_come_together_are_one_request_to_save() {
+fn simultaneous_signals_are_one_request_to_save() {
     let script = "trap 'kill $child; exit 75' TERM HUP INT USR1; sleep 60 & child=$!; echo > ready.$RANK; wait";
     for signals in [&["TERM", "USR1", "INT"][..], &["HUP", "TERM"]] {
-        let launcher = Launcher::start("signals_that_come_together_are_one_request_to_save", 2, script);
+        let launcher = Launcher::start("simultaneous_signals_are_one_request_to_save", 2, script);
         launcher.wait_for("ready", 2);
         launcher.signal(signals);
         let ended = launcher.end();
@@ -224,9 +219,9 @@ fn let_the_second_pass() {
 }
 
 #[test]
-fn a_second_signal_kills() {
+fn a_second_signal_kills_the_run() {
     let script = format!("trap '' TERM USR1; {LINGER}");
-    let mut launcher = Launcher::start("a_second_signal_kills", 2, &script);
+    let mut launcher = Launcher::start("a_second_signal_kills_the_run", 2, &script);
     let pids = launcher.wait_for("pids", 2).join(" ");
     launcher.signal(&["USR1"]);
     launcher.await_request("SIGUSR1");
@@ -253,8 +248,8 @@ fn workers_die_with_their_launcher() {
 }
 
 #[test]
-fn a_run_is_started_again_as_often_as_asked_for() {
-    let test = "a_run_is_started_again_as_often_as_asked_for";
+fn a_run_is_restarted_max_restarts_times() {
+    let test = "a_run_is_restarted_max_restarts_times";
     let script = "echo $TORCHELASTIC_RESTART_COUNT $* >> starts.$RANK; [ $RANK = 0 ] || kill -9 $$; sleep 60";
     let launcher = Launcher::start_with(test, script, |options| options.max_restarts = 2);
     let starts = launcher.folder.path().join("starts.1");
@@ -270,9 +265,9 @@ fn a_run_is_started_again_as_often_as_asked_for() {
 }
 
 #[test]
-fn a_signal_before_there_is_anything_to_save_is_no_failure() {
+fn a_signal_during_startup_is_not_a_failure() {
     let script = "echo > ready.$RANK; exec sleep 60";
-    let launcher = Launcher::start("a_signal_before_there_is_anything_to_save_is_no_failure", 2, script);
+    let launcher = Launcher::start("a_signal_during_startup_is_not_a_failure", 2, script);
     launcher.wait_for("ready", 2);
     launcher.signal(&["USR1"]);
     let ended = launcher.end();

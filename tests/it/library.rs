@@ -78,8 +78,8 @@ fn files(folder: &Path) -> Files {
 
 /// Both loops over two ranks, whose prompts, rewards and optimizer state are shared out.
 #[test]
-fn a_loop_of_its_own_writes_the_same_bytes_as_run_on_two_ranks() {
-    ranks::run(2, "library::a_loop_of_its_own_writes_the_same_bytes_as_run_on_two_ranks", |world: World| {
+fn a_custom_loop_writes_the_same_bytes_as_run_on_two_ranks() {
+    ranks::run(2, "library::a_custom_loop_writes_the_same_bytes_as_run_on_two_ranks", |world: World| {
         let (world, folder) = (Arc::new(world), tempfile::tempdir().unwrap());
         let paths = all_gather_bytes(&*world.group(), folder.path().to_str().unwrap().as_bytes()).unwrap();
         let shared = Path::new(std::str::from_utf8(&paths[0]).unwrap());
@@ -94,7 +94,7 @@ fn a_loop_of_its_own_writes_the_same_bytes_as_run_on_two_ranks() {
 }
 
 #[test]
-fn a_loop_of_its_own_writes_the_same_bytes_as_run() {
+fn a_custom_loop_writes_the_same_bytes_as_run() {
     tch::set_num_threads(1);
     let folder = tempfile::tempdir().unwrap();
     let bonus = ["entropy_coef=0.02", "use_adaptive_entropy=true", "entropy_target=9", "entropy_coef_delta=0.01"];

@@ -92,7 +92,7 @@ fn tensors(folder: &Path) -> BTreeMap<String, (Vec<usize>, Vec<f32>)> {
 
 /// scripts/golden_peft.py: log-likelihood, every gradient and the files themselves.
 #[test]
-fn peft_adapters_load_score_differentiate_and_save_as_in_peft() {
+fn lora_adapters_load_score_and_save_as_in_peft() {
     use TargetModule::{DownProj, GateProj, KProj, OProj, QProj, UpProj, VProj};
     let some = vec![QProj, VProj, UpProj];
     let of_experts = vec![QProj, GateProj, UpProj, DownProj];
@@ -241,8 +241,8 @@ fn trained(policy: &Policy) -> Vec<Vec<u8>> {
 }
 
 #[test]
-fn stages_are_bitwise_equal_and_leave_the_base_alone() {
-    ranks::run(2, "lora::stages_are_bitwise_equal_and_leave_the_base_alone", |world: World| {
+fn zero_stages_with_lora_are_bitwise_equal_and_keep_the_base() {
+    ranks::run(2, "lora::zero_stages_with_lora_are_bitwise_equal_and_keep_the_base", |world: World| {
         let mesh = world.mesh(1, 2).unwrap();
         let runs = [
             ((Kind::Float, Kind::Float), 0.0, Quantization::None),
@@ -259,8 +259,8 @@ fn stages_are_bitwise_equal_and_leave_the_base_alone() {
 
 /// Blocks differ in size, and at last two of three have no adapters at all.
 #[test]
-fn stages_of_a_hybrid_are_bitwise_equal_and_leave_the_base_alone() {
-    ranks::run(2, "lora::stages_of_a_hybrid_are_bitwise_equal_and_leave_the_base_alone", |world: World| {
+fn zero_stages_of_a_hybrid_with_lora_are_bitwise_equal() {
+    ranks::run(2, "lora::zero_stages_of_a_hybrid_with_lora_are_bitwise_equal", |world: World| {
         let mesh = world.mesh(1, 2).unwrap();
         let (float, narrow) = ((Kind::Float, Kind::Float), (Kind::BFloat16, Kind::Float));
         stages_equal(&mesh, &hybrid(TargetModule::ALL), float, 0.0, Quantization::None);
@@ -301,8 +301,8 @@ fn stages_equal(mesh: &Mesh, shape: &Shape, kinds: (Kind, Kind), dropout: f64, q
 
 /// Adapters that another run trained are the reference of this one, whatever it does with them.
 #[test]
-fn a_copy_of_the_initial_adapters_stays_the_reference_at_every_stage() {
-    ranks::run(2, "lora::a_copy_of_the_initial_adapters_stays_the_reference_at_every_stage", |world: World| {
+fn initial_adapters_stay_the_reference_at_every_zero_stage() {
+    ranks::run(2, "lora::initial_adapters_stay_the_reference_at_every_zero_stage", |world: World| {
         let mesh = world.mesh(1, 2).unwrap();
         let micro_batches = packed(&own_sequences(world.rank()), 1000);
         let kinds = (Kind::Float, Kind::Float);
@@ -325,7 +325,7 @@ fn a_copy_of_the_initial_adapters_stays_the_reference_at_every_stage() {
 
 /// In bfloat16 with either residual stream, which of so few blocks is a small part of what they are off by.
 #[test]
-fn gradients_of_adapters_are_float32s_but_for_rounding() {
+fn bfloat16_lora_gradients_match_float32_up_to_rounding() {
     let mesh = World::single().mesh(1, 1).unwrap();
     for quantization in [Quantization::None, Quantization::Nf4] {
         let gradient = |kinds| {
@@ -367,7 +367,7 @@ fn generate(model: &Path, more: &str) -> Vec<Value> {
 /// The engine samples with the adapters that train, in place at ZeRO-2 and beside gathered slices at ZeRO-3; what a run
 /// leaves is served as it is and merged.
 #[test]
-fn a_run_samples_trains_saves_and_serves_its_adapters() {
+fn lora_adapters_are_trained_saved_and_served() {
     let folder = tempfile::tempdir().unwrap();
     for (name, more) in [
         ("in_place", "zero.stage=2 tensor_parallel_size=2 beta=0.05"),
@@ -415,7 +415,7 @@ fn a_run_samples_trains_saves_and_serves_its_adapters() {
 }
 
 #[test]
-fn a_supervised_run_trains_adapters_that_another_run_goes_on_with() {
+fn a_grpo_run_continues_supervised_adapters() {
     let folder = tempfile::tempdir().unwrap();
     let row = r#"{"prompt": "what is one plus one ?", "completion": "the answer is 2"}"#;
     std::fs::write(folder.path().join("rows.jsonl"), format!("{row}\n").repeat(4)).unwrap();
@@ -442,7 +442,7 @@ fn a_supervised_run_trains_adapters_that_another_run_goes_on_with() {
 
 /// What adapters of QLoRA were trained on is in their file, and they are sampled and merged on it.
 #[test]
-fn adapters_that_were_trained_on_nf4_are_served_on_it() {
+fn adapters_trained_on_nf4_are_served_on_nf4() {
     let folder = tempfile::tempdir().unwrap();
     let output = folder.path().join("run");
     stdout_of(&format!("{SMALL_RUN} {LORA} quantization=nf4 max_steps=2 output_dir={}", output.display()));
@@ -491,7 +491,7 @@ fn adapters_that_were_trained_on_nf4_are_served_on_it() {
 
 /// TRL's default: the KL term of a run that goes on with adapters compares with these, before and after a resume.
 #[test]
-fn a_run_that_goes_on_with_adapters_has_them_as_its_reference() {
+fn a_run_started_from_adapters_uses_them_as_reference() {
     let folder = tempfile::tempdir().unwrap();
     let place = folder.path().display();
     let row = r#"{"prompt": "what is one plus one ?", "completion": "the answer is 2"}"#;

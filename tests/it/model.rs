@@ -233,7 +233,7 @@ fn hostile_headers_are_refused_before_anything_is_allocated() {
 }
 
 #[test]
-fn an_expert_that_the_header_lacks_is_named() {
+fn a_missing_expert_tensor_is_named() {
     let folder = copy_of("qwen3_moe");
     let path = folder.path().join("model.safetensors");
     let whole = std::fs::read(&path).unwrap();
@@ -305,7 +305,7 @@ fn tensors_that_do_not_fit_the_model_are_named() {
 
 /// As in transformers, which keeps both where `tie_word_embeddings` contradicts the files, and ties them where they are equal.
 #[test]
-fn a_head_that_is_not_the_table_is_the_model_s_own() {
+fn an_untied_head_is_read_from_the_files() {
     for name in ["mistral", "llama3", "qwen2_untied"] {
         let folder = copy_of(name);
         let path = folder.path().join("config.json");

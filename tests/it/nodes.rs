@@ -41,7 +41,7 @@ fn lasting_metrics(output_dir: &Path) -> Vec<serde_json::Value> {
 }
 
 #[test]
-fn two_nodes_train_to_the_bits_of_one() {
+fn two_nodes_train_like_one_bit_for_bit() {
     let folder = tempfile::tempdir().unwrap();
     let line = |name: &str, more: &str| {
         format!("{SMALL_RUN} max_steps=2 {more} output_dir={}", folder.path().join(name).display())
@@ -75,7 +75,7 @@ fn a_node_that_dies_ends_the_other_and_is_named() {
 }
 
 #[test]
-fn a_rank_0_that_never_answers_is_given_up() {
+fn an_unreachable_rank_0_times_out() {
     let silent = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap(); // the kernel connects, and nobody reads
     let port = silent.local_addr().unwrap().port();
     let folder = tempfile::tempdir().unwrap();
@@ -85,7 +85,7 @@ fn a_rank_0_that_never_answers_is_given_up() {
 }
 
 #[test]
-fn nodes_that_differ_are_refused_by_name() {
+fn mismatched_nodes_are_refused_by_name() {
     let folder = tempfile::tempdir().unwrap();
     let line = format!("{SMALL_RUN} output_dir={}", folder.path().join("run").display());
     let port = free_port();
@@ -127,7 +127,7 @@ fn on_two_disks(disks: &[TempDir; 2], line: &str) -> [Ended; 2] {
 }
 
 #[test]
-fn a_folder_that_is_not_shared_is_refused_by_node() {
+fn an_output_folder_that_is_not_shared_is_refused_with_the_node() {
     for ended in on_two_disks(&two_disks(), &format!("{SMALL_RUN} output_dir=run")) {
         let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap();
         let [second, first] = [1, 0].map(|node| format!("node {node} ({})", host.trim()));
@@ -141,7 +141,7 @@ fn a_folder_that_is_not_shared_is_refused_by_node() {
 }
 
 #[test]
-fn every_node_may_have_whole_checkpoints_of_its_own() {
+fn every_node_may_write_its_own_complete_checkpoints() {
     let line = "--nproc 2 save_on_each_node=true max_steps=4 save_steps=2 save_total_limit=2 output_dir=run";
     let run_on = |disks: &[TempDir; 2], more: &str| {
         let ended = on_two_disks(disks, &format!("{SMALL_RUN} {line} {more}"));
@@ -188,7 +188,7 @@ fn every_node_may_have_whole_checkpoints_of_its_own() {
 }
 
 #[test]
-fn folders_of_the_nodes_own_must_be_apart_and_hold_all_of_the_state() {
+fn save_on_each_node_needs_separate_folders_and_unsharded_state() {
     let folder = tempfile::tempdir().unwrap();
     let line =
         format!("{SMALL_RUN} --nproc 2 save_on_each_node=true output_dir={}", folder.path().join("run").display());
@@ -206,7 +206,7 @@ fn folders_of_the_nodes_own_must_be_apart_and_hold_all_of_the_state() {
 
 /// ZeRO-3 over nodes on request and within them, engines on another node than trainers, and engines in stages.
 #[test]
-fn state_and_halves_may_lie_over_nodes() {
+fn zero_shards_and_split_roles_may_span_nodes() {
     let folder = tempfile::tempdir().unwrap();
     for keys in [
         "zero.stage=3 zero.shard_group_size=4",
@@ -229,7 +229,7 @@ fn state_and_halves_may_lie_over_nodes() {
 }
 
 #[test]
-fn a_checkpoint_of_two_nodes_is_resumed_on_one_and_the_other_way_round() {
+fn checkpoints_resume_on_another_number_of_nodes() {
     let folder = tempfile::tempdir().unwrap();
     let path = |name: &str| folder.path().join(name);
     let line = |name: &str, more: &str| {

@@ -121,7 +121,7 @@ impl Drop for Interpreters {
 }
 
 #[test]
-fn variables_and_imports_stay_within_a_trajectory_and_no_other_sees_them() {
+fn python_variables_persist_within_one_trajectory_only() {
     let Some(mut python) = Interpreters::new(PATIENT_S) else { return };
     let defined = "import math\nx = 3\ndef twice(y):\n    return 2 * y\nclass Point:\n    pass\nprint('é', x)";
     assert_eq!(python.call(1, defined), ("é 3".to_owned(), false, false));
@@ -148,7 +148,7 @@ fn variables_and_imports_stay_within_a_trajectory_and_no_other_sees_them() {
 }
 
 #[test]
-fn exceptions_are_answers_and_cost_no_variable() {
+fn python_exceptions_are_tool_results_and_keep_variables() {
     let Some(mut python) = Interpreters::new(PATIENT_S) else { return };
     let (raised, failed, is_late) = python.call(1, "x = 5\nprint('before')\nx / 0");
     let expected = "before\nTraceback (most recent call last):\n  File \"<call 1>\", line 3, in <module>\n    x / 0\n";
@@ -169,7 +169,7 @@ fn exceptions_are_answers_and_cost_no_variable() {
 }
 
 #[test]
-fn a_call_has_the_limits_of_the_reward_code() {
+fn a_python_call_has_the_limits_of_reward_code() {
     let Some(mut python) = Interpreters::new(PATIENT_S) else { return };
     let failure = |python: &mut Interpreters, code: &str| {
         let (content, failed, _) = python.call(1, code);
@@ -192,7 +192,7 @@ fn a_call_has_the_limits_of_the_reward_code() {
 }
 
 #[test]
-fn a_call_that_hangs_or_crashes_costs_its_own_trajectory_alone() {
+fn a_hanging_python_call_affects_only_its_own_trajectory() {
     let Some(mut python) = Interpreters::new(HASTY_S) else { return };
     assert_eq!(python.content(1, "x = 1"), "");
     assert_eq!(python.content(2, "x = 2"), "");
@@ -232,7 +232,7 @@ fn a_call_that_hangs_or_crashes_costs_its_own_trajectory_alone() {
 
 /// What a program writes past `print` is text, however much it looks like a reply, and no word about the call.
 #[test]
-fn a_program_does_not_speak_for_the_interpreter() {
+fn a_program_cannot_forge_the_interpreters_reply() {
     let Some(mut python) = Interpreters::new(PATIENT_S) else { return };
     let forged = r#"
 import json, os, struct
@@ -262,7 +262,7 @@ time.sleep(60)
 
 /// However many calls a turn has: what its results may hold together is what one may.
 #[test]
-fn a_turn_has_one_limit_for_all_its_results() {
+fn all_tool_results_of_a_turn_share_one_limit() {
     let Some(mut python) = Interpreters::new(PATIENT_S) else { return };
     python.begin(1, &["print('a' * 600)", "print('b' * 600)", "print('c' * 400)"]);
     let reply = python.reply();
@@ -290,7 +290,7 @@ fn model_that_computes(folder: &Path) -> std::path::PathBuf {
 }
 
 #[test]
-fn a_run_trains_on_trajectories_that_call_it() {
+fn a_run_trains_on_trajectories_with_the_python_tool() {
     if Interpreters::new(PATIENT_S).is_none() {
         return;
     }

@@ -29,7 +29,7 @@ fn run(folder: &Path, module: &str, more: &str) -> Ended {
 }
 
 #[test]
-fn every_line_reaches_wandb_under_the_names_of_transformers() {
+fn every_metric_line_reaches_wandb_with_transformers_names() {
     let folder = tempfile::tempdir().unwrap();
     let ended = run(folder.path(), MODULE, "report_to=wandb run_name=first");
     assert_eq!(ended.code, Some(0), "{}", ended.stderr);
@@ -49,7 +49,7 @@ fn every_line_reaches_wandb_under_the_names_of_transformers() {
 
 /// trackio has wandb's functions, but takes the project's name from a variable of its own and knows no ids of runs.
 #[test]
-fn every_line_reaches_trackio() {
+fn every_metric_line_reaches_trackio() {
     let folder = tempfile::tempdir().unwrap();
     let module = MODULE.replace("class Run: id = 'run-1'", "").replace("return Run", "assert 'id' not in options");
     let ended = run(folder.path(), &module, "report_to=trackio");
@@ -64,7 +64,7 @@ fn every_line_reaches_trackio() {
 }
 
 #[test]
-fn a_service_that_dies_or_is_missing_is_told_once_and_the_run_goes_on() {
+fn a_failing_reporting_service_is_reported_once() {
     for (module, more, told) in [
         ("import os\nos._exit(3)", "report_to=wandb", "report_to wandb: its process ended with exit status: 3"),
         ("", "report_to=[\"tensorboard\",\"no_such_service\"]", "a list [..] of tensorboard, wandb, trackio"),
@@ -87,7 +87,7 @@ fn a_service_that_dies_or_is_missing_is_told_once_and_the_run_goes_on() {
 
 /// A package that the interpreter lacks is told before a model is read; of all services those that are there count.
 #[test]
-fn a_missing_service_is_told_at_the_start() {
+fn a_missing_reporting_package_is_reported_at_the_start() {
     let folder = tempfile::tempdir().unwrap();
     let python = folder.path().join("bare");
     fs::write(&python, "#!/bin/sh\nexec python3 -I -S \"$@\"\n").unwrap();
@@ -111,7 +111,7 @@ fn a_missing_service_is_told_at_the_start() {
 
 /// A run, its report and a watcher follow no link below the output folder; the folder itself may be one.
 #[test]
-fn links_that_were_planted_are_not_followed() {
+fn symbolic_links_in_the_output_folder_are_not_followed() {
     let folder = tempfile::tempdir().unwrap();
     let path = |name: &str| folder.path().join(name);
     let (outside, secret) = (path("outside"), path("outside/secret"));

@@ -27,7 +27,7 @@ pub use self::structure::tokenizer as bytes;
 use crate::ranks;
 
 #[test]
-fn greedy_equals_transformers() {
+fn greedy_rollouts_equal_transformers() {
     for name in [
         "qwen2_tied",
         "qwen2_untied",
@@ -90,7 +90,7 @@ fn greedy_equals_transformers() {
 }
 
 #[test]
-fn logprobs_agree_with_a_plain_forward() {
+fn rollout_logprobs_match_a_plain_forward() {
     let cases = [
         SamplingParams { temperature: 0.8, ..sampled() },
         SamplingParams { temperature: 1.4, top_k: 5, repetition_penalty: 1.2, ..sampled() },
@@ -124,13 +124,13 @@ fn logprobs_agree_with_a_plain_forward() {
 }
 
 #[test]
-fn nothing_but_the_prompt_decides_its_tokens() {
+fn sampled_tokens_are_independent_of_batching() {
     decided_by_the_prompt(&Model::micro());
 }
 
 /// A sequence that is preempted computes its state again, and a group's members begin with forks of one.
 #[test]
-fn nothing_but_the_prompt_decides_the_tokens_of_a_hybrid() {
+fn sampled_tokens_of_hybrids_are_independent_of_batching() {
     decided_by_the_prompt(&Model::golden("qwen3_5"));
 }
 
@@ -224,17 +224,17 @@ fn equals_one_rank(world: &World) {
 }
 
 #[test]
-fn two_ranks_equal_one() {
-    ranks::run(2, "rollout::two_ranks_equal_one", |world: World| equals_one_rank(&world));
+fn an_engine_of_two_ranks_equals_one_rank() {
+    ranks::run(2, "rollout::an_engine_of_two_ranks_equals_one_rank", |world: World| equals_one_rank(&world));
 }
 
 #[test]
-fn four_ranks_equal_one() {
-    ranks::run(4, "rollout::four_ranks_equal_one", |world: World| equals_one_rank(&world));
+fn an_engine_of_four_ranks_equals_one_rank() {
+    ranks::run(4, "rollout::an_engine_of_four_ranks_equals_one_rank", |world: World| equals_one_rank(&world));
 }
 
 #[test]
-fn groups_are_handed_over_as_they_finish() {
+fn groups_are_returned_as_they_finish() {
     let model = Model::micro();
     let mut engine = model.engine(EngineOptions { max_num_seqs: 8, ..options() }, alone());
     let (steps, handed) = (Cell::new(0), RefCell::new(Vec::new()));
@@ -253,7 +253,7 @@ fn groups_are_handed_over_as_they_finish() {
 }
 
 #[test]
-fn completions_end_at_stop_strings_end_ids_and_lengths() {
+fn completions_end_at_stop_strings_end_tokens_and_length_limits() {
     let model = Model::micro();
     let (free, _) = model.generate(options(), &prompts(3), &sampled());
     let reference = &free[1].completions[2];
@@ -322,7 +322,7 @@ fn stale_weights_are_refused_and_the_engine_stays_usable() {
 }
 
 #[test]
-fn what_cannot_be_served_is_refused_with_the_numbers() {
+fn unsupported_rollout_options_are_refused_with_the_numbers() {
     let model = Model::micro();
     let refusal = |options: EngineOptions, token_ids: Vec<u32>| {
         let mut engine = model.engine(options, alone());

@@ -7,7 +7,7 @@ const SHARED: &str = "sequence_parallel_size=2";
 
 /// The curve of a run with a reference model and two passes over every batch, in shards and with recomputation of all but attention.
 #[test]
-fn a_run_has_the_curve_of_one_without_shared_micro_batches() {
+fn sequence_parallel_runs_have_the_same_reward_curve() {
     let runs = Runs::new();
     let keys = ["beta=0.05", "num_iterations=2", "save_steps=none", "max_steps=16", "max_tokens_per_micro_batch=400"];
     runs.train_to_the_end("own", 2, &keys);
@@ -29,7 +29,7 @@ fn a_run_has_the_curve_of_one_without_shared_micro_batches() {
 
 /// Divergences in the rewards, entropies that choose tokens, and a teacher's most probable ones.
 #[test]
-fn other_passes_have_the_numbers_of_ranks_with_their_own_micro_batches() {
+fn sequence_parallel_scoring_equals_separate_micro_batches() {
     let runs = Runs::new();
     let once = ["save_steps=none", "max_steps=1"];
     let teacher = "teacher_model_name_or_path=configs/arithmetic/model";
@@ -52,7 +52,7 @@ fn other_passes_have_the_numbers_of_ranks_with_their_own_micro_batches() {
 
 /// The rows of a group are one share of experts' recorded routes and of an update in a split world, where an engine has no part.
 #[test]
-fn experts_and_split_worlds_share_micro_batches() {
+fn sequence_parallelism_works_with_experts_and_split_mode() {
     let runs = Runs::new();
     let sizes = serde_json::json!({"num_hidden_layers": 2, "hidden_size": 64, "moe_intermediate_size": 64, "num_experts": 4, "head_dim": 16});
     let model = random_model_of(&runs.path(""), "configs/arithmetic/config-moe.json", &sizes);
@@ -78,7 +78,7 @@ fn experts_and_split_worlds_share_micro_batches() {
 
 /// `auto` takes the least that fits, which is said, and a run that goes on with another number says so. Kept tensors of blocks may be elsewhere.
 #[test]
-fn the_plan_chooses_how_many_ranks_share_micro_batches() {
+fn the_plan_chooses_sequence_parallel_size() {
     let runs = Runs::new();
     let keys = ["max_steps=2", "save_steps=1", "gradient_checkpointing=keep_attention"];
     runs.train_to_the_end("shared", 2, &[&keys[..], &[SHARED]].concat());
@@ -105,7 +105,7 @@ fn the_plan_chooses_how_many_ranks_share_micro_batches() {
 
 /// Rows of a rank alone, on two that share them; held-out ones, too.
 #[test]
-fn supervised_runs_share_micro_batches() {
+fn sequence_parallelism_works_in_supervised_runs() {
     let folder = tempfile::tempdir().unwrap();
     let rows = |name: &str, count: usize| {
         let row = |index: usize| {

@@ -180,7 +180,7 @@ fn bodies() -> Vec<Value> {
 }
 
 #[test]
-fn answers_are_those_of_generate_and_streams_those_of_whole_answers() {
+fn served_answers_equal_generate_and_streams_equal_answers() {
     let server = Server::start("");
     for (body, options) in [(&bodies()[0], "--temperature 0"), (&bodies()[1], "--seed 7 -n 3")] {
         let (choices, lines) = (server.choices("/v1/completions", body), generated(MODEL, options));
@@ -238,7 +238,7 @@ fn answers_are_those_of_generate_and_streams_those_of_whole_answers() {
 }
 
 #[test]
-fn two_ranks_that_share_an_engine_answer_as_one() {
+fn a_server_with_two_ranks_answers_like_one() {
     let (alone, two, stages) = (Server::start(""), Server::start("--nproc 2"), Server::start("--nproc 2 --pp 2"));
     std::thread::scope(|scope| {
         for body in bodies() {
@@ -261,7 +261,7 @@ fn two_ranks_that_share_an_engine_answer_as_one() {
 
 /// Every third of 200 clients goes away after the first bytes of its answer, or before them.
 #[test]
-fn clients_that_vanish_cost_nothing_but_their_own_requests() {
+fn vanished_clients_affect_only_their_own_requests() {
     let server = Server::start("");
     let expected = parts(&server.choices("/v1/completions", &bodies()[1]));
     std::thread::scope(|scope| {
@@ -297,7 +297,7 @@ fn clients_that_vanish_cost_nothing_but_their_own_requests() {
 }
 
 #[test]
-fn what_cannot_be_served_is_an_error_in_openais_form() {
+fn unsupported_requests_get_errors_in_openai_format() {
     let server = Server::start("--api-key secret --max-queue 8 --max-body-bytes 4000");
     let key = "Authorization: Bearer secret\r\n";
     let call = |path: &str, headers: &str, body: &str| {
@@ -374,7 +374,7 @@ fn what_cannot_be_served_is_an_error_in_openais_form() {
 }
 
 #[test]
-fn a_server_that_is_stopped_answers_what_is_under_way() {
+fn a_stopped_server_answers_current_requests() {
     for (grace, is_answered) in [("600", true), ("0", false)] {
         let server = Server::start(&format!("--grace-s {grace}"));
         let long = asked(json!({"n": 512, "temperature": 2.0, "max_tokens": 50, "stream": true, "seed": 1}));
@@ -395,7 +395,7 @@ fn a_server_that_is_stopped_answers_what_is_under_way() {
 }
 
 #[test]
-fn a_port_in_use_and_a_bad_folder_are_told_before_anything_is_loaded() {
+fn a_used_port_and_a_bad_folder_are_reported_before_loading() {
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port();
     let in_use = run(&format!("serve --model {MODEL} --port {port}"));
@@ -406,7 +406,7 @@ fn a_port_in_use_and_a_bad_folder_are_told_before_anything_is_loaded() {
 }
 
 #[test]
-fn strangers_pages_are_refused_and_a_key_that_is_none_is() {
+fn foreign_origins_and_wrong_keys_are_refused() {
     let server = Server::start("--allowed-origins https://chat.example");
     let body = asked(json!({})).to_string();
     let status = |method: &str, headers: &str| {

@@ -137,7 +137,7 @@ fn check_batches(trained: &Trained) {
 
 /// The batch is the first groups with a signal in the order of the data, whichever reward comes first.
 #[test]
-fn groups_without_a_signal_are_replaced_in_the_order_of_the_data() {
+fn groups_with_equal_rewards_are_replaced_in_data_order() {
     tch::set_num_threads(1);
     let folder = tempfile::tempdir().unwrap();
     let run = |name: &str, delay: fn(u64) -> u64| {
@@ -153,8 +153,8 @@ fn groups_without_a_signal_are_replaced_in_the_order_of_the_data() {
 }
 
 #[test]
-fn two_engines_replace_like_one() {
-    ranks::run(2, "signal::two_engines_replace_like_one", |world: World| {
+fn two_engines_replace_groups_like_one() {
+    ranks::run(2, "signal::two_engines_replace_groups_like_one", |world: World| {
         tch::set_num_threads(1);
         let (world, folder) = (Arc::new(world), tempfile::tempdir().unwrap());
         let rank = world.rank();
@@ -192,7 +192,7 @@ fn two_engines_replace_like_one() {
 
 /// The demo's own rewards, one engine over two ranks.
 #[test]
-fn a_run_that_replaces_groups_ends_like_a_straight_one_when_it_is_resumed() {
+fn a_resumed_run_with_replacement_equals_an_uninterrupted_one() {
     let runs = Runs::new();
     let replace = ["dynamic_sampling=replace"];
     runs.train_to_the_end("straight", 2, &replace);
@@ -209,7 +209,7 @@ fn a_run_that_replaces_groups_ends_like_a_straight_one_when_it_is_resumed() {
 
 /// Two of three ranks generate, and sample the next batch while the third trains.
 #[test]
-fn engines_of_their_own_replace_groups_while_others_train() {
+fn split_mode_engines_replace_groups_while_others_train() {
     let runs = Runs::new();
     let ahead = [
         "mode=split",
@@ -230,7 +230,7 @@ fn engines_of_their_own_replace_groups_while_others_train() {
 
 /// The samples are those of a run that keeps all groups, and the gradient of the others alone is there.
 #[test]
-fn filtered_groups_are_in_no_update() {
+fn filtered_groups_are_excluded_from_updates() {
     let runs = Runs::new();
     let one = ["max_steps=1", "save_steps=none", "per_device_train_batch_size=128"]; // 32 groups
     runs.train_to_the_end("all", 2, &one);
@@ -247,7 +247,7 @@ fn filtered_groups_are_in_no_update() {
 
 /// Rewards that are equal whatever the model writes.
 #[test]
-fn a_run_without_any_signal_ends_with_what_it_saw() {
+fn a_run_whose_groups_all_have_equal_rewards_ends_with_the_counts() {
     let runs = Runs::new();
     let solved = ["reward_funcs=[\"format\"]", "reward_weights=[1.0]", "reward.format_pattern=.*"];
     let replace = ["dynamic_sampling=replace", "dynamic_sampling_max_gen_batches=3"];

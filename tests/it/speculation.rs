@@ -42,7 +42,7 @@ fn sum(lines: &[Value], key: &str) -> f64 {
 /// With `exact` a row has its bits in every step, so that whole runs are equal: two ranks with an engine each, few rows that come again, an
 /// evaluation, penalties and stop strings.
 #[test]
-fn a_run_learns_the_same_with_drafts() {
+fn a_run_trains_equally_with_draft_tokens() {
     for more in [
         "--nproc 2 max_train_samples=4 learning_rate=1e-3 repetition_penalty=1.2 stop=[\"5\"]",
         "max_train_samples=4 learning_rate=1e-3 max_completion_length=24 temperature=0.6",
@@ -63,7 +63,7 @@ fn a_run_learns_the_same_with_drafts() {
 
 /// A run goes on with drafts and without them.
 #[test]
-fn a_resumed_run_may_draft() {
+fn speculation_may_be_switched_on_at_resume() {
     let [straight, resumed] = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
     let keys = "exact=true save_steps=1 max_train_samples=4 learning_rate=1e-3";
     let expected = lines(straight.path(), &format!("{keys} max_steps=3"));
@@ -79,7 +79,7 @@ fn a_resumed_run_may_draft() {
 
 /// Ranks of one engine, and engines of a split world.
 #[test]
-fn engines_of_several_ranks_draft() {
+fn engines_of_several_ranks_support_speculation() {
     for more in
         ["--nproc 2 tensor_parallel_size=2", "--nproc 2 mode=split split.rollout_gpus=1 residency.optimizer=resident"]
     {
@@ -96,7 +96,7 @@ fn engines_of_several_ranks_draft() {
 }
 
 #[test]
-fn what_cannot_be_drafted_is_refused() {
+fn unsupported_speculation_settings_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let refused = |keys: &str, fragments: &[&str]| {
         let ended = run(&format!("{SMALL_RUN} output_dir={} {keys}", folder.path().display()));
@@ -115,7 +115,7 @@ fn what_cannot_be_drafted_is_refused() {
 }
 
 #[test]
-fn generate_prints_the_same_with_drafts() {
+fn generate_prints_the_same_with_draft_tokens() {
     let line =
         format!("generate --model {MODEL} --prompt what --prompt two -n 4 --max_completion_length 40 --device cpu");
     let texts = |more: &str| -> Vec<String> {
@@ -131,7 +131,7 @@ fn generate_prints_the_same_with_drafts() {
 
 /// The benchmark of drafts, over the demo's model.
 #[test]
-fn the_benchmark_compares_methods() {
+fn bench_speculation_compares_methods() {
     let result = stdout_of(&format!(
         "bench speculation --model {MODEL} --rows configs/arithmetic/train.jsonl --device cpu --sequences 4 --group 2 \
          --max_completion_length 12 --repeats 1 --same_rows"
@@ -146,7 +146,7 @@ fn the_benchmark_compares_methods() {
 
 /// Random weights repeat nothing: as many drafts are taken for drawn as a run on real text drew.
 #[test]
-fn the_benchmark_of_generation_replays_an_acceptance() {
+fn bench_generate_replays_an_acceptance_rate() {
     let line = "bench generate --preset micro --device cpu --repeats 1 --prompts 1 --group 2 --completion_len 64";
     let result = stdout_of(&format!("{line} --speculation ngram --replayed_acceptance 0.8"));
     let result: Value = serde_json::from_str(&result).unwrap();
@@ -168,7 +168,7 @@ fn arithmetic_prompts(count: usize) -> Vec<Prompt> {
 /// A hybrid with a head that drafts, both of random weights, trains while an entropy bonus below 0 sharpens the policy: drafts of the head
 /// that follows are drawn far more often than those of the head as it was ten steps in.
 #[test]
-fn a_draft_head_follows_its_policy() {
+fn a_draft_head_is_trained_with_its_policy() {
     let folder = tempfile::tempdir().unwrap();
     let (model, run) = (folder.path().join("model"), folder.path().join("run"));
     let shape = "configs/arithmetic/config-hybrid.json";

@@ -9,7 +9,7 @@ const ONE_GENERATES: [&str; 2] = ["mode=split", "split.rollout_gpus=1"];
 /// Four ranks each way: two tensor-parallel engines and ZeRO-2 over all, against ZeRO-3 on two ranks and one engine on two others;
 /// a checkpoint of theirs serves ranks that do both.
 #[test]
-fn ranks_of_their_own_train_like_ranks_that_do_both() {
+fn split_mode_trains_like_colocated_mode() {
     let runs = Runs::new();
     let evaluated = [
         "eval_file=configs/arithmetic/eval.jsonl",
@@ -34,7 +34,7 @@ fn ranks_of_their_own_train_like_ranks_that_do_both() {
 }
 
 #[test]
-fn engines_of_their_own_get_adapters_too() {
+fn split_mode_engines_receive_adapters() {
     let runs = Runs::new();
     let adapters = ["max_steps=3", "lora.r=4", "learning_rate=1e-3", "zero.stage=2"];
     let penalty = ["use_kl_in_reward=true", "beta=0.5", "kl_estimator=k1"];
@@ -51,7 +51,7 @@ fn engines_of_their_own_get_adapters_too() {
 
 /// Policy, reference and an engine of its own keep the residual stream in what the key says.
 #[test]
-fn engines_of_their_own_have_the_trainers_residual_stream() {
+fn split_mode_engines_use_the_trainers_residual_dtype() {
     let runs = Runs::new();
     let keys = [
         "dtype=bfloat16",
@@ -75,7 +75,7 @@ fn engines_of_their_own_have_the_trainers_residual_stream() {
 /// A rank keeps its stage's layers of the weights that come, and samples the tokens of an engine of one rank, ahead of the trainer and
 /// with adapters too. 24 completions a step.
 #[test]
-fn engines_of_their_own_in_stages_sample_what_engines_of_one_rank_do() {
+fn split_mode_engines_in_stages_sample_like_single_ranks() {
     let runs = Runs::new();
     let common = ["max_steps=3", "save_steps=none", "tensor_parallel_size=1", "residency.optimizer=auto", "mode=split"];
     let run = |name: &str, num_ranks: usize, more: &[&str]| {
@@ -102,7 +102,7 @@ fn engines_of_their_own_in_stages_sample_what_engines_of_one_rank_do() {
 /// The batch of a step was sampled with the weights from before the step before it, but for the first ones after the start, a
 /// checkpoint and an evaluation, which are sampled with the newest.
 #[test]
-fn engines_of_their_own_sample_ahead() {
+fn split_mode_engines_sample_one_step_ahead() {
     let runs = Runs::new();
     let evaluated = ["eval_file=configs/arithmetic/eval.jsonl", "eval_num_generations=1", "eval_steps=4"];
     let ahead = ["split.async_steps=1", "save_steps=3", "learning_rate=1e-3"];
@@ -120,7 +120,7 @@ fn engines_of_their_own_sample_ahead() {
 /// Engines that sample two steps ahead: no token is older than that, queues are empty at checkpoints, and a resumed run goes on by the
 /// same bits. With updates in flight ages are at most as great, and with replaced groups and a curriculum they are the same.
 #[test]
-fn engines_of_their_own_sample_two_steps_ahead() {
+fn split_mode_engines_sample_two_steps_ahead() {
     let runs = Runs::new();
     let ahead = ["split.async_steps=2", "save_steps=4", "max_steps=8", "learning_rate=1e-3"];
     let ahead = [&THREE_RANKS[..], &ONE_GENERATES, &ahead].concat();
@@ -152,7 +152,7 @@ fn engines_of_their_own_sample_two_steps_ahead() {
 }
 
 #[test]
-fn a_failure_of_one_half_ends_the_other() {
+fn a_failed_trainer_or_generator_ends_the_other() {
     let runs = Runs::new();
     let ahead = [&THREE_RANKS[..], &ONE_GENERATES, &["split.async_steps=1", "save_steps=none"]].concat();
     for (fault, message) in [
@@ -172,7 +172,7 @@ fn a_failure_of_one_half_ends_the_other() {
 
 /// A run that is stopped between two checkpoints, with batches in the queue, continues by the bits of one that was not.
 #[test]
-fn a_run_that_is_stopped_with_batches_ahead_continues_as_a_straight_one() {
+fn a_run_stopped_with_batches_ahead_resumes_like_an_uninterrupted_one() {
     let runs = Runs::new();
     for (name, num_ahead, at) in [("one", 1, 2), ("two", 2, 3)] {
         let steps = &format!("split.async_steps={num_ahead}");

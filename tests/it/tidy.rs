@@ -153,7 +153,7 @@ fn wrong_imports(file: &str, text: &str, root_names: &BTreeSet<String>) -> Vec<S
 }
 
 #[test]
-fn imports_go_down_the_floors() {
+fn imports_go_from_higher_to_lower_layers() {
     let map = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("src/lib.rs")).unwrap();
     let root_names = root_names(&map);
     assert!(root_names.contains("World") && root_names.contains("Error"), "{root_names:?}");
@@ -164,7 +164,7 @@ fn imports_go_down_the_floors() {
 
 /// What these tests must find, and what they must let pass.
 #[test]
-fn imports_against_the_floors_are_found() {
+fn the_check_finds_imports_from_a_higher_layer() {
     let names = BTreeSet::from(["World".to_owned(), "Error".to_owned()]);
     for (file, text) in [
         ("config/mod.rs", "use crate::cuda::Placement;"),
@@ -211,7 +211,7 @@ fn the_public_surface_is_listed() {
 }
 
 #[test]
-fn every_room_is_on_the_map() {
+fn every_module_is_in_the_table_of_lib_rs() {
     let map = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("src/lib.rs")).unwrap();
     for (_, rooms) in FLOORS {
         for room in *rooms {
@@ -222,7 +222,7 @@ fn every_room_is_on_the_map() {
 }
 
 #[test]
-fn unsafe_stays_at_the_edges() {
+fn unsafe_code_stays_in_the_listed_modules() {
     for (file, text) in sources() {
         let touches = text.contains("allow(unsafe_code)");
         assert!(!touches || EDGES.iter().any(|edge| file.starts_with(edge)), "{file} allows unsafe code");
@@ -230,7 +230,7 @@ fn unsafe_stays_at_the_edges() {
 }
 
 #[test]
-fn files_stay_readable_and_finished() {
+fn source_files_have_at_most_400_lines_and_no_todos() {
     let mut lengths: Vec<(usize, String)> = Vec::new();
     for (file, text) in sources() {
         for word in ["todo!(", "unimplemented!(", "TODO", "FIXME", "XXX"] {
@@ -259,7 +259,7 @@ fn asked_families(file: &str, text: &str) -> Vec<String> {
 }
 
 #[test]
-fn families_are_known_by_name_in_their_own_files_alone() {
+fn model_families_are_named_only_in_their_own_files() {
     let asked: Vec<_> = sources().iter().flat_map(|(file, text)| asked_families(file, text)).collect();
     assert!(asked.is_empty(), "ask the layer instead (docs/contributing.md): {asked:#?}");
     let branch = "let scale = if spec.family == Family::Granite { 0.22 } else { 1.0 };";
@@ -285,7 +285,7 @@ fn shared_type_names(sources: &[(String, String)]) -> Vec<String> {
 }
 
 #[test]
-fn a_type_has_its_name_alone() {
+fn type_names_are_unique_in_the_crate() {
     assert_eq!(shared_type_names(&sources()), [""; 0], "choose the field's term for each");
     let file = |name: &str, text: &str| (name.to_owned(), text.to_owned());
     let twice = [
@@ -327,7 +327,7 @@ fn wrong_calls(path: &str, sources: &[(String, String)]) -> Vec<String> {
 
 /// docs/architecture.md prints the calls from a step to the scheduler as they are.
 #[test]
-fn the_path_to_the_scheduler_is_as_printed() {
+fn the_printed_path_to_the_scheduler_is_correct() {
     let map = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/architecture.md")).unwrap();
     let (_, path) = map.split_once("```text\nTrainer::train_step").unwrap();
     let path = format!("Trainer::train_step{}", path.split("\n```").next().unwrap());
@@ -348,7 +348,7 @@ fn the_path_to_the_scheduler_is_as_printed() {
 
 /// What docs/faults.md says is tested is.
 #[test]
-fn every_fault_has_the_tests_that_are_named() {
+fn tests_named_in_faults_md_exist() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let read = |path: &Path| std::fs::read_to_string(root.join(path)).unwrap();
     let table = read(Path::new("docs/faults.md"));
@@ -369,7 +369,7 @@ fn every_fault_has_the_tests_that_are_named() {
 
 /// Everything else comes through `console`, which cannot fail and lets no escape code through.
 #[test]
-fn one_file_writes_to_the_terminal() {
+fn only_one_file_writes_to_the_terminal() {
     // The sandbox's workers speak to their parent on standard output.
     let writers = ["console/mod.rs", "reward/code/mod.rs", "tools/interpreters.rs"];
     let handle = regex::Regex::new(r"\b(stdout|stderr)\(\)").unwrap();
@@ -380,7 +380,7 @@ fn one_file_writes_to_the_terminal() {
 
 /// How long something takes depends on what else the machine does: benchmarks measure it, on GPUs those that have them alone.
 #[test]
-fn no_test_asks_a_clock() {
+fn no_test_depends_on_the_clock() {
     let clock = regex::Regex::new(r"assert!\([^;]*elapsed\(\) <").unwrap();
     let tests = texts("tests/it").into_iter().chain(sources());
     let asks = |(file, text): &(String, String)| !file.starts_with("gpu") && clock.is_match(text);
@@ -389,7 +389,7 @@ fn no_test_asks_a_clock() {
 
 /// A file of tests that nobody declares runs nowhere, and nobody is told.
 #[test]
-fn every_file_is_a_module() {
+fn every_source_file_is_a_module_of_the_crate() {
     for root in ["src", "tests/it"] {
         let texts = texts(root);
         let declares = |parent: &Path, name: &str| {
@@ -408,7 +408,7 @@ fn every_file_is_a_module() {
 }
 
 #[test]
-fn the_import_reader_reads_groups() {
+fn the_import_check_reads_grouped_imports() {
     let text =
         "use crate::{error::{Error, Result}, phase};\nuse crate::ranks::World; // crate::trainer\n// crate::cli\n";
     let found: Vec<_> = imports("model/spec.rs", text).into_iter().collect();

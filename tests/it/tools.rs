@@ -21,7 +21,7 @@ fn completions(output: &Path) -> Vec<String> {
 /// Trajectories are a matter of their random keys: neither ranks that share an engine, nor when tools answer, change a token. The
 /// trainer's log-probabilities are the sampler's on every token that was sampled.
 #[test]
-fn turns_are_the_same_on_one_rank_and_on_two_that_share_an_engine() {
+fn tool_turns_are_equal_on_one_rank_and_on_two() {
     let folder = tempfile::tempdir().unwrap();
     let mut all = Vec::new();
     for (name, keys) in [
@@ -72,7 +72,7 @@ fn turns_are_the_same_on_one_rank_and_on_two_that_share_an_engine() {
 
 /// The command samples what the run's own evaluation samples, with the run's tools.
 #[test]
-fn eval_plays_turns_as_the_run_does() {
+fn eval_runs_tool_turns_like_training() {
     let folder = tempfile::tempdir().unwrap();
     let (output, samples) = (folder.path().join("run"), folder.path().join("samples.jsonl"));
     let keys = "--nproc 1 eval_file=configs/calculator/eval.jsonl eval_steps=1 max_eval_samples=12 per_device_train_batch_size=16";
@@ -97,7 +97,7 @@ fn eval_plays_turns_as_the_run_does() {
 
 /// Once the launcher has looked at them, ranks load tools for long: a stop is heeded meanwhile.
 #[test]
-fn ranks_that_load_tools_heed_a_signal() {
+fn ranks_react_to_a_signal_while_loading_tools() {
     let folder = tempfile::tempdir().unwrap();
     let text = r#"
 import pathlib, time
@@ -131,7 +131,7 @@ def add(a: int, b: int) -> int:
 
 /// A hang costs its own turn alone, and rewards see the messages.
 #[test]
-fn a_tool_that_hangs_or_crashes_is_told_to_the_model_and_the_run_goes_on() {
+fn a_failing_tool_is_reported_to_the_model() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("mine.py");
     let text = r#"
@@ -174,7 +174,7 @@ def called(completions, **columns):
 /// The process that all tools are forked from is killed, by one of them here: what ran then is masked, and the run goes on with another
 /// process. Where that happens again and again, what was reached is saved.
 #[test]
-fn a_killed_process_of_tools_costs_its_trajectories_alone() {
+fn a_killed_tool_process_affects_only_its_trajectories() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("mine.py");
     let text = r#"
@@ -227,7 +227,7 @@ def called(completions, trainer_state, **columns):
 
 /// Environments by the row's column, in a process each; ranks that share an engine begin a group when its environments are open.
 #[test]
-fn environments_give_rewards_and_reach_those_of_others() {
+fn environments_give_rewards_and_reach_reward_functions() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("worlds.py");
     let text = r#"
@@ -305,7 +305,7 @@ def used(completions, environments, **columns):
 
 /// Completions would be cut short of `max_completion_length` behind a prompt that nobody planned for, and those of a group have one prompt.
 #[test]
-fn environments_whose_prompts_cannot_be_trained_on_are_refused_with_the_key() {
+fn environments_with_unusable_prompts_are_refused_with_the_key() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("talker.py");
     let class = |name: &str, text: &str| {
@@ -360,7 +360,7 @@ def agrees(completions, environments, **columns):
 /// Groups under way go on in the next step with the state of their environments, and no sampled token of theirs changes: with carried
 /// groups, kept caches, replaced groups, and batches ahead of the trainer. After a restart they are played anew.
 #[test]
-fn unfinished_trajectories_go_on_with_their_tools() {
+fn unfinished_trajectories_continue_with_their_tools() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("counted.py");
     fs::write(&file, COUNTED).unwrap();
@@ -429,7 +429,7 @@ fn unfinished_trajectories_go_on_with_their_tools() {
 }
 
 #[test]
-fn what_cannot_be_served_with_tools_is_refused_before_anything_starts() {
+fn unsupported_settings_with_tools_are_refused_at_the_start() {
     for (keys, code, parts) in [
         (
             "tools=configs/calculator/tools.py:subtract",

@@ -27,7 +27,7 @@ use state::state;
 use crate::ranks;
 
 #[test]
-fn one_rank_follows_plain_adamw() {
+fn one_rank_trains_like_plain_adamw() {
     let mesh = World::single().mesh(1, 1).unwrap();
     for &recompute in GradientCheckpointing::ALL {
         follows_plain_adamw(&mesh, Run { recompute, ..Run::new(0, Kind::Double) }, 1e-10);
@@ -37,7 +37,7 @@ fn one_rank_follows_plain_adamw() {
 
 /// Tokens that nobody sampled are attended to and in no loss, with prompts run once or not, against autograd on whole sequences.
 #[test]
-fn turns_follow_plain_adamw() {
+fn multi_turn_sequences_train_like_plain_adamw() {
     let mesh = World::single().mesh(1, 1).unwrap();
     let run = Run { has_turns: true, ..Run::new(0, Kind::Double) };
     let num_context: usize = run.sequences().iter().map(|it| it.completion_len() - it.num_scored()).sum();
@@ -50,8 +50,8 @@ fn turns_follow_plain_adamw() {
 }
 
 #[test]
-fn two_ranks_with_turns_follow_plain_adamw() {
-    ranks::run(2, "train::two_ranks_with_turns_follow_plain_adamw", |world: World| {
+fn two_ranks_with_multi_turn_sequences_train_like_plain_adamw() {
+    ranks::run(2, "train::two_ranks_with_multi_turn_sequences_train_like_plain_adamw", |world: World| {
         let mesh = world.mesh(1, 2).unwrap();
         for stage in [0, 3] {
             let run = Run { has_turns: true, share_prompts: true, ..Run::new(stage, Kind::Double) };
@@ -62,7 +62,7 @@ fn two_ranks_with_turns_follow_plain_adamw() {
 
 /// Prompts run once for several completions, against autograd on whole sequences.
 #[test]
-fn shared_prompts_follow_plain_adamw() {
+fn shared_prompts_train_like_plain_adamw() {
     let mesh = World::single().mesh(1, 1).unwrap();
     for recompute in [GradientCheckpointing::None, GradientCheckpointing::Selective, GradientCheckpointing::Full] {
         for budget in [1, 24, 1000] {
@@ -81,8 +81,8 @@ fn shared_prompts_follow_plain_adamw() {
 /// The head that drafts tokens, whose gradients are clipped apart, with prompts run once or not. The model beside it is the one that it would
 /// be without, bit for bit.
 #[test]
-fn a_draft_head_follows_plain_adamw_and_changes_nothing_else() {
-    ranks::run(2, "train::a_draft_head_follows_plain_adamw_and_changes_nothing_else", |world: World| {
+fn a_draft_head_trains_like_plain_adamw_and_changes_nothing_else() {
+    ranks::run(2, "train::a_draft_head_trains_like_plain_adamw_and_changes_nothing_else", |world: World| {
         let mesh = world.mesh(1, 2).unwrap();
         for (stage, tied, share_prompts) in [(0, true, false), (2, false, true), (3, true, true)] {
             let with = Run { draft_head: true, tied, share_prompts, has_turns: true, ..Run::new(stage, Kind::Double) };
@@ -105,8 +105,8 @@ fn a_draft_head_follows_plain_adamw_and_changes_nothing_else() {
 }
 
 #[test]
-fn two_ranks_follow_plain_adamw() {
-    ranks::run(2, "train::two_ranks_follow_plain_adamw", |world: World| {
+fn two_ranks_train_like_plain_adamw() {
+    ranks::run(2, "train::two_ranks_train_like_plain_adamw", |world: World| {
         let mesh = world.mesh(1, 2).unwrap();
         for stage in 0..=3 {
             follows_plain_adamw(&mesh, Run::new(stage, Kind::Double), 1e-10);
@@ -124,8 +124,8 @@ fn two_ranks_follow_plain_adamw() {
 }
 
 #[test]
-fn four_ranks_follow_plain_adamw() {
-    ranks::run(4, "train::four_ranks_follow_plain_adamw", |world: World| {
+fn four_ranks_train_like_plain_adamw() {
+    ranks::run(4, "train::four_ranks_train_like_plain_adamw", |world: World| {
         let mesh = world.mesh(1, 4).unwrap();
         for stage in 0..=3 {
             follows_plain_adamw(&mesh, Run { tied: true, ..Run::new(stage, Kind::Double) }, 1e-10);
@@ -134,8 +134,8 @@ fn four_ranks_follow_plain_adamw() {
 }
 
 #[test]
-fn hybrid_groups_follow_plain_adamw() {
-    ranks::run(4, "train::hybrid_groups_follow_plain_adamw", |world: World| {
+fn hybrid_shard_groups_train_like_plain_adamw() {
+    ranks::run(4, "train::hybrid_shard_groups_train_like_plain_adamw", |world: World| {
         let mesh = world.mesh(1, 2).unwrap();
         for stage in 0..=3 {
             follows_plain_adamw(&mesh, Run { announced: true, ..Run::new(stage, Kind::Double) }, 1e-10);
@@ -145,8 +145,8 @@ fn hybrid_groups_follow_plain_adamw() {
 }
 
 #[test]
-fn replicas_follow_plain_adamw() {
-    ranks::run(2, "train::replicas_follow_plain_adamw", |world: World| {
+fn replicas_train_like_plain_adamw() {
+    ranks::run(2, "train::replicas_train_like_plain_adamw", |world: World| {
         let mesh = world.mesh(1, 1).unwrap();
         follows_plain_adamw(&mesh, Run::new(3, Kind::Double), 1e-10);
     });
@@ -178,8 +178,8 @@ fn a_rank_without_sequences_joins_its_peers() {
 }
 
 #[test]
-fn stages_are_bitwise_equal() {
-    ranks::run(2, "train::stages_are_bitwise_equal", |world: World| {
+fn zero_stages_are_bitwise_equal() {
+    ranks::run(2, "train::zero_stages_are_bitwise_equal", |world: World| {
         let mesh = world.mesh(1, 2).unwrap();
         let kinds = |accumulated, reduced| GradientOptions { accumulated, reduced };
         for options in [
@@ -250,8 +250,8 @@ fn a_gradient_that_is_not_finite_is_skipped_by_all_ranks() {
 }
 
 #[test]
-fn a_reference_scores_like_the_policy_it_was_loaded_as() {
-    ranks::run(2, "train::a_reference_scores_like_the_policy_it_was_loaded_as", |world: World| {
+fn a_reference_model_scores_like_the_initial_policy() {
+    ranks::run(2, "train::a_reference_model_scores_like_the_initial_policy", |world: World| {
         let mesh = world.mesh(1, 2).unwrap();
         for tied in [false, true] {
             let run = Run { tied, ..Run::new(1, Kind::Double) };
@@ -283,7 +283,7 @@ fn a_reference_scores_like_the_policy_it_was_loaded_as() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_one_rank_follows_plain_adamw() {
+fn gpu_one_rank_trains_like_plain_adamw() {
     let mesh = World::single_on(Backend::Nccl).unwrap().mesh(1, 1).unwrap();
     for recompute in [GradientCheckpointing::None, GradientCheckpointing::Selective, GradientCheckpointing::Full] {
         follows_plain_adamw(&mesh, Run { recompute, ..Run::new(0, Kind::Double) }, 1e-10);
@@ -295,15 +295,15 @@ fn gpu_one_rank_follows_plain_adamw() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_a_copy_back_that_a_step_waits_for_is_counted() {
+fn gpu_waiting_for_optimizer_state_is_counted() {
     let mesh = World::single_on(Backend::Nccl).unwrap().mesh(1, 1).unwrap();
     state::counts_waiting(&mesh);
 }
 
 #[test]
 #[ignore = "needs two GPUs"]
-fn gpu_two_ranks_follow_plain_adamw() {
-    ranks::run_on_gpus(2, "train::gpu_two_ranks_follow_plain_adamw", |world: World| {
+fn gpu_two_ranks_train_like_plain_adamw() {
+    ranks::run_on_gpus(2, "train::gpu_two_ranks_train_like_plain_adamw", |world: World| {
         let mesh = world.mesh(1, 2).unwrap();
         for stage in 0..=3 {
             for announced in [false, true] {

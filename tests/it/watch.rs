@@ -74,7 +74,7 @@ fn text(value: &Value) -> &str {
 }
 
 #[test]
-fn a_run_and_a_hostile_one_beside_it_are_watched_while_their_files_change() {
+fn watch_follows_running_and_hostile_runs() {
     let folder = tempfile::tempdir().unwrap();
     let (real, other) = (folder.path().join("real"), folder.path().join("<img src=x onerror=alert(1)>"));
     let more = format!("{SMALL_RUN} max_steps=2 log_completions=true output_dir={}", real.display());
@@ -128,7 +128,7 @@ fn a_run_and_a_hostile_one_beside_it_are_watched_while_their_files_change() {
 }
 
 #[test]
-fn what_is_asked_wrongly_is_refused_and_strangers_pages_are() {
+fn watch_refuses_invalid_queries_and_foreign_origins() {
     let folder = tempfile::tempdir().unwrap();
     run(&format!("watch {}/none", folder.path().display())).assert_error(
         "a missing folder",

@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn runs_become_a_table_a_picture_and_numbers() {
+    fn benchmark_results_become_a_table_a_chart_and_json() {
         let folder = tempfile::tempdir().unwrap();
         let (results, output) = (folder.path().join("results.jsonl"), folder.path().join("out"));
         let lines = [line("colocated", 4, 4, 0), line("split", 2, 2, 0), line("split", 2, 2, 1)];

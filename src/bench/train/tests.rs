@@ -36,7 +36,7 @@ fn bench(preset: &str, num_layers: usize, gradient_checkpointing: GradientCheckp
 
 /// Eight layers of Qwen3.5-9B on a GPU of 80 GB: without kept chunks they fit, which was measured; with them they take 4.9 GB more and do not.
 #[test]
-fn optimizer_state_counts_beside_tensors() {
+fn memory_of_a_benchmark_includes_optimizer_state() {
     let available = 79 << 30; // of an H100 with a context
     let needs = |keep| {
         let bench = bench("qwen3.5-9b", 8, keep);
@@ -56,7 +56,7 @@ fn optimizer_state_counts_beside_tensors() {
 
 /// More than any machine has: a benchmark that began to allocate would be ended by the kernel.
 #[test]
-fn a_benchmark_that_does_not_fit_is_refused_before_it_starts() {
+fn a_benchmark_that_exceeds_memory_is_refused_before_it_starts() {
     let world = World::single_on(Backend::Shm).unwrap();
     let error = bench_train(&bench("qwen2.5-32b", 6400, GradientCheckpointing::Full), &world).unwrap_err();
     assert_eq!(error.exit_code(), ExitCode::Environment);

@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn variables_and_their_defaults_are_filled_in() {
+    fn shell_variables_and_their_defaults_are_expanded() {
         for (text, expected) in [
             ("$N-${N}x$Nx", "5-5x$Nx"),
             ("${M:-7}${M-8}${N:-9}${N:=1}", "7855"),
@@ -199,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn arithmetic_is_that_of_a_shell() {
+    fn shell_arithmetic_is_evaluated_as_in_bash() {
         for (text, expected) in [
             ("$((1024 * 2))", "2048"),
             ("a$(( N*3 ))b", "a15b"),
@@ -217,14 +217,14 @@ mod tests {
     }
 
     #[test]
-    fn what_is_left_of_a_shell_is_seen() {
+    fn unexpanded_shell_variables_are_detected() {
         for (text, expected) in [("${M}/a", true), ("a/$M", true), ("$(pwd)", true), ("5$", false), ("^a$|^b", false)] {
             assert_eq!(has_variable(text), expected, "{text}");
         }
     }
 
     #[test]
-    fn brackets_without_an_end_cost_little() {
+    fn unclosed_brackets_are_parsed_in_linear_time() {
         let open = "${".repeat(500_000);
         assert_eq!(of(&open), open);
     }

@@ -50,7 +50,7 @@ const NOT_OF_THE_RUN: &[&str] = &[
 ];
 
 #[test]
-fn published_configurations_become_what_their_programs_train_with() {
+fn published_configurations_import_with_their_effective_values() {
     let files = files();
     assert!(files.len() >= 9, "{files:?}");
     for file in files {
@@ -84,7 +84,7 @@ fn every_key_of_a_published_file_is_in_the_result_or_in_a_list() {
 
 /// Whatever form a word of a command has, it is read or named.
 #[test]
-fn no_word_of_a_command_is_left_out_in_silence() {
+fn every_argument_of_a_command_is_imported_or_noted() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("run.sh");
     let own = "algorithm.adv_estimator=grpo data.train_files=a.parquet actor_rollout_ref.model.path=m actor_rollout_ref.rollout.n=8";
@@ -116,7 +116,7 @@ fn no_word_of_a_command_is_left_out_in_silence() {
 
 /// A branch that the script's own values decide is read; of another one what it sets is listed.
 #[test]
-fn branches_are_decided_by_known_values_or_listed() {
+fn shell_branches_are_evaluated_or_noted() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("run.sh");
     let script = "rows=a.parquet\nn=4\nKIND=$(uname)\nEMPTY=\nif [ -z \"$EMPTY\" ]; then n=8; elif [ x = x ]; then n=9; else n=10; fi\n\
@@ -144,7 +144,7 @@ fn branches_are_decided_by_known_values_or_listed() {
 }
 
 #[test]
-fn the_version_of_trl_is_named_pinned_or_told_by_keys() {
+fn the_trl_version_comes_from_an_option_a_pin_or_the_keys() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("run.yaml");
     let own = "model_name_or_path: m\ndataset_name: a/b\nreward_funcs: [accuracy_reward]\n";

@@ -187,14 +187,14 @@ mod tests {
     }
 
     #[test]
-    fn variables_that_double_one_another_are_refused() {
+    fn exponentially_growing_variables_are_refused() {
         let text = format!("A=aa\n{}trl grpo --run_name $A\n", "A=$A${A}\n".repeat(60));
         let error = super::read(&text, Path::new("run.sh"), None).unwrap_err();
         assert!(error.contains("expanding its variables adds more than"), "{error}");
     }
 
     #[test]
-    fn flags_are_read_as_trl_reads_them() {
+    fn flags_are_parsed_as_by_trl() {
         let text = "set -e\nMODEL=Qwen/Qwen2.5-0.5B-Instruct\nACCELERATE_LOG_LEVEL=info accelerate launch --config_file zero3.yaml \\\n  \
                     --num_processes=7 src/open_r1/grpo.py --config recipes/demo.yaml --vllm_mode colocate\n\
                     trl grpo --model_name_or_path $MODEL --reward_funcs think_format_reward 'get_weather' --use_peft \\\n  \
@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn overrides_are_read_as_a_shell_and_hydra_do() {
+    fn overrides_are_parsed_as_by_a_shell_and_hydra() {
         let text = "#!/bin/bash\nset -x\nDATA=/data/gsm8k # where\nexport N=5\nPYTHONUNBUFFERED=1 python3 -m verl.trainer.main_ppo \\\n    \
                     data.train_files=\"$DATA/train.parquet\" \\\n    data.val_files=\"['${DATA}/a.parquet','$HOME/b.parquet']\" \\\n    \
                     actor_rollout_ref.rollout.n=$N \\\n    actor_rollout_ref.actor.optim.lr=1e-6 \\\n    +data.shuffle=True \\\n    \
@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn a_script_computes_with_its_variables() {
+    fn arithmetic_with_script_variables_is_imported() {
         let text = "ROOT=${ROOT:-\"${HOME}/verl\"} # where\nMODEL=${MODEL:-\"${ROOT}/models/Qwen2.5-32B\"}\nlength=$((1024 * 2))\n\
                     batch=$((length * 3))\nLOG=$(date +%s; echo)\npython3 -m verl.trainer.main_ppo data.train_files=\"${ROOT}/a.parquet\" \\\n \
                     data.max_prompt_length=${length} \\\n data.max_response_length=\"$((length * 4))\" data.gen_batch_size=$batch \\\n \

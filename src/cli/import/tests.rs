@@ -88,7 +88,7 @@ fn evaluations_of_verl_are_greedy_unless_they_sample() {
 }
 
 #[test]
-fn no_key_is_left_out_in_silence() {
+fn every_imported_key_is_translated_or_noted() {
     let names = KEYS.iter().flat_map(|(names, _)| *names).chain(HARMLESS).chain(TAKEN_BY_RULES);
     let names = names.copied().chain(RENAMED.iter().map(|(theirs, _)| *theirs));
     let whole = |name: &str| match name.split('.').next() {
@@ -125,7 +125,7 @@ fn no_key_is_left_out_in_silence() {
 }
 
 #[test]
-fn what_changes_the_result_is_in_the_last_list() {
+fn keys_without_an_equivalent_are_in_the_last_list() {
     let notes = lists(&[
         ("optim", json!("adafactor")),
         ("fp16", json!(true)),
@@ -152,7 +152,7 @@ fn what_changes_the_result_is_in_the_last_list() {
 }
 
 #[test]
-fn a_batch_of_several_nodes_is_shared_by_the_gpus_of_all() {
+fn the_batch_of_several_nodes_is_divided_over_all_gpus() {
     let batch = [
         ("algorithm.adv_estimator", json!("grpo")),
         ("data.train_batch_size", json!(64)),
@@ -174,7 +174,7 @@ fn a_batch_of_several_nodes_is_shared_by_the_gpus_of_all() {
 }
 
 #[test]
-fn engines_of_verl_keep_their_precision_and_their_experts() {
+fn verl_engine_settings_for_precision_and_experts_are_imported() {
     let place = [
         ("model.path", json!("m")),
         ("data.train_files", json!("rows.parquet")),
@@ -218,7 +218,7 @@ fn engines_of_verl_keep_their_precision_and_their_experts() {
 }
 
 #[test]
-fn groups_without_a_signal_are_replaced_as_dapo_does() {
+fn dapo_filter_groups_becomes_dynamic_sampling() {
     let filtered = |enable: bool| {
         let most = "algorithm.filter_groups.max_num_gen_batches";
         let own = [("algorithm.adv_estimator", json!("grpo")), ("rollout.n", json!(8))];
@@ -235,7 +235,7 @@ fn groups_without_a_signal_are_replaced_as_dapo_does() {
 }
 
 #[test]
-fn what_a_shell_would_still_fill_in_is_no_value() {
+fn unresolved_shell_variables_are_not_taken_as_values() {
     let notes = lists(&[("data.train_files", json!(["${ROOT}/a.parquet"])), ("data.val_files", json!("v.parquet"))]);
     let lost = notes.last().unwrap();
     assert!(
@@ -250,7 +250,7 @@ fn what_a_shell_would_still_fill_in_is_no_value() {
 }
 
 #[test]
-fn a_constant_rate_of_transformers_has_no_warm_up() {
+fn transformers_constant_scheduler_imports_without_warmup() {
     for (name, is_kept) in [("constant", false), ("constant_with_warmup", true), ("cosine", true)] {
         let theirs: Vec<_> = [("lr_scheduler_type", json!(name)), ("warmup_ratio", json!(0.1))]
             .map(|(key, value)| entry(key, &value))
@@ -261,7 +261,7 @@ fn a_constant_rate_of_transformers_has_no_warm_up() {
 }
 
 #[test]
-fn a_key_that_is_given_twice_is_one_key() {
+fn a_key_given_twice_is_imported_once() {
     let both = [("torch_dtype", json!("bfloat16")), ("dtype", json!("float32"))];
     let notes = lists(&both);
     assert!(notes[0].contains("WITHOUT") && notes[0].contains("torch_dtype = \"bfloat16\""), "{notes:?}");
@@ -270,7 +270,7 @@ fn a_key_that_is_given_twice_is_one_key() {
 }
 
 #[test]
-fn adapters_have_the_defaults_of_trl_and_peft() {
+fn lora_defaults_are_those_of_trl_and_peft() {
     let notes = lists(&[("use_peft", json!(true))]);
     for part in ["lora.r = 16", "lora.dropout = 0.05", "lora.target_modules = [\"q_proj\",\"v_proj\"]"] {
         assert!(notes[0].starts_with("changed") && notes[0].contains(part), "{part}: {notes:?}");
@@ -281,7 +281,7 @@ fn adapters_have_the_defaults_of_trl_and_peft() {
 }
 
 #[test]
-fn keys_that_are_missing_are_noted() {
+fn missing_required_keys_are_noted() {
     let (mut draft, _) = translated(vec![entry("learning_rate", &json!(1e-6))], true);
     draft.check().unwrap();
     let missing = draft.notes().pop().unwrap();

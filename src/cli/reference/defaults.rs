@@ -156,7 +156,7 @@ mod tests {
 
     /// Defaults change with a reason, or not at all.
     #[test]
-    fn a_default_is_trl_s_or_has_a_reason() {
+    fn every_default_is_trls_or_has_a_documented_reason() {
         let keys = described::<Config>();
         for foreign in FOREIGN {
             let ours = keys.iter().find(|key| key.key == foreign.key).unwrap_or_else(|| panic!("{}", foreign.key));

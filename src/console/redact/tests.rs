@@ -3,7 +3,7 @@
 use super::{redact, redact_json};
 
 #[test]
-fn secrets_go_and_the_rest_stays() {
+fn secrets_are_redacted_and_other_text_stays() {
     for (text, expected) in [
         ("HF_TOKEN=abc WANDB_API_KEY: xyz", "HF_TOKEN=[redacted] WANDB_API_KEY: [redacted]"),
         (r#"{"db_password": "a \"b\" c", "steps": 3}"#, r#"{"db_password": "[redacted]", "steps": 3}"#),
@@ -35,7 +35,7 @@ fn secrets_go_and_the_rest_stays() {
 }
 
 #[test]
-fn what_issuers_made_to_be_known_goes_without_a_name() {
+fn tokens_of_known_formats_are_redacted_without_a_key_name() {
     let random = "Zx81Kq0PwLm3Rt5VbN7cYd9F";
     let upper = random.to_uppercase();
     let jwt = format!("eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIx.{random}");
@@ -50,7 +50,7 @@ fn what_issuers_made_to_be_known_goes_without_a_name() {
 }
 
 #[test]
-fn what_is_no_secret_stays() {
+fn text_that_only_resembles_a_secret_stays() {
     let hash = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855";
     for text in [
         "num_tokens=100, key = 3, learning_rate: 1e-6, num_key_value_heads = 8, max_tokens: 4096",
@@ -80,7 +80,7 @@ fn what_is_no_secret_stays() {
 }
 
 #[test]
-fn json_keeps_its_shape() {
+fn redaction_keeps_json_valid() {
     let mut value = serde_json::json!({
         "hub_token": "abc", "no_token": null, "list": ["ftp://u:p@h"], "n": 1, "db_password": 123, "api_key": ["a", {"b": "c"}],
         "command": ["judge", "--api-key", "abc", "--password", "--verbose", "--top", "3"], "eos_token": "</s>", "Cookie": "c",
@@ -96,7 +96,7 @@ fn json_keeps_its_shape() {
 
 /// Every form, each with a secret in place of `§` that must be gone.
 #[test]
-fn every_form_of_a_secret_goes() {
+fn every_notation_of_a_secret_is_redacted() {
     let letters = "ZxKqPwLmRtVbNcYdFgHjSeTuAiOkBvCzMn"; // as Hugging Face's, without a digit
     let random = "Zx81Kq0PwLm3Rt5VbN7cYd9FgHjS2eTuAiOkBvCz";
     let hex = "3fa94c07be12d58690ab3fa94c07be12d58690ab";

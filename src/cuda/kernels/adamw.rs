@@ -118,7 +118,7 @@ mod tests {
     use crate::error::Error;
 
     #[test]
-    fn runs_cover_everything_once_and_neighbours_are_one() {
+    fn decay_segments_cover_all_elements_once_and_are_merged() {
         assert_eq!(segments(&[], 5).unwrap(), [(0..5, false)]);
         assert_eq!(segments(&[0..2, 2..5], 5).unwrap(), [(0..5, true)]);
         assert_eq!(segments(&[1..2, 2..4, 4..4], 5).unwrap(), [(0..1, false), (1..4, true), (4..5, false)]);

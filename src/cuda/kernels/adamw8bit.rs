@@ -82,7 +82,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_source_has_the_same_constants() {
+    fn rust_constants_match_the_kernel_source() {
         crate::cuda::kernels::launch::assert_declared(
             SOURCE,
             &[("THREADS", THREADS), ("BLOCK", BLOCK), ("LEVELS", LEVELS)],

@@ -218,13 +218,13 @@ mod tests {
     use crate::cuda::kernels::launch::assert_declared;
 
     #[test]
-    fn the_source_has_the_same_constants() {
+    fn rust_constants_match_the_kernel_source() {
         assert_declared(SOURCE, &[("SPLITS", SPLITS), ("DOWN_WARPS", DOWN_WARPS), ("UP_WARPS", UP_WARPS)]);
         assert_declared(SOURCE, &[("UP_COLUMNS", UP_COLUMNS), ("UP_DEPTH", UP_DEPTH)]);
     }
 
     #[test]
-    fn every_tile_has_a_kernel() {
+    fn every_tile_size_has_a_compiled_kernel() {
         for rows in [1, 16, 17, 511, 512, 1023, 1024, 16_384] {
             for inner in [8, 16, 24, 32, 48, 64, 128, 192, 776] {
                 let DownTile { rows: tile, columns } = DownTile::of(rows, inner);

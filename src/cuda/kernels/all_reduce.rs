@@ -231,7 +231,7 @@ mod tests {
     use crate::cuda::kernels::launch::assert_declared;
 
     #[test]
-    fn the_source_has_the_same_constants() {
+    fn rust_constants_match_the_kernel_source() {
         assert_declared(SOURCE, &[("MOST_RANKS", MOST_RANKS), ("MOST_BLOCKS", MOST_BLOCKS)]);
         assert!(SOURCE.text.contains("constexpr int CONTROL_BYTES = 4 * MOST_BLOCKS * (1 + 2 * MOST_RANKS);"));
     }

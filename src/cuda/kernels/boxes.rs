@@ -79,7 +79,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rows_lie_well_at_multiples_of_16_bytes() {
+    fn tma_needs_rows_aligned_to_16_bytes() {
         let matrix = Tensor::zeros([4, 24], (Kind::BFloat16, Device::Cpu));
         let row = matrix.view(-1);
         for tensor in [&matrix, &matrix.narrow(1, 8, 9), &row, &row.narrow(0, 16, 3)] {

@@ -232,7 +232,7 @@ mod tests {
     use crate::cuda::kernels::launch::assert_declared;
 
     #[test]
-    fn grids_are_those_of_the_source() {
+    fn rust_constants_match_the_kernel_source() {
         let sizes =
             [("WIDTH", WIDTH as usize), ("MIX_THREADS", MIX_THREADS as usize), ("NORM_THREADS", NORM_THREADS as usize)];
         assert_declared(SOURCE, &sizes);

@@ -308,7 +308,7 @@ mod tests {
     use crate::cuda::kernels::launch::assert_declared;
 
     #[test]
-    fn tiles_fit_a_multiprocessor_beside_what_kernels_declare() {
+    fn tiles_fit_into_shared_memory_with_static_arrays() {
         tch::set_num_threads(1); // links libtorch, beside which NVRTC is found
         let [forward, backward] =
             [SOURCE, GRADIENTS].map(|source| limits(&nvrtc::cubin(source, Capability::HOPPER).unwrap()));
@@ -327,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn the_sources_have_the_same_sizes() {
+    fn tile_sizes_match_the_kernel_sources() {
         let declared = |source, text: &str| assert!(nvrtc::texts(source).any(|own| own.contains(text)), "{text}");
         for source in [SOURCE, GRADIENTS] {
             declared(source, &format!("constexpr int CHUNK = {CHUNK}, DIM = {DIM};"));

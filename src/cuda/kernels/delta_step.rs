@@ -259,7 +259,7 @@ mod tests {
     use crate::cuda::kernels::launch::assert_declared;
 
     #[test]
-    fn the_source_has_the_same_constants() {
+    fn rust_constants_match_the_kernel_source() {
         let constants =
             [("MOST_DIM", MOST_DELTA_DIM), ("MOST_WIDTH", MOST_CONV_WIDTH), ("COLUMNS", COLUMNS), ("THREADS", THREADS)];
         assert_declared(SOURCE, &constants);
@@ -276,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn heads_of_known_models_are_served() {
+    fn head_sizes_of_known_models_are_supported() {
         let heads = |num_key_heads, num_value_heads, key_dim, value_dim, conv_width| DeltaHeads {
             num_key_heads,
             num_value_heads,

@@ -146,7 +146,7 @@ mod tests {
     use crate::cuda::kernels::launch::assert_declared;
 
     #[test]
-    fn the_source_has_the_same_constants() {
+    fn rust_constants_match_the_kernel_source() {
         let threads = [("THREADS", THREADS as usize), ("SUM_THREADS", SUM_THREADS as usize)];
         assert_declared(SOURCE, &[("TILE", TILE), ("SIDE", SIDE)]);
         assert_declared(SOURCE, &threads);

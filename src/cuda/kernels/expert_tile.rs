@@ -91,7 +91,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn narrow_slices_are_copied_by_steps_that_fit() {
+    fn narrow_slices_use_another_expert_tile() {
         assert_eq!(FEW.rows, SOME.rows, "both read what one router has sorted");
         for rows in [1, 4, 16] {
             assert_eq!(FEW.narrow(rows, 192), SOME); // Qwen3-30B-A3B's 768 over four ranks, 16 to 256 sequences

@@ -357,7 +357,7 @@ mod tests {
 
     /// A tile of other sizes than the source's would give wrong results, and no error.
     #[test]
-    fn tiles_are_those_of_the_source() {
+    fn tile_sizes_match_the_kernel_source() {
         let shapes = [[4, 1, 1, 4, 2, 3], [4, 1, 2, 4, 1, 5], [4, 2, 2, 8, 2, 3], [4, 1, 1, 8, 1, 4]];
         for (tile, [wm, wn, mt, nt, steps, stages]) in ExpertTile::ALL.into_iter().zip(shapes) {
             let ExpertTile { name, rows, threads, shared_bytes, per_processor } = tile;

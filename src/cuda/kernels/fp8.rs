@@ -320,7 +320,7 @@ mod tests {
     /// Every length of row that is served is launched with threads and shared memory that its kernel may have. A row of Qwen3-8B's and of
     /// Qwen3.5-9B's gradients takes 48 KiB, all that a launch has without asking, and the kernel declares more: that launch must ask.
     #[test]
-    fn every_row_fits_a_block_of_its_kernel() {
+    fn the_longest_row_fits_into_a_thread_block() {
         tch::set_num_threads(1); // links libtorch, beside which NVRTC is found
         let limits_of = |source| limits(&nvrtc::cubin(source, Capability::HOPPER).unwrap());
         let (swiglu, rounding) = (limits_of(swiglu::SOURCE), limits_of(SOURCE));
@@ -344,13 +344,13 @@ mod tests {
     }
 
     #[test]
-    fn the_source_has_the_same_constants() {
+    fn rust_constants_match_the_kernel_source() {
         assert_declared(SOURCE, &[("MOST", MOST), ("MOST_LONG", MOST_LONG)]);
         assert_declared(rms_norm::SOURCE, &[("MOST", MOST)]);
     }
 
     #[test]
-    fn matrices_of_known_models_are_served() {
+    fn matrix_sizes_of_known_models_are_supported() {
         for matrix in [[4608, 3584], [37_888, 3584], [3584, 18_944], [55_296, 5120], [5120, 27_648], [1152, 896]] {
             assert!(fp8_serves(matrix), "{matrix:?}");
         }

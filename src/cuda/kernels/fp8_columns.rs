@@ -73,12 +73,12 @@ mod tests {
     use crate::cuda::kernels::launch::assert_declared;
 
     #[test]
-    fn the_source_has_the_same_constants() {
+    fn rust_constants_match_the_kernel_source() {
         assert_declared(SOURCE, &[("THREADS", THREADS), ("TILE_ROWS", TILE_ROWS), ("TILE_COLUMNS", TILE_COLUMNS)]);
     }
 
     #[test]
-    fn every_column_has_its_strips() {
+    fn column_kernels_split_rows_into_strips() {
         assert_eq!(strips([37_888, 3584], 1), (14, 75));
         assert_eq!(strips([3584, 18_944], 1), (74, 14));
         assert_eq!(strips([16, 16], 1), (1, 2), "a block has eight rows at once");

@@ -136,18 +136,18 @@ mod tests {
     use crate::cuda::kernels::launch::assert_declared;
 
     #[test]
-    fn the_source_has_the_same_constants() {
+    fn rust_constants_match_the_kernel_source() {
         assert_declared(SOURCE, &[("ROWS", ROWS), ("FEATURES", FEATURES), ("THREADS", THREADS as usize)]);
     }
 
     #[test]
-    fn rows_fill_blocks_or_are_left_to_others() {
+    fn the_fused_gate_up_kernel_declines_unsuitable_row_counts() {
         assert!([241, 256, 497, 512, 753, 1024].into_iter().all(fills_blocks));
         assert!(![0, 1, 64, 240, 257, 496, 513, 1008, 1025].into_iter().any(fills_blocks));
     }
 
     #[test]
-    fn weights_fill_the_chip_or_are_left_to_others() {
+    fn the_fused_gate_up_kernel_declines_small_weights() {
         let fills_the_chip = |size: &[i64]| fills_the_chip(size, Kind::BFloat16);
         assert!(fills_the_chip(&[37_888, 3584])); // Qwen2.5-7B's: 66 pairs
         assert!(fills_the_chip(&[75_776, 128]));

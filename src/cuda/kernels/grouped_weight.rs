@@ -93,7 +93,7 @@ mod tests {
     use crate::cuda::kernels::launch::assert_declared;
 
     #[test]
-    fn the_source_has_the_same_constants() {
+    fn rust_constants_match_the_kernel_source() {
         let constants =
             [("CONSUMERS", CONSUMERS as usize), ("STEP", STEP), ("FEATURES", FEATURES), ("COLUMNS", COLUMNS)];
         assert_declared(SOURCE, &constants);
@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_that_no_copy_reaches_are_left_to_others() {
+    fn unaligned_rows_are_declined_by_the_grouped_weight_kernel() {
         let rows = |columns: i64| Tensor::zeros([4, columns], (Kind::BFloat16, Device::Cpu));
         let sums = |features: i64, columns: i64| Tensor::zeros([2, features, columns], (Kind::Float, Device::Cpu));
         assert!(takes(&rows(16), &rows(8), &sums(16, 8)));

@@ -224,7 +224,7 @@ mod tests {
     use crate::cuda::kernels::launch::assert_declared;
 
     #[test]
-    fn the_source_has_the_same_constants() {
+    fn rust_constants_match_the_kernel_source() {
         assert_declared(SOURCE, &[("ROWS", MOST_ROWS), ("CONSUMERS", THREADS as usize - 32)]);
         for features in FEATURES {
             assert!(SOURCE.text.contains(&format!("PRODUCT(product, Plain, {features})")));
@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn cuts_fill_the_chip_or_there_is_none() {
+    fn split_k_is_used_only_if_it_fills_the_gpu() {
         let of =
             |shape, kind, is_narrow| ProductTiling::of(shape, kind, is_narrow).map(|cut| (cut.features, cut.parts));
         let cut = |features, k| of((features, k), Kind::BFloat16, false);

@@ -267,7 +267,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn blocks_divide_halves_and_what_is_turned() {
+    fn hadamard_blocks_divide_the_head_and_its_rotated_columns() {
         for (head_dim, columns, block) in [
             (128, 128, 32),
             (64, 64, 32),

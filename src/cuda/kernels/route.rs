@@ -234,12 +234,12 @@ mod tests {
     use crate::cuda::kernels::launch::assert_declared;
 
     #[test]
-    fn the_source_has_the_same_constants() {
+    fn rust_constants_match_the_kernel_source() {
         assert_declared(SOURCE, &[("THREADS", THREADS as usize), ("ROWS", ROWS), ("PARTS", PARTS)]);
     }
 
     #[test]
-    fn there_is_room_for_every_tile() {
+    fn buffers_hold_every_tile_of_routed_rows() {
         let tiles = |tokens, experts, choices| RouteSizes::new(tokens, experts, choices).tiles;
         assert_eq!(tiles(1, 128, 8), 1 + 8); // one row each
         assert_eq!(tiles(256, 128, 8), 1 + 128 + 64); // each expert's last tile may be almost empty

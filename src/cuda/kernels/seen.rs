@@ -71,7 +71,7 @@ mod tests {
     use crate::cuda::kernels::launch::assert_declared;
 
     #[test]
-    fn the_source_has_the_same_constants() {
+    fn rust_constants_match_the_kernel_source() {
         assert_declared(SOURCE, &[("THREADS", THREADS)]);
     }
 }

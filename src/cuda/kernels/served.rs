@@ -58,7 +58,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_kernel_would_refuse_is_not_served() {
+    fn supported_sizes_exclude_what_a_kernel_refuses() {
         let name = |head_dim, hidden_size, kind| {
             unserved(DecoderSizes { head_dim: Some(head_dim), hidden_size }, kind).map(|unserved| unserved.name)
         };

@@ -158,7 +158,7 @@ mod tests {
     use crate::cuda::kernels::launch::assert_declared;
 
     #[test]
-    fn the_source_has_the_same_constants() {
+    fn rust_constants_match_the_kernel_source() {
         let constants = [("GROUPS", GROUPS), ("FEATURES", FEATURES), ("ROWS", ROWS), ("MOST_STAGES", MOST_STAGES)];
         assert_declared(SOURCE, &constants);
         assert_declared(SOURCE, &[("MOST_PACKS", MOST_PACKS)]);
@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_and_stages_have_room_in_a_block() {
+    fn rows_and_stages_fit_into_shared_memory() {
         for (columns, expected) in [(768, 6), (2048, 10), (4096, 6), (5120, 4)] {
             let bytes = steps(columns) * ROWS * STEP_BYTES + stages(columns) * STAGE_BYTES + ALIGNMENT;
             assert_eq!(stages(columns), expected, "{columns}");

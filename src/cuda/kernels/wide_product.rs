@@ -235,7 +235,7 @@ mod tests {
     use crate::cuda::kernels::launch::assert_declared;
 
     #[test]
-    fn the_source_has_the_kernels_of_all_cuts() {
+    fn every_split_k_variant_has_a_compiled_kernel() {
         assert_declared(SOURCE, &[("MOST_STAGES", MOST_STAGES)]);
         let whole = [(2, MOST_ROWS_OF_WHOLE, 1), (2, MOST_ROWS, 1)];
         let plain = TILES.iter().chain(&whole).map(|tile| (OP, false, tile));
@@ -252,14 +252,14 @@ mod tests {
     }
 
     #[test]
-    fn rows_have_tiles_that_hold_them() {
+    fn row_tiles_cover_the_rows_or_the_kernel_declines() {
         let of = |k| [64, 65, 128, 129, 256, 257].map(|rows| cut(rows, 3584, k, false).map(|(_, most, _)| most));
         assert_eq!(of(18_944), [None, Some(128), Some(128), Some(256), Some(256), None]);
         assert_eq!(of(3584), [None, Some(128), Some(128), Some(128), Some(128), None]);
     }
 
     #[test]
-    fn cuts_fill_the_chip_or_there_is_none() {
+    fn split_k_is_used_only_if_it_fills_the_gpu() {
         let few = |features, k| cut(128, features, k, false).map(|(_, _, parts)| parts);
         assert_eq!(few(3584, 18_944), Some(4)); // Qwen2.5-7B's: down, output, query with key and value
         assert_eq!(few(3584, 3584), Some(4));
@@ -273,7 +273,7 @@ mod tests {
 
     /// The fastest cuts of Qwen2.5-7B's matrices and of their quarters, as they were timed.
     #[test]
-    fn short_sums_of_many_rows_are_cut_as_was_fastest() {
+    fn split_k_of_short_sums_follows_measurements() {
         for rows in [129, 200, 256] {
             let of = |features, k| cut(rows, features, k, false);
             assert_eq!(of(4608, 3584), Some((2, 128, 1)));
@@ -289,7 +289,7 @@ mod tests {
     }
 
     #[test]
-    fn stages_and_sums_fit_into_a_multiprocessor() {
+    fn pipeline_stages_and_sums_fit_into_shared_memory() {
         for (features, k) in [(4608, 3584), (3584, 3584), (1152, 3584), (3584, 896), (3584, 4736), (3584, 18_944)] {
             for rows in [128, 256] {
                 let (Some(cut), steps) = (WideTiling::of(rows, [features, k], false), k.div_ceil(128)) else {

@@ -205,7 +205,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_whole_algorithms_are_taken_from_files() {
+    fn truncated_algorithm_files_are_ignored() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("product");
         assert!(kept(&path, |_| true).unwrap().is_none());

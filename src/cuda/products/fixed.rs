@@ -107,7 +107,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_bucket_has_eight_parts() {
+    fn row_buckets_have_eight_sizes_per_power_of_two() {
         let ends = |rows: std::ops::RangeInclusive<i64>| {
             let mut ends: Vec<i64> = rows.map(end_of_part).collect();
             ends.dedup();

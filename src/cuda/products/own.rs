@@ -68,7 +68,7 @@ mod tests {
     use crate::error::Error;
 
     #[test]
-    fn what_was_found_is_kept_and_not_asked_again() {
+    fn timing_results_are_cached() {
         let folder = tempfile::tempdir().unwrap();
         for found in [true, false] {
             let path = folder.path().join(found.to_string());
@@ -82,7 +82,7 @@ mod tests {
     }
 
     #[test]
-    fn engines_that_find_different_things_at_once_agree() {
+    fn engines_that_time_concurrently_agree_on_one_result() {
         let folder = tempfile::tempdir().unwrap();
         let (path, both_compare) = (folder.path().join("rows"), Barrier::new(2));
         let find = |own: bool| {
@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_of_an_engine_go_by_the_first_ones_file_and_compare_together_or_not_at_all() {
+    fn all_ranks_of_an_engine_use_the_timing_file_of_the_first() {
         let folder = tempfile::tempdir().unwrap();
         let (first, other) = (folder.path().join("first"), folder.path().join("other"));
         // The other rank has no file of its own, or one that says otherwise: neither compares, nor goes by it.

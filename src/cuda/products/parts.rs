@@ -71,7 +71,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn down_is_cut_and_nothing_wide_is() {
+    fn only_long_sums_with_few_outputs_are_split() {
         // down of 7B, 1.5B and 32B
         for [features, k] in [[3584, 18_944], [1536, 8960], [5120, 27_648]] {
             assert!(is_cut(features, k), "{features} x {k}");

@@ -235,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bucket_has_powers_of_two_of_rows_and_all_good_alignments() {
+    fn gemm_buckets_round_rows_to_powers_of_two() {
         assert_eq!(bucket(&problem(1, 16)), problem(1, 16));
         assert_eq!(bucket(&problem(33, 256)), problem(64, 16));
         assert_eq!(bucket(&problem(64, 32)), problem(64, 16));

@@ -85,7 +85,7 @@ const HEADERS: &str = r#"
 
 /// Expected texts are what transformers 5.23 renders from these templates.
 #[test]
-fn templates_of_the_three_families_render() {
+fn chat_templates_of_three_model_families_render() {
     let turns = [("user", "1 < 2?")];
     assert_eq!(
         render(CHATML, &turns).unwrap(),
@@ -113,7 +113,7 @@ fn blocks_leave_no_lines_and_markup_is_not_escaped() {
 }
 
 #[test]
-fn tojson_writes_as_python_does() {
+fn tojson_output_equals_pythons() {
     let turns = [("user", "<é> 'x'")];
     let expected = r#"[{"role": "user", "content": "<é> 'x'"}, 1, []]"#;
     let found = render("{{ [messages[0], 1, []] | tojson }}", &turns).unwrap();
@@ -124,7 +124,7 @@ fn tojson_writes_as_python_does() {
 }
 
 #[test]
-fn hostile_templates_end_with_an_error() {
+fn hostile_chat_templates_end_with_an_error() {
     let turns = [("user", "x")];
     for (template, part) in [
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
@@ -190,7 +190,7 @@ fn templates_render_as_python_renders_them_or_are_refused() {
 
 /// Every construct that nests or chains, longer than any template: refused or rendered, on a thread that has the stack for it.
 #[test]
-fn deep_syntax_is_rendered_or_refused() {
+fn deeply_nested_templates_render_or_are_refused() {
     let parts: [(&str, &str, &str, &str); 16] = [
         ("{{ ", "-", "1", " }}"),
         ("{{ ", "not ", "1", " }}"),
@@ -219,7 +219,7 @@ fn deep_syntax_is_rendered_or_refused() {
 
 /// Values that a loop nests as deeply as its fuel allows: dropped, compared, printed and joined.
 #[test]
-fn deep_values_are_rendered_or_refused() {
+fn deeply_nested_values_render_or_are_refused() {
     let nest = |times: usize, names: &[&str]| {
         let sets: String = names.iter().map(|n| format!("{{% set ns.{n} = [[[[[[[[[[ns.{n}]]]]]]]]]] %}}")).collect();
         format!("{{% set ns = namespace(l=[], m=[]) %}}{{% for i in range({times}) %}}{sets}{{% endfor %}}")
@@ -236,7 +236,7 @@ fn deep_values_are_rendered_or_refused() {
 }
 
 #[test]
-fn templates_that_grow_or_search_without_end_are_refused() {
+fn templates_with_unbounded_output_or_time_are_refused() {
     let grow = |expression: &str| {
         format!(
             "{{% set ns = namespace(x='aaaaaaaa') %}}{{% for i in range(99) %}}{{% set ns.x = {expression} %}}{{% endfor %}}"
@@ -264,7 +264,7 @@ fn templates_that_grow_or_search_without_end_are_refused() {
 }
 
 #[test]
-fn a_template_that_broke_a_limit_stays_refused() {
+fn a_template_that_exceeded_a_limit_stays_refused() {
     let template =
         ChatTemplate::new("{% set n = 200000000 %}{{ 5 in [messages | length] * n }}", BTreeMap::new()).unwrap();
     for _ in 0..2 {
@@ -276,7 +276,7 @@ fn a_template_that_broke_a_limit_stays_refused() {
 /// Templates of models that see have two forms: a text among the parts, and a plain text that is passed over. A role whose plain texts are
 /// shown keeps them.
 #[test]
-fn texts_come_as_parts_where_a_template_shows_them_in_no_other_form() {
+fn content_is_passed_as_parts_if_the_template_needs_parts() {
     let loops = "{% for m in messages %}<{{ m.role }}>{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}\
                  {% endfor %}{% endfor %}";
     let turns = [("system", "s"), ("user", "a b"), ("assistant", "c")];

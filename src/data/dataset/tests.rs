@@ -18,7 +18,7 @@ fn message(rows: &[&str]) -> String {
 }
 
 #[test]
-fn text_is_taken_as_it_is_and_conversations_are_rendered() {
+fn text_prompts_are_unchanged_and_conversations_are_rendered() {
     let rows = [
         r#"{"problem": "one plus one", "solution": "two", "level": 3}"#,
         r#"{"prompt": [{"role": "user", "content": "what is one"}], "ground_truth": 1}"#,
@@ -49,7 +49,7 @@ fn text_is_taken_as_it_is_and_conversations_are_rendered() {
 }
 
 #[test]
-fn every_row_is_told_as_it_is_read() {
+fn reading_rows_reports_progress() {
     let folder = TokenizerFolder::new();
     folder.write("rows.jsonl", &[r#"{"prompt": "one"}"#; 3].join("\n"));
     let (mut all, sources) = (Vec::new(), RowSources::file(folder.path().join("rows.jsonl")));
@@ -59,7 +59,7 @@ fn every_row_is_told_as_it_is_read() {
 }
 
 #[test]
-fn tools_that_no_prompt_shows_are_told() {
+fn tools_that_the_template_does_not_show_are_reported() {
     let add = serde_json::json!([{"type": "function", "function": {"name": "one"}}]);
     for (tools, template, is_told) in [
         (add.clone(), "{% for m in messages %}{{ m.content }}{% endfor %}", true),
@@ -81,7 +81,7 @@ fn tools_that_no_prompt_shows_are_told() {
 }
 
 #[test]
-fn text_is_a_user_s_message_where_there_is_a_chat_template() {
+fn prompt_format_chat_makes_text_a_user_message() {
     // GSM8K's row, and one of open-r1's mathematics.
     let gsm8k = r#"{"question": "what is one plus one", "answer": "one plus one is two\n#### 2"}"#;
     let math = r#"{"problem": "one plus two", "solution": "\\boxed{3}", "answer": "3"}"#;
@@ -138,7 +138,7 @@ fn a_prompt_may_have_another_column() {
 }
 
 #[test]
-fn rows_come_as_lines_as_a_list_and_as_csv() {
+fn rows_are_read_from_jsonl_json_and_csv() {
     let folder = TokenizerFolder::new();
     let read = |name: &str, text: &str| {
         folder.write(name, text);
@@ -173,7 +173,7 @@ fn rows_come_as_lines_as_a_list_and_as_csv() {
 }
 
 #[test]
-fn tests_of_open_r1_rows_are_found() {
+fn open_r1_rows_with_tests_are_read() {
     let row = r#"{"prompt": "one", "verification_info": {"language": "python", "test_cases": [{"input": "1", "output": "2"}]}}"#;
     let options = DatasetOptions { required_columns: vec!["tests".into()], ..Default::default() };
     let data = read(&[row], &options).unwrap();
@@ -183,7 +183,7 @@ fn tests_of_open_r1_rows_are_found() {
 }
 
 #[test]
-fn verl_rows_are_understood() {
+fn verl_rows_are_read() {
     let row = r#"{"data_source": "gsm8k", "prompt": [{"role": "user", "content": "one"}], "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": "1"}, "extra_info": {"index": 0}}"#;
     let data = read(&[&row.replace('\n', " ")], &DatasetOptions::default()).unwrap();
@@ -192,7 +192,7 @@ fn verl_rows_are_understood() {
 }
 
 #[test]
-fn long_prompts_are_counted_by_reason_and_ids_stay() {
+fn dropped_long_prompts_are_counted_by_reason_and_row_ids_stay() {
     let rows = [r#"{"prompt": "one one one one"}"#, r#"{"prompt": "one one one"}"#, r#"{"prompt": "one"}"#];
     let options = DatasetOptions {
         max_prompt_length: Some(4),
@@ -213,7 +213,7 @@ fn long_prompts_are_counted_by_reason_and_ids_stay() {
 }
 
 #[test]
-fn a_tenth_of_the_rows_may_be_lost_in_silence() {
+fn losing_more_than_a_tenth_of_the_rows_is_a_warning() {
     let counts = |over_context| DatasetCounts {
         read: 20,
         over_context,
@@ -227,7 +227,7 @@ fn a_tenth_of_the_rows_may_be_lost_in_silence() {
 }
 
 #[test]
-fn a_byte_order_mark_is_no_text_and_other_encodings_are_named() {
+fn a_byte_order_mark_is_skipped_and_other_encodings_are_refused() {
     let rows = |bytes: &[u8]| {
         let folder = TokenizerFolder::new();
         let path = folder.path().join("rows.jsonl");
@@ -300,7 +300,7 @@ fn bad_rows_are_named_with_line_and_columns() {
 
 /// OpenAI's form, with the nulls that Parquet puts for what other rows have.
 #[test]
-fn content_in_parts_of_text_is_one_text() {
+fn text_parts_of_a_message_are_joined() {
     let row = |parts: &str| format!(r#"{{"prompt": [{{"role": "user", "content": [{parts}]}}]}}"#);
     let parts = r#"{"type": "text", "text": "what is ", "image_url": null}, {"type": "text", "text": "one"}"#;
     let data = read(&[&row(parts)], &DatasetOptions::default()).unwrap();
@@ -311,7 +311,7 @@ fn content_in_parts_of_text_is_one_text() {
 }
 
 #[test]
-fn conversations_need_a_template() {
+fn conversations_need_a_chat_template() {
     let folder = TokenizerFolder::new();
     folder.write("rows.jsonl", r#"{"prompt": [{"role": "user", "content": "one"}]}"#);
     let path = folder.path().join("rows.jsonl");
@@ -320,7 +320,7 @@ fn conversations_need_a_template() {
 }
 
 #[test]
-fn rows_may_come_through_a_pipe_but_parquets() {
+fn jsonl_may_be_a_pipe_but_parquet_may_not() {
     let folder = TokenizerFolder::new();
     let pipe = folder.path().join("rows");
     rustix::fs::mknodat(CWD, &pipe, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
@@ -339,7 +339,7 @@ fn rows_may_come_through_a_pipe_but_parquets() {
 }
 
 #[test]
-fn prompts_of_megabytes_are_counted_as_the_others_that_are_too_long() {
+fn huge_prompts_are_counted_as_too_long_without_tokenizing() {
     let long = "one ".repeat(1 << 20);
     let rows = [
         format!(r#"{{"prompt": "{long}"}}"#),
@@ -356,7 +356,7 @@ fn prompts_of_megabytes_are_counted_as_the_others_that_are_too_long() {
 }
 
 #[test]
-fn devices_are_no_rows() {
+fn device_files_are_refused_as_data() {
     let folder = TokenizerFolder::new();
     let rows = folder.path().join("rows");
     std::os::unix::fs::symlink("/dev/zero", &rows).unwrap();

@@ -137,7 +137,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_folder_of_the_cache_knows_its_repository() {
+    fn cache_folders_map_to_repository_names() {
         let named = |path: &str| named_snapshot(Path::new(path));
         let found = named("/c/hub/models--Qwen--Qwen2.5-1.5B/snapshots/0a1b");
         assert_eq!(found, Some(NamedSnapshot { repo: "Qwen/Qwen2.5-1.5B".to_owned(), commit: "0a1b".to_owned() }));
@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn names_from_the_network_stay_in_their_folder() {
+    fn file_names_from_the_hub_cannot_leave_their_folder() {
         for (name, expected) in [
             ("data/a.parquet", true),
             ("../a", false),

@@ -235,7 +235,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn addresses_and_hashes_are_the_hub_s() {
+    fn urls_and_hashes_match_the_hub() {
         assert_eq!(escaped("refs/pr/1", false), "refs%2Fpr%2F1");
         assert_eq!(escaped("data/a b.parquet", true), "data/a%20b.parquet");
         assert_eq!(hash_of("W/\"abc\""), "abc");

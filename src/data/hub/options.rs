@@ -71,7 +71,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_cache_is_where_huggingface_hub_has_it() {
+    fn the_cache_folder_is_that_of_huggingface_hub() {
         let folder = tempfile::tempdir().unwrap();
         std::fs::write(folder.path().join("token"), "saved\n").unwrap();
         let home = folder.path().to_str().unwrap().to_owned();

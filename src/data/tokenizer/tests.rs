@@ -2,7 +2,7 @@ use super::super::fixtures::TokenizerFolder;
 use super::*;
 
 #[test]
-fn text_survives_a_round_trip_and_special_tokens_are_left_out() {
+fn decoding_restores_text_and_skips_special_tokens() {
     let tokenizer = TokenizerFolder::new().tokenizer();
     let ids = tokenizer.encode("one plus two", false).unwrap();
     assert_eq!(tokenizer.decode(&ids).unwrap(), "one plus two");
@@ -12,13 +12,13 @@ fn text_survives_a_round_trip_and_special_tokens_are_left_out() {
 }
 
 #[test]
-fn a_word_without_a_token_is_an_error_not_a_gap() {
+fn text_without_a_token_is_an_error() {
     let error = TokenizerFolder::new().tokenizer().encode("one hippopotamus", false).unwrap_err();
     assert!(error.to_string().contains("cannot encode 'one hippopotamus'"), "{error}");
 }
 
 #[test]
-fn the_model_is_compared_number_by_number() {
+fn vocabulary_and_embedding_sizes_are_compared() {
     let tokenizer = TokenizerFolder::new().tokenizer();
     let rows = tokenizer.vocab_size();
     tokenizer.check_against(rows + 5, &[]).unwrap();
@@ -44,7 +44,7 @@ fn a_missing_eos_is_an_error() {
 
 /// scripts/golden_tokenizers.py: the ids and texts that AutoTokenizer of transformers makes of folders whose files disagree.
 #[test]
-fn files_are_merged_as_by_auto_tokenizer() {
+fn tokenizer_files_are_merged_as_by_auto_tokenizer() {
     let golden: Value = serde_json::from_str(include_str!("../../../tests/golden/tokenizers.json")).unwrap();
     let cases = golden["cases"].as_array().unwrap();
     for case in cases {
@@ -70,7 +70,7 @@ fn files_are_merged_as_by_auto_tokenizer() {
 
 /// scripts/golden_tokenizers.py: the ids of AutoTokenizer of transformers 5 by the classes of tokenizers that it builds anew.
 #[test]
-fn where_auto_tokenizer_has_other_tokens_it_is_said() {
+fn differences_to_auto_tokenizer_are_reported() {
     let golden: Value = serde_json::from_str(include_str!("../../../tests/golden/tokenizer_classes.json")).unwrap();
     let (cases, mut notices) = (golden["cases"].as_array().unwrap(), Vec::new());
     for case in cases {
@@ -98,7 +98,7 @@ fn where_auto_tokenizer_has_other_tokens_it_is_said() {
 }
 
 #[test]
-fn files_that_contradict_one_another_are_refused_by_name() {
+fn contradicting_tokenizer_files_are_refused_by_name() {
     let golden: Value = serde_json::from_str(include_str!("../../../tests/golden/tokenizers.json")).unwrap();
     let refused = |config: Value, edit: &dyn Fn(&mut Value), message: &str| {
         let (folder, mut json) = (TokenizerFolder::new(), golden["tokenizer.json"].clone());
@@ -130,7 +130,7 @@ fn files_that_contradict_one_another_are_refused_by_name() {
 }
 
 #[test]
-fn of_several_templates_that_for_tools_shows_tools() {
+fn the_template_named_tool_use_is_used_with_tools() {
     let folder = TokenizerFolder::new();
     let chat = |folder: &TokenizerFolder, tools: Value| {
         let messages = vec![serde_json::json!({"role": "user", "content": "x"})];
@@ -154,7 +154,7 @@ fn of_several_templates_that_for_tools_shows_tools() {
 }
 
 #[test]
-fn the_template_is_taken_from_the_file_the_text_or_the_list() {
+fn the_chat_template_comes_from_file_text_or_list() {
     let folder = TokenizerFolder::new();
     let messages = [Message::user("one")];
     let error = folder.tokenizer().apply_chat_template(&messages, true).unwrap_err().to_string();
@@ -181,7 +181,7 @@ fn a_missing_file_is_named() {
 }
 
 #[test]
-fn what_the_library_panics_over_and_text_without_end_are_refused() {
+fn tokenizer_panics_and_endless_text_are_errors() {
     let folder = TokenizerFolder::new();
     let honest = std::fs::read_to_string(folder.path().join("tokenizer.json")).unwrap();
     let with = |key: &str, value: Value| {

@@ -49,7 +49,7 @@ mod tests {
     use crate::data::tool_calls::{ParsedMessage, ToolCallParser};
 
     #[test]
-    fn openai_s_calls_are_messages_to_functions() {
+    fn harmony_tool_calls_are_parsed() {
         let parse = |text: &str| ToolCallParser::OpenAi.parse(text, &Value::Null, None);
         let thought = "<|channel|>analysis<|message|>I need a {tool}.<|end|>";
         let call = "<|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>{\"a\": 1}";

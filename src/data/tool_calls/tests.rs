@@ -30,7 +30,7 @@ fn one(content: &str, name: &str, arguments: Value) -> (String, Vec<(String, Val
 }
 
 #[test]
-fn a_message_without_a_call_is_content() {
+fn a_message_without_a_tool_call_is_plain_content() {
     for &parser in ToolCallParser::ALL {
         for text in ["", "How can I help you today?", "  2 < 3 and (a) or b] \n"] {
             let parsed = parser.parse(text, &Value::Null, None);
@@ -41,7 +41,7 @@ fn a_message_without_a_call_is_content() {
 }
 
 #[test]
-fn hermes_writes_json_between_tags() {
+fn hermes_tool_calls_are_parsed() {
     let parse = |text: &str| read(ToolCallParser::Hermes, text);
     let weather = json!({"city": "Oslo", "days": 2});
     let call = r#"<tool_call>
@@ -68,7 +68,7 @@ fn hermes_writes_json_between_tags() {
 }
 
 #[test]
-fn qwen3_xml_takes_types_from_the_schema() {
+fn qwen3_xml_arguments_get_types_from_the_schema() {
     let tools = json!([{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {
         "text": {"type": "string"}, "count": {"type": "integer"}, "share": {"type": "number"}, "is_on": {"type": "boolean"},
         "list": {"type": "array"}, "map": {"type": ["null", "object"]}, "wrong": {"type": "integer"}, "none": {"type": "string"},
@@ -95,7 +95,7 @@ fn qwen3_xml_takes_types_from_the_schema() {
 }
 
 #[test]
-fn llama3_json_finds_objects_among_text() {
+fn llama3_json_tool_calls_are_found_within_text() {
     let parse = |text: &str| read(ToolCallParser::Llama3Json, text);
     let search = json!({"query": "a {b} [c]", "limit": 10});
     let call = r#"{"name": "search", "parameters": {"query": "a {b} [c]", "limit": 10}}"#;
@@ -114,7 +114,7 @@ fn llama3_json_finds_objects_among_text() {
 }
 
 #[test]
-fn pythonic_reads_calls_with_literals() {
+fn pythonic_tool_calls_are_parsed() {
     let parse = |text: &str| read(ToolCallParser::Pythonic, text);
     let user = "register(name='Jo Doe', age=37, share=-1.5e0, address={'city': 'X', 2: [()]}, role=None, ok=True, also=['a', \"b\"],)";
     let arguments = json!({"name": "Jo Doe", "age": 37, "share": -1.5, "address": {"city": "X", "2": [[]]}, "role": null,
@@ -142,7 +142,7 @@ lines''')]"#;
 }
 
 #[test]
-fn mistral_writes_a_list_or_names() {
+fn mistral_tool_calls_are_parsed_in_both_forms() {
     let parse = |text: &str| read(ToolCallParser::Mistral, text);
     let add = json!({"a": 3.5, "b": 4});
     assert_eq!(parse(r#"[TOOL_CALLS][{"name": "add", "arguments": {"a": 3.5, "b": 4}}]"#), one("", "add", add.clone()));
@@ -167,7 +167,7 @@ fn mistral_writes_a_list_or_names() {
 
 /// The format of GLM-4.5's template: texts as they are, all else as JSON.
 #[test]
-fn glm45_writes_two_tags_for_an_argument() {
+fn glm45_tool_calls_are_parsed() {
     let properties = json!({"city": {"type": "string"}, "days": {"type": "integer"}});
     let tools = json!([{"function": {"name": "weather", "parameters": {"properties": properties}}}]);
     let argument = |key: &str, value: &str| format!("<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n");
@@ -198,7 +198,7 @@ fn glm45_writes_two_tags_for_an_argument() {
 
 /// Whatever has been said so far, what is sent as content is never taken back.
 #[test]
-fn content_is_certain_before_a_call_begins() {
+fn streamed_content_stops_before_a_possible_tool_call() {
     for (parser, text, content) in [
         (ToolCallParser::Hermes, "2 < 3: <tool_call>{\"name\": \"f\", \"arguments\": {}}</tool_call>", "2 < 3: "),
         (ToolCallParser::Qwen3Xml, "é <function=f></function>", "é "),
@@ -236,7 +236,7 @@ const CALLS: [(ToolCallParser, &str, &str); 6] = [
 
 /// Calls within a thought are not made, whoever opened the thought, and whatever marks stand in it.
 #[test]
-fn calls_within_thoughts_are_thoughts() {
+fn tool_calls_inside_reasoning_are_ignored() {
     for (parser, call, mark) in CALLS {
         for (open, close) in THOUGHTS {
             let names = |text: &str, thought| {
@@ -270,7 +270,7 @@ fn calls_within_thoughts_are_thoughts() {
 
 /// Marks within an argument are its text.
 #[test]
-fn arguments_may_hold_marks() {
+fn arguments_may_contain_the_format_markers() {
     let value = "a </think> <think> [TOOL_CALLS]g{} [/THINK] <tool_call>{\"name\": \"g\", \"arguments\": {}}</tool_call> \
         <function=g></function>";
     let json = json!({"name": "f", "arguments": {"a": value}}).to_string();
@@ -288,7 +288,7 @@ fn arguments_may_hold_marks() {
 
 /// Whatever the pieces, what is sent stays, and each byte is looked at once.
 #[test]
-fn a_message_is_searched_once_however_long_it_is() {
+fn tool_call_parsing_is_linear_in_length() {
     let parts = ["word ", "\n", "<think>", "</think>", "[THINK]", "<tool", "[", "{", "é", "<function", "</th", "ink>"];
     let mut dice = crate::data::fixtures::Dice(3);
     for (parser, call, _) in CALLS {
@@ -325,7 +325,7 @@ fn a_message_is_searched_once_however_long_it_is() {
 
 /// An integer that would be rounded is refused by name, in every format.
 #[test]
-fn long_integers_are_no_arguments() {
+fn integers_beyond_64_bits_are_refused_as_arguments() {
     let tools = json!([{"function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}}]);
     for (parser, call, _) in CALLS {
         for (number, is_read) in
@@ -350,7 +350,7 @@ fn long_integers_are_no_arguments() {
 }
 
 #[test]
-fn a_template_shows_its_format() {
+fn the_tool_call_format_is_detected_from_the_template() {
     for (source, parser) in [
         ("{{ '<tool_call>' }}", Some(ToolCallParser::Hermes)),
         ("<tool_call>\\n<function=x>\\n<parameter=y>", Some(ToolCallParser::Qwen3Xml)),

@@ -44,7 +44,7 @@ fn user(text: &str) -> Value {
 }
 
 #[test]
-fn a_turn_goes_on_from_the_longest_known_conversation_and_all_else_is_a_branch() {
+fn a_request_continues_the_longest_matching_conversation_or_branches() {
     let played = EpisodeFixture::new(&SamplingParams { num_generations: 3, step: 7, ..SamplingParams::default() });
     let mut messages = vec![user("go")];
     let first = played.ask(&messages, json!({})).unwrap();
@@ -95,7 +95,7 @@ fn a_turn_goes_on_from_the_longest_known_conversation_and_all_else_is_a_branch()
 }
 
 #[test]
-fn what_an_episode_may_not_ask_for_is_refused_by_its_name() {
+fn sampling_parameters_that_episodes_may_not_change_are_refused() {
     let params = SamplingParams { temperature: 0.7, max_completion_length: 20, ..SamplingParams::default() };
     let played = EpisodeFixture::new(&params);
     for (more, part) in [

@@ -74,7 +74,7 @@ fn status_of(mut stream: TcpStream) -> String {
 }
 
 #[test]
-fn requests_that_do_not_say_their_length_are_answered_up_to_the_queue_s_limit() {
+fn chunked_requests_are_answered_up_to_the_queue_limit() {
     let endpoint = TestServer::start(4 << 20, None, None);
     let send = |_| send_in_chunks(endpoint.address(), "/v1/chat/completions");
     let streams: Vec<TcpStream> = (0..NUM_REQUESTS).map(send).collect();
@@ -84,7 +84,7 @@ fn requests_that_do_not_say_their_length_are_answered_up_to_the_queue_s_limit() 
 }
 
 #[test]
-fn so_are_those_of_episodes() {
+fn chunked_episode_requests_are_answered_up_to_the_queue_limit() {
     let episodes = Arc::new(Episodes::new(NUM_REQUESTS));
     let endpoint = TestServer::start(32 << 20, None, Some(Arc::clone(&episodes)));
     let key = GroupKey { prompt_id: 4, first_step: 5 };
@@ -97,7 +97,7 @@ fn so_are_those_of_episodes() {
 }
 
 #[test]
-fn bodies_take_room_as_they_arrive_and_give_it_back() {
+fn request_bodies_count_against_the_memory_limit_while_read() {
     let endpoint = TestServer::start(1 << 20, None, None);
     let most = BODY_ROOM_KIB;
     let post = |more: &str, body: &[u8]| {
@@ -118,7 +118,7 @@ fn bodies_take_room_as_they_arrive_and_give_it_back() {
 }
 
 #[test]
-fn a_key_is_asked_for_in_any_letters_of_its_scheme() {
+fn the_authorization_scheme_is_case_insensitive() {
     let endpoint = TestServer::start(1 << 20, Some("secret"), None);
     let status = |authorization: &str| {
         let mut stream = TcpStream::connect(endpoint.address()).unwrap();

@@ -45,7 +45,7 @@ fn groups_of(batch: &[Vec<f32>]) -> Vec<RolloutGroup> {
 }
 
 #[test]
-fn advantages_are_those_of_float64_at_any_offset() {
+fn advantages_match_float64_for_large_reward_offsets() {
     for case in 0..2000 {
         let batch = random_batch(case);
         let (_, batch_std) = mean_and_std(&batch.concat());
@@ -75,7 +75,7 @@ fn advantages_are_those_of_float64_at_any_offset() {
 }
 
 #[test]
-fn the_last_digit_of_a_large_reward_counts() {
+fn small_differences_of_large_rewards_are_kept() {
     for (offset, step, expected) in [(1e5, 1.0 / 128.0, 2.39), (2e4, 1.0 / 512.0, 2.16), (1e3, 1.0 / 8192.0, 0.75)] {
         let mut rewards = [Some(offset); 8];
         rewards[7] = Some(offset + step);
@@ -88,7 +88,7 @@ fn the_last_digit_of_a_large_reward_counts() {
 }
 
 #[test]
-fn equal_rewards_teach_nothing_and_are_counted() {
+fn groups_with_equal_rewards_have_zero_advantage_and_are_counted() {
     let mut groups = [scored(&[Some(0.1); 7]), scored(&[Some(0.0), Some(1.0)])];
     let stats = scaled(&mut groups, ScaleRewards::Group);
     assert!(groups[0].completions.iter().all(|completion| completion.advantage == 0.0));
@@ -101,7 +101,7 @@ fn equal_rewards_teach_nothing_and_are_counted() {
 }
 
 #[test]
-fn batch_statistics_span_the_ranks() {
+fn batch_statistics_are_reduced_over_ranks() {
     testing::threads(3, |group| {
         for case in 0..200 {
             let batch = random_batch(case);
@@ -122,7 +122,7 @@ fn batch_statistics_span_the_ranks() {
 }
 
 #[test]
-fn failed_rewards_are_left_out_of_the_statistics() {
+fn failed_rewards_are_excluded_from_statistics() {
     let mut with = [scored(&[Some(1.0), None, Some(3.0)])];
     let mut without = [scored(&[Some(1.0), Some(3.0)])];
     let stats = scaled(&mut with, ScaleRewards::Group);
@@ -134,7 +134,7 @@ fn failed_rewards_are_left_out_of_the_statistics() {
 
 /// Batches of two rewards whose ranks hold some groups each are those of one rank, with each estimator.
 #[test]
-fn ranks_agree_on_every_estimator() {
+fn every_advantage_estimator_is_equal_on_all_ranks() {
     let rloo = AdvantageEstimator::Rloo;
     let decoupled = MultiObjectiveAggregation::NormalizeThenSum;
     let configs = [

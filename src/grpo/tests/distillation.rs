@@ -59,7 +59,7 @@ impl Scored {
 }
 
 #[test]
-fn a_divergence_over_the_teachers_tokens_is_trls() {
+fn top_k_distillation_loss_equals_trl() {
     let golden: Value = serde_json::from_str(include_str!("../../../tests/golden/distillation.json")).unwrap();
     let count = |key: &str| golden[key].as_i64().unwrap();
     let doubles = |key: &str, width: i64| Tensor::from_slice(&packed(&golden[key])).reshape([-1, width]);

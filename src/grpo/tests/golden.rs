@@ -48,7 +48,7 @@ fn packed_tokens(golden: &Value, case: &Value) -> impl Fn(&[f64]) -> Vec<f64> {
 }
 
 #[test]
-fn losses_gradients_and_metrics_are_those_of_trl() {
+fn losses_gradients_and_metrics_equal_trl() {
     let golden = golden();
     let cases = golden["losses"].as_array().unwrap();
     assert!(cases.len() > 150);
@@ -86,7 +86,7 @@ fn losses_gradients_and_metrics_are_those_of_trl() {
 }
 
 #[test]
-fn an_adaptive_entropy_bonus_is_that_of_trl() {
+fn adaptive_entropy_bonus_equals_trl() {
     let golden = golden();
     let case = &golden["adaptive_entropy"];
     let number = |value: &Value, key: &str| value[key].as_f64().unwrap();
@@ -125,7 +125,7 @@ fn divergences(batch: &Value) -> Vec<f64> {
 }
 
 #[test]
-fn advantages_and_reward_metrics_are_those_of_trl() {
+fn advantages_and_reward_metrics_equal_trl() {
     let golden = golden();
     let cases = golden["advantages"].as_array().unwrap();
     assert!(cases.len() >= 24);

@@ -38,7 +38,7 @@ fn configurations() -> impl Iterator<Item = LossConfig> {
 }
 
 #[test]
-fn gradients_are_those_of_autograd() {
+fn analytic_gradients_equal_autograd() {
     // The ratios of cispo and vespo are constants that autograd would not know of: TRL's numbers hold those.
     for (config, kind) in configurations()
         .filter(|config| !matches!(config.loss_type, LossType::Cispo | LossType::Vespo))
@@ -62,7 +62,7 @@ fn gradients_are_those_of_autograd() {
 }
 
 #[test]
-fn micro_batches_add_up_to_the_whole() {
+fn losses_of_micro_batches_sum_to_the_full_batch() {
     let batch = LossBatch::random(Kind::Double);
     let denominators = batch.denominators();
     for config in configurations() {
@@ -86,7 +86,7 @@ fn micro_batches_add_up_to_the_whole() {
 }
 
 #[test]
-fn wrong_shapes_and_missing_references_are_named() {
+fn wrong_shapes_and_missing_inputs_are_refused_by_name() {
     let batch = LossBatch::random(Kind::Double);
     let short = batch.entropy.narrow(0, 0, 3);
     let error = |input: LossInput, beta: f64| {
@@ -100,7 +100,7 @@ fn wrong_shapes_and_missing_references_are_named() {
 
 /// The divergence from a teacher that is the policy, and its gradient, are exactly 0; without another weight nothing is learned.
 #[test]
-fn a_teacher_that_is_the_policy_teaches_nothing() {
+fn distillation_from_the_policy_itself_has_zero_gradient() {
     let batch = LossBatch::random(Kind::Float);
     let distillation = Some(Distillation { weight: 1.0, clip_max: Some(2.0), top: None });
     let config = LossConfig { distillation, beta: 0.1, ..LossConfig::default() };

@@ -112,7 +112,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_report_is_one_file_in_which_model_text_is_only_text() {
+    fn the_report_escapes_model_text_and_is_self_contained() {
         let folder = tempfile::tempdir().unwrap();
         let line = |step: u64| {
             format!(
@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn a_run_without_metrics_is_refused() {
+    fn a_report_without_metrics_is_refused() {
         let folder = tempfile::tempdir().unwrap();
         assert!(write_report(folder.path()).is_err());
         std::fs::write(folder.path().join("metrics.jsonl"), "").unwrap();

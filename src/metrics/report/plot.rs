@@ -268,7 +268,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ticks_are_round_and_hold_all_values() {
+    fn plot_ticks_are_round_numbers_around_all_values() {
         assert_eq!([0.13, 0.3, 1.0, 7.0].map(nice), [0.2, 0.5, 1.0, 10.0]);
         let scale = Scale::new((0.0, 10.0), (0.03, 0.97));
         assert_eq!(scale.values, (0.0, 1.0));
@@ -280,13 +280,13 @@ mod tests {
     }
 
     #[test]
-    fn a_moving_average_does_not_lag() {
+    fn the_plotted_moving_average_is_centred() {
         let line: Vec<_> = (0..200).map(|step| (f64::from(step), 2.0 * f64::from(step))).collect();
         assert_eq!(moving_average(&line)[10..190], line[10..190]);
     }
 
     #[test]
-    fn thinning_keeps_means_and_the_last_step() {
+    fn thinning_a_plot_keeps_means_and_the_last_step() {
         let points: Vec<_> = (1..=1000).map(|step| (f64::from(step), f64::from(step % 2))).collect();
         let thin = thinned(&points, 100);
         assert_eq!((thin.len(), thin[99]), (100, (1000.0, 0.5)));

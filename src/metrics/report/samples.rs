@@ -77,7 +77,7 @@ mod tests {
     }
 
     #[test]
-    fn groups_that_differ_come_first_from_best_to_worst() {
+    fn the_report_shows_groups_with_unequal_rewards_first() {
         let rows = vec![row("a", 1.0, 0.0), row("a", 1.0, 0.0), row("b", 0.0, -1.0), row("b", 2.0, 1.0)];
         let samples = choose(rows).unwrap();
         let rewards: Vec<_> = samples.groups[0].iter().map(|row| row.reward).collect();

@@ -70,7 +70,7 @@ mod tests {
     }
 
     #[test]
-    fn turns_show_calls_answers_and_the_sampled_text_and_all_of_it_is_only_text() {
+    fn reported_turns_show_calls_and_answers_as_escaped_text() {
         let call = json!({"type": "function", "function": {"name": "<i>", "arguments": {"a": 3, "b": "x"}}});
         let messages = [
             json!({"role": "assistant", "content": "I add", "tool_calls": [call], "sampled": "I add<call>", "num_tokens": 9}),

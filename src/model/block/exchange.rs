@@ -179,7 +179,7 @@ mod tests {
 
     /// Sections of heads that divide, that are fewer than ranks, and that do neither.
     #[test]
-    fn heads_go_to_the_ranks_that_read_them_and_their_gradients_are_summed_up() {
+    fn head_exchange_and_its_gradients_match_one_rank() {
         let heads = |total, width| SharedHeads::new(total, width, 12, 4);
         assert_eq!([12, 4, 2, 6].map(|total| heads(total, 1).own), [3, 1, 1, 3]);
         let sections = [heads(12, 2), heads(2, 3), heads(6, 1)];

@@ -34,7 +34,7 @@ fn keys_that_transformers_knows_are_known_here() {
 }
 
 #[test]
-fn processors_of_logits_that_are_not_computed_are_refused() {
+fn unsupported_generation_config_keys_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let write = |name: &str, value: Value| std::fs::write(folder.path().join(name), value.to_string()).unwrap();
     write("config.json", ModelSpec::preset("micro").unwrap().to_config_json());
@@ -51,7 +51,7 @@ fn processors_of_logits_that_are_not_computed_are_refused() {
 
 /// transformers' class has no `max_window_layers` here, and of gated delta nets no window.
 #[test]
-fn a_window_is_for_the_layers_that_transformers_gives_it_to() {
+fn sliding_windows_apply_to_the_same_layers_as_in_transformers() {
     for (preset, window) in [("tiny-moe", Some(16)), ("tiny-hybrid", None)] {
         let mut config = ModelSpec::preset(preset).unwrap().to_config_json();
         for (key, value) in
@@ -64,7 +64,7 @@ fn a_window_is_for_the_layers_that_transformers_gives_it_to() {
 }
 
 #[test]
-fn every_preset_is_read_back_from_what_it_writes() {
+fn every_preset_round_trips_through_config_json() {
     for name in crate::model::PRESETS {
         let spec = ModelSpec::preset(name).unwrap();
         let folder = tempfile::tempdir().unwrap();
@@ -81,7 +81,7 @@ fn every_preset_is_read_back_from_what_it_writes() {
 }
 
 #[test]
-fn both_spellings_of_rope_and_type_are_read() {
+fn old_and_new_spellings_of_rope_and_dtype_are_read() {
     let spec = ModelSpec::preset("llama3.1-8b").unwrap();
     let both = spec.to_config_json();
     let mut old = both.clone();
@@ -99,7 +99,7 @@ fn both_spellings_of_rope_and_type_are_read() {
 
 /// scripts/golden.py: transformers' own frequencies, in float32, and factors. At position 1 a rotation turns by its frequency.
 #[test]
-fn rope_scalings_equal_transformers() {
+fn rope_scaling_matches_transformers() {
     let cases: Vec<Value> = serde_json::from_str(include_str!("../../../tests/golden/rope.json")).unwrap();
     assert!(cases.len() >= 8);
     for case in cases {
@@ -132,7 +132,7 @@ fn rope_scalings_equal_transformers() {
 }
 
 #[test]
-fn absent_keys_mean_what_they_mean_to_transformers() {
+fn absent_config_keys_have_transformers_defaults() {
     let qwen2 = ModelSpec::preset("micro").unwrap().to_config_json();
     assert_eq!(load(&with(&qwen2, "head_dim", Value::Null)).unwrap().attention().head_dim, 8);
     assert_eq!(load(&with(&qwen2, "architectures", json!("remove"))).unwrap().family, Family::Qwen2);
@@ -148,7 +148,7 @@ fn absent_keys_mean_what_they_mean_to_transformers() {
 }
 
 #[test]
-fn what_cannot_be_computed_is_refused_by_name() {
+fn unsupported_model_features_are_refused_by_key() {
     let good = ModelSpec::preset("micro").unwrap().to_config_json();
     load(&good).unwrap();
     let cases = [
@@ -231,7 +231,7 @@ fn what_cannot_be_computed_is_refused_by_name() {
 }
 
 #[test]
-fn experts_are_read_as_transformers_does_or_refused_by_name() {
+fn expert_settings_are_read_as_in_transformers_or_refused() {
     let spec = ModelSpec::preset("tiny-moe").unwrap();
     let good = spec.to_config_json();
     assert_eq!(load(&good).unwrap(), spec);
@@ -285,7 +285,7 @@ fn experts_are_read_as_transformers_does_or_refused_by_name() {
 }
 
 #[test]
-fn a_shared_expert_is_read_or_refused_by_name() {
+fn shared_expert_settings_are_read_or_refused() {
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/qwen2_moe");
     let spec = ModelSpec::from_folder(golden).unwrap();
     let experts = spec.experts().unwrap();
@@ -316,7 +316,7 @@ fn a_shared_expert_is_read_or_refused_by_name() {
 
 /// Follows transformers' `SmolLM3Config`: layers without rope in a list or at an interval, which have the window where no list of types says so.
 #[test]
-fn layers_of_smollm3_turn_or_not_as_in_transformers() {
+fn smollm3_layers_use_rope_as_in_transformers() {
     let shape = |spec: &ModelSpec| -> Vec<(bool, Option<usize>)> {
         let of = |block: &BlockSpec| match block.mixer {
             Mixer::Attention(attention) => (attention.rope.is_some(), attention.window),
@@ -349,7 +349,7 @@ fn layers_of_smollm3_turn_or_not_as_in_transformers() {
 
 /// Layers of one model may see more or less: Qwen2 from `max_window_layers` on, or as its list says.
 #[test]
-fn windows_may_differ_by_layer() {
+fn sliding_windows_may_differ_by_layer() {
     let good = ModelSpec::preset("micro").unwrap().to_config_json();
     let windowed = with(&with(&good, "use_sliding_window", json!(true)), "sliding_window", json!(8));
     let last = load(&with(&windowed, "max_window_layers", json!(1))).unwrap();
@@ -362,7 +362,7 @@ fn windows_may_differ_by_layer() {
 
 /// Follows transformers' `GraniteConfig`: a factor that is absent is 1, that of scores, too.
 #[test]
-fn factors_of_granite_are_read_as_in_transformers() {
+fn granite_multipliers_are_read_as_in_transformers() {
     let mut config = ModelSpec::preset("granite3.1-8b").unwrap().with_num_layers(2).to_config_json();
     for key in ["attention_multiplier", "residual_multiplier", "embedding_multiplier", "logits_scaling"] {
         let error = load(&with(&config, key, json!(0))).unwrap_err().to_string();
@@ -376,7 +376,7 @@ fn factors_of_granite_are_read_as_in_transformers() {
 
 /// As DeepSeek, Qwen, Mistral and compressed-tensors publish weights in FP8. What is written again says nothing of it.
 #[test]
-fn files_in_fp8_have_the_shape_of_others() {
+fn fp8_models_have_the_spec_of_unquantized_ones() {
     let good = ModelSpec::preset("micro").unwrap();
     let groups = |strategy: &str| json!({"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": strategy}}});
     let compressed = |strategy| json!({"quant_method": "compressed-tensors", "format": "float-quantized", "kv_cache_scheme": null, "config_groups": groups(strategy)});

@@ -156,7 +156,7 @@ mod tests {
 
     /// A folder of scripts/golden.py, which the integration tests compare.
     #[test]
-    fn every_family_has_golden_numbers() {
+    fn every_model_family_has_golden_test_data() {
         let golden = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
         let folders = golden.read_dir().unwrap().map(|entry| entry.unwrap().path());
         let folders: Vec<_> = folders.filter(|folder| folder.join("config.json").exists()).collect();

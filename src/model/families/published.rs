@@ -12,7 +12,7 @@ fn read(config: &Value) -> ModelSpec {
 
 /// What files leave out is what transformers takes for it. End-of-sequence ids of some are in `generation_config.json`.
 #[test]
-fn published_files_have_the_shapes_of_presets() {
+fn published_config_json_files_match_the_presets() {
     let gemma_1b = json!({"architectures": ["Gemma3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
         "attn_logit_softcapping": null, "bos_token_id": 2, "cache_implementation": "hybrid", "eos_token_id": [1, 106],
         "final_logit_softcapping": null, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152,
@@ -79,7 +79,7 @@ fn published_files_have_the_shapes_of_presets() {
 }
 
 #[test]
-fn what_is_not_computed_of_these_families_is_refused_by_name() {
+fn unsupported_features_of_known_families_are_refused_by_key() {
     let [gemma, phi, glm, gpt_oss] = ["gemma-3-1b", "phi-4", "glm-4-9b", "gpt-oss-20b"]
         .map(|name| ModelSpec::preset(name).unwrap().to_config_json());
     let longrope = json!({"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]});

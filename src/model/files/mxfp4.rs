@@ -58,7 +58,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_are_read_lower_half_first_and_scaled_by_blocks() {
+    fn mxfp4_codes_are_unpacked_low_nibble_first_and_scaled_by_block() {
         let (mut blocks, scales) = (vec![0u8; 2 * 2 * 16], [127u8, 128, 120, 127]);
         blocks[0] = 0x72; // 1, 6
         blocks[16] = 0x91; // 0.5, -0.5 of the second block, scaled by 2

@@ -114,7 +114,7 @@ mod tests {
 
     /// transformers and compressed-tensors dequantise to the same bits, whole and from any row on: scripts/golden_fp8.py.
     #[test]
-    fn weights_are_those_that_libraries_dequantise() {
+    fn fp8_weights_dequantize_as_in_other_libraries() {
         let file = golden();
         for name in ["blocks", "matrix", "rows", "rows_bf16", "tensor", "grid"] {
             let codes = codes(&file, &format!("{name}.weight"));
@@ -139,7 +139,7 @@ mod tests {
     /// Values are those of transformers' quantiser, and scales within a rounding of its, which are reciprocals of reciprocals. A block of zeros has the scale
     /// 0 here and 1 / 448 .. there; its values are 0 with either.
     #[test]
-    fn matrices_are_rounded_as_transformers_rounds_them() {
+    fn fp8_rounding_equals_transformers() {
         let file = golden();
         let matrix = plain(&file, "exported.matrix");
         let [values, scales] = rounded_blocks(&matrix).unwrap();
@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn scales_of_another_shape_are_refused_by_name() {
+    fn fp8_scales_of_wrong_shape_are_refused_by_name() {
         let file = golden();
         let scales = Scales { file: &file, name: "blocks.weight_scale_inv" };
         for shape in [vec![256, 400], vec![300, 256], vec![2, 256, 256]] {

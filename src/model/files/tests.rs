@@ -39,7 +39,7 @@ fn names(folder: &Path) -> Vec<String> {
 }
 
 #[test]
-fn what_is_written_is_read_back_bit_by_bit() {
+fn written_weights_are_read_back_bit_for_bit() {
     for (kind, tied, shard_bytes) in
         [(Kind::Float, true, usize::MAX), (Kind::BFloat16, false, 8_000), (Kind::Half, false, 20_000)]
     {
@@ -63,7 +63,7 @@ fn what_is_written_is_read_back_bit_by_bit() {
 }
 
 #[test]
-fn reading_rounds_to_the_kind_asked_for() {
+fn reading_converts_to_the_requested_dtype() {
     let (spec, folder) = (micro(true), tempfile::tempdir().unwrap());
     let table = ParamTable::new(spec.clone(), 1);
     let units = random_units(&table, Kind::Float);
@@ -78,7 +78,7 @@ fn reading_rounds_to_the_kind_asked_for() {
 }
 
 #[test]
-fn a_unit_too_few_is_an_error_and_leaves_nothing() {
+fn a_missing_unit_is_an_error_and_leaves_no_files() {
     let (spec, folder) = (micro(false), tempfile::tempdir().unwrap());
     let table = ParamTable::new(spec.clone(), 1);
     let units = random_units(&table, Kind::Float);
@@ -91,7 +91,7 @@ fn a_unit_too_few_is_an_error_and_leaves_nothing() {
 }
 
 #[test]
-fn a_new_model_hides_the_one_before_it() {
+fn writing_a_model_replaces_the_previous_one() {
     let (spec, folder) = (micro(false), tempfile::tempdir().unwrap());
     let table = ParamTable::new(spec.clone(), 1);
     for (shard_bytes, sign) in [(usize::MAX, 1.0), (30_000, -1.0), (usize::MAX, 2.0)] {
@@ -106,7 +106,7 @@ fn a_new_model_hides_the_one_before_it() {
 }
 
 #[test]
-fn a_model_that_cannot_have_its_names_leaves_the_one_before_it() {
+fn a_failed_rename_keeps_the_previous_model() {
     let (spec, folder) = (micro(false), tempfile::tempdir().unwrap());
     let table = ParamTable::new(spec.clone(), 1);
     let write = |shard_bytes| {
@@ -129,7 +129,7 @@ fn a_model_that_cannot_have_its_names_leaves_the_one_before_it() {
 
 /// Matrices of all experts in one tensor, gates of an expert before its ups, as files of Qwen3.5 have them.
 #[test]
-fn experts_in_one_tensor_are_read_as_one_by_one() {
+fn stacked_experts_are_read_like_separate_ones() {
     let spec = Arc::new(ModelSpec::preset("tiny-moe").unwrap().with_num_layers(1));
     let (table, folder) = (ParamTable::new(spec.clone(), 1), tempfile::tempdir().unwrap());
     let units = random_units(&table, Kind::BFloat16);
@@ -176,7 +176,7 @@ fn experts_in_one_tensor_are_read_as_one_by_one() {
 
 /// Files in FP8 are read as the values that were rounded: those of blocks times their scales, all else bit by bit, over several files, too.
 #[test]
-fn what_is_written_in_fp8_is_read_back_as_it_was_rounded() {
+fn fp8_weights_round_trip_through_files() {
     let (spec, folder) = (micro(false), tempfile::tempdir().unwrap());
     let table = ParamTable::new(spec.clone(), 1);
     let units = random_units(&table, Kind::Float);

@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn code_books_are_those_of_bitsandbytes() {
+    fn nf4_code_book_equals_bitsandbytes() {
         let golden = golden();
         let close = |own: &[f32], expected: &serde_json::Value| {
             let expected: Vec<f32> = numbers(expected).into_iter().map(|level| level as f32).collect();
@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn codes_and_values_are_those_of_bitsandbytes() {
+    fn nf4_codes_and_values_equal_bitsandbytes() {
         let golden = golden();
         let shape: Vec<i64> = serde_json::from_value(golden["shape"].clone()).unwrap();
         let matrix = matrix(shape[0], shape[1]);
@@ -200,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_go_where_the_view_says() {
+    fn nf4_rows_are_written_to_the_given_view() {
         let matrix = matrix(6, 128);
         let nf4 = Nf4Matrix::quantize(&matrix, &Levels::new(Device::Cpu).unwrap()).unwrap();
         let mut plain = Tensor::zeros([1, 6, 128], (Kind::Float, Device::Cpu));

@@ -207,7 +207,7 @@ mod tests {
     use crate::model::{DenseSpec, Family, ModelSpec, ParamTable, QkNorm, SharedExpertSpec, init_unit};
 
     #[test]
-    fn rows_of_ragged_blocks_are_refused_before_anything_is_loaded() {
+    fn row_lengths_that_nf4_does_not_divide_are_refused_before_loading() {
         let spec = ModelSpec::preset("tiny").unwrap();
         <dyn StoredFormat>::check(&Nf4, &spec).unwrap();
         let mut experts = ModelSpec::preset("tiny-moe").unwrap();
@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_comes_back_matrix_by_matrix() {
+    fn a_stored_block_is_dequantized_matrix_by_matrix() {
         let dense = ModelSpec::preset("tiny").unwrap();
         let dense = dense.map_attention(|_, attention| attention.qk_norm = Some(QkNorm::Head));
         let [moe, hybrid] = ["tiny-moe", "tiny-hybrid"].map(|name| ModelSpec::preset(name).unwrap());

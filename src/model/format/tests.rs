@@ -113,7 +113,7 @@ fn tokens(spec: &ModelSpec) -> Tensor {
 }
 
 #[test]
-fn it_trains_near_the_dense_block() {
+fn every_format_trains_close_to_the_dense_block() {
     let (spec, table, flat) = block();
     let layout: &UnitLayout = table.unit(Unit::Block(0));
     let (x, dy) = (tokens(&spec), tokens(&spec));
@@ -137,7 +137,7 @@ fn it_trains_near_the_dense_block() {
 }
 
 #[test]
-fn slices_that_wake_in_it_add_up_to_the_dense_block() {
+fn tensor_parallel_slices_in_every_format_sum_to_the_dense_block() {
     let (spec, _, flat) = block();
     let (x, flat) = (tokens(&spec), Vec::try_from(&flat).unwrap());
     let entries: Vec<f64> = Vec::try_from(x.flatten(0, 1)).unwrap();
@@ -153,7 +153,7 @@ fn slices_that_wake_in_it_add_up_to_the_dense_block() {
 }
 
 #[test]
-fn a_block_that_is_stored_in_it_comes_back() {
+fn a_block_stored_in_every_format_is_restored() {
     let (spec, table, flat) = block();
     let (layout, format): (_, &dyn StoredFormat) = (table.unit(Unit::Block(0)), &Int8);
     format.check(&spec).unwrap();
@@ -167,7 +167,7 @@ fn a_block_that_is_stored_in_it_comes_back() {
 
 /// A refusal names the value of the key, which is the format's name.
 #[test]
-fn formats_have_the_names_of_their_keys() {
+fn format_names_match_their_config_values() {
     MixedPrecision::ALL.iter().for_each(|key| assert_eq!(key.format().name(), key.name()));
     RolloutQuantization::ALL.iter().for_each(|key| assert_eq!(key.format().name(), key.name()));
     for key in Quantization::ALL {

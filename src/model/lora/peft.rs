@@ -352,7 +352,7 @@ mod tests {
     }
 
     #[test]
-    fn adapters_whose_formula_is_another_are_refused_by_name() {
+    fn adapters_other_than_plain_lora_are_refused_by_key() {
         for (config, message) in [
             (json!({"init_lora_weights": "pissa"}), "pissa subtracts a part from them"),
             (json!({"init_lora_weights": "pissa_niter_16"}), "path_initial_model_for_weight_conversion"),
@@ -385,7 +385,7 @@ mod tests {
 
     /// PEFT's default file; initializations that keep the base; rank-stabilized adapters, whose scale is alpha / sqrt(r).
     #[test]
-    fn plain_adapters_are_read_whatever_they_began_as() {
+    fn adapters_are_read_whatever_their_initialization() {
         for init in [json!(true), json!(false), json!("gaussian"), json!("eva"), json!("orthogonal"), json!("mica")] {
             let spec = read(json!({"init_lora_weights": init, "eva_config": {"rho": 2.0}, "use_newer": null})).unwrap();
             assert_eq!(spec.scale(), 1.5);

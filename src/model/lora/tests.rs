@@ -186,7 +186,7 @@ fn leaves(block: &Block, flat: &Tensor) -> Vec<(Planted, Tensor, Tensor)> {
 }
 
 #[test]
-fn every_family_and_choice_matches_autograd_over_merged_weights() {
+fn lora_gradients_match_autograd_over_merged_weights() {
     let attention = vec![vec![QProj, KProj, VProj, OProj], vec![VProj]];
     // Modules of their own: those that share an A with others are held to PEFT.
     let alone = |spec| ModelSpec { family: Family::Llama, ..spec };
@@ -238,7 +238,7 @@ fn every_family_and_choice_matches_autograd_over_merged_weights() {
 
 /// The gradient along a random direction is the difference quotient, masks and all; recomputation draws the same masks.
 #[test]
-fn dropout_is_differentiated() {
+fn lora_dropout_is_differentiated() {
     let (_, spec) = families().into_iter().next().unwrap();
     let mut block = Block::new(&spec, 1, every_choice()[0].clone());
     let dropout = Some(Dropout { rate: 0.3, key: RandomKey::new(7, 1) });
@@ -261,7 +261,7 @@ fn dropout_is_differentiated() {
 }
 
 #[test]
-fn slices_add_up_to_the_block() {
+fn tensor_parallel_lora_slices_sum_to_the_block() {
     let [(_, qwen2), (_, qwen3), .., (_, norms_behind)] = families();
     let eight = with_heads(qwen2, 8, 2);
     let [(_, experts), _] = with_experts();
@@ -319,7 +319,7 @@ fn sliced(
 
 /// Qwen3-30B-A3B at rank 16 by hand, for the plan: 48 layers, 128 experts of width 768, D = 2048.
 #[test]
-fn adapters_of_experts_are_counted_for_the_plan() {
+fn the_plan_counts_adapters_of_experts() {
     let spec = ModelSpec::preset("qwen3-30b-a3b").unwrap();
     let lora = LoraSpec { r: 16, alpha: 32.0, dropout: 0.0, targets: vec![GateProj, UpProj, DownProj] };
     let table = ParamTable::adapters(Arc::new(spec.clone()), &lora, 1);
@@ -331,7 +331,7 @@ fn adapters_of_experts_are_counted_for_the_plan() {
 
 /// Every row of a batch has its own adapter, or none.
 #[test]
-fn rows_choose_among_adapters_beside_experts() {
+fn rows_of_a_batch_choose_among_adapters_of_experts() {
     let [(_, spec), _] = with_experts();
     let [first, second] = beside_experts().map(|targets| Block::new(&spec, 1, targets));
     let expanded =
@@ -359,7 +359,7 @@ fn rows_choose_among_adapters_beside_experts() {
 }
 
 #[test]
-fn adapters_that_peft_does_not_read_or_a_gpu_does_not_compute_are_refused_by_name() {
+fn lora_settings_that_peft_or_gpus_do_not_support_are_refused() {
     let [(_, spec), (_, mixed)] = with_experts();
     let lora = |targets: &[TargetModule]| LoraSpec { r: 3, alpha: 5.0, dropout: 0.0, targets: targets.to_vec() };
     for accepted in [&[QProj, OProj][..], &[DownProj], &[QProj, GateProj, UpProj, DownProj]] {

@@ -17,7 +17,7 @@ fn of_two(table: &ParamTable, flats: &[Tensor], batches: &[Given; 2], onto: Onto
 }
 
 #[test]
-fn what_is_in_their_memory_changes_no_bit() {
+fn previous_contents_of_gradient_memory_change_no_bit() {
     for (name, spec) in families().into_iter().chain(with_experts()).chain(others()) {
         for kind in [Kind::Float, Kind::BFloat16, Kind::Double] {
             let table = ParamTable::new(Arc::new(spec.clone()), 2);

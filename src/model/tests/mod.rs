@@ -221,7 +221,7 @@ fn logits(folder: &Path, prompts: &[Vec<i64>]) -> Vec<Tensor> {
 }
 
 #[test]
-fn every_family_matches_autograd() {
+fn every_model_family_matches_autograd() {
     for (name, spec) in families().into_iter().chain(with_experts()).chain(others()) {
         let table = ParamTable::new(Arc::new(spec), 1);
         let flats: Vec<Tensor> = random_flats(&table).iter().map(leaf).collect();
@@ -295,7 +295,7 @@ pub(super) fn sliced_block(
 }
 
 #[test]
-fn slices_add_up_to_the_block() {
+fn tensor_parallel_slices_sum_to_the_block() {
     let [(_, qwen2), (_, qwen3), .., (_, norms_behind)] = families();
     let eight = with_heads(qwen2, 8, 2);
     let [(_, experts), (_, others)] = with_experts();
@@ -342,7 +342,7 @@ fn slices_add_up_to_the_block() {
 
 /// Where all experts are equal and their weights add up to 1, it does not matter which are chosen.
 #[test]
-fn equal_experts_are_the_dense_model() {
+fn equal_experts_give_the_dense_model() {
     let [(_, spec), _] = with_experts();
     let expert = spec.experts().unwrap().expert;
     let dense = spec.clone().map_blocks(|_, block| block.mlp = Mlp::Dense(expert));

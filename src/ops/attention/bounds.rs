@@ -65,7 +65,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn padding_is_a_sequence_of_its_own() {
+    fn padding_rows_form_their_own_sequence() {
         let separate = Bounds::Separate(vec![0, 4, 10]);
         assert_eq!(separate.padded_to(10), separate);
         assert_eq!(separate.padded_to(12), Bounds::Separate(vec![0, 4, 10, 12]));
@@ -77,7 +77,7 @@ mod tests {
     }
 
     #[test]
-    fn pairs_of_a_shared_prompt_count_once() {
+    fn attention_pairs_of_a_shared_prompt_count_once() {
         assert_eq!(Bounds::Separate(vec![0, 4, 10]).attended_pairs(), 8.0 + 18.0);
         // Prompts of 4 and 2; completions of 3 and 1 behind the first, of 2 behind the second.
         let shared = SharedBounds { prompts: vec![0, 4, 6], groups: vec![6, 10, 12], completions: vec![6, 9, 10, 12] };

@@ -88,7 +88,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_shape_is_planned_when_it_comes_again() {
+    fn an_attention_plan_is_built_when_a_shape_repeats() {
         let dense = Dense { runs: 2, q_len: 300, k_len: 200 };
         assert!(!is_worth_a_plan(&dense) && is_worth_a_plan(&dense));
         assert!(!is_worth_a_plan(&Dense { runs: 3, ..dense }));

@@ -143,7 +143,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn long_runs_stand_alone_and_short_neighbours_together() {
+    fn long_sequences_get_their_own_call_and_short_ones_share_one() {
         let bounds = [0, 5, 9, 700, 1200, 1200, 1207];
         let runs = |sees| Runs::new(&bounds, &bounds, sees, 2, Device::Cpu);
         let mixed = Mixed::new(&runs(Sees::Before { window: None }), |len| len > 256).unwrap();

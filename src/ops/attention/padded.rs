@@ -163,7 +163,7 @@ mod tests {
     const BEFORE: Sees = Sees::Before { window: None };
 
     #[test]
-    fn every_row_is_found_again() {
+    fn padded_attention_rows_map_back_to_packed_rows() {
         let bounds = [0, 5, 5, 45, 48, 90];
         let padded = Padded::new(&bounds, &bounds, BEFORE, 2, Device::Cpu).unwrap();
         assert_eq!(padded.buckets.iter().map(|b| (b.q.len, b.k.len)).collect::<Vec<_>>(), [(42, 42), (5, 5)]);
@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn runs_are_bucketed_by_both_sides() {
+    fn padded_runs_are_bucketed_by_query_and_key_length() {
         let padded = Padded::new(&[0, 60, 120, 180], &[0, 40, 100, 101], Sees::All, 1, Device::Cpu).unwrap();
         assert_eq!(
             padded.buckets.iter().map(|b| (b.q.len, b.k.len)).collect::<Vec<_>>(),

@@ -53,7 +53,7 @@ mod tests {
     use crate::ops::testing::{assert_close, leaf, rand};
 
     #[test]
-    fn sinks_match_a_softmax_with_one_more_logit() {
+    fn attention_sinks_match_a_softmax_with_one_more_logit() {
         let (scores, v) = (leaf(&rand(&[5, 3, 7])), rand(&[3, 7, 4])); // five tokens, three heads, seven keys
         let (sinks, d_o) = (leaf(&rand(&[3])), rand(&[5, 3, 4]));
         let all = Tensor::cat(&[scores.shallow_clone(), sinks.view([1, 3, 1]).expand([5, 3, 1], false)], -1);

@@ -37,7 +37,7 @@ fn reference(q: &Tensor, k: &Tensor, v: &Tensor, window: Option<usize>) -> (Tens
 
 /// Every group size, with and without window, short (explicit) and long (flash) sequences.
 #[test]
-fn packed_matches_autograd() {
+fn packed_attention_matches_autograd() {
     for (group, heads, window, lens) in [
         (1, 3, None, &LENS[..]),
         (7, 2, None, &LENS),
@@ -132,7 +132,7 @@ fn rows_of_sequences(bounds: &SharedBounds) -> Vec<(Tensor, i64)> {
 }
 
 #[test]
-fn no_tokens_at_all() {
+fn attention_accepts_an_empty_batch() {
     let layout = PackedLayout::new(&[0], 2, None, Device::Cpu);
     let (q, k) = (rand(&[0, 4, HD]), rand(&[0, 2, HD]));
     let Attended { o, lse } = packed_forward(&q, &k, &k, &layout, SCALE).unwrap();
@@ -142,7 +142,7 @@ fn no_tokens_at_all() {
 }
 
 #[test]
-fn bfloat16_stays_near_float() {
+fn bfloat16_attention_is_close_to_float32() {
     let (q, kv) = (rand(&[150, 4, HD]), rand(&[150, 2, HD]));
     for cu in [[0, 100, 150], [0, 0, 150]] {
         let layout = PackedLayout::new(&cu, 2, None, Device::Cpu);
@@ -179,7 +179,7 @@ fn paged(lens: &[i64], heads: i64, block_size: i64) -> ([Tensor; 2], Tensor, [Te
 }
 
 #[test]
-fn decode_equals_the_last_row_of_packed() {
+fn decode_attention_equals_the_last_row_of_packed_attention() {
     for (group, heads, window) in [(1, 2, None), (7, 2, None), (2, 3, Some(5))] {
         let lens = [9, 1, 17, 4];
         let ([k_cache, v_cache], tables, [k, v]) = paged(&lens, heads, 4);
@@ -195,7 +195,7 @@ fn decode_equals_the_last_row_of_packed() {
 }
 
 #[test]
-fn padding_rows_stay_finite() {
+fn padding_rows_of_attention_stay_finite() {
     let ([k_cache, v_cache], tables, _) = paged(&[3, 2], 2, 4);
     let layout = PagedLayout::new(&tables, &Tensor::from_slice(&[3i64, 0]), 4, 2, None).unwrap();
     let o = paged_decode(&rand(&[2, 4, HD]), &k_cache, &v_cache, &layout, SCALE, false).unwrap().0;
@@ -203,7 +203,7 @@ fn padding_rows_stay_finite() {
 }
 
 #[test]
-fn prefill_behind_a_cached_prefix_equals_the_whole() {
+fn prefill_after_a_cached_prefix_equals_full_prefill() {
     for window in [None, Some(6)] {
         let (lens, new) = ([9, 13, 5, 8], [4, 13, 0, 1]);
         let ([k_cache, v_cache], tables, [k, v]) = paged(&lens, 2, 4);
@@ -222,7 +222,7 @@ fn prefill_behind_a_cached_prefix_equals_the_whole() {
 
 /// A cache in eight bits holds what rounding leaves of each entry by its own scale, and attention over it is that over a cache of these numbers.
 #[test]
-fn a_cache_in_eight_bits_is_one_of_rounded_entries() {
+fn attention_over_an_8_bit_cache_equals_attention_over_rounded_entries() {
     is_of_rounded_entries(Kind::Float8e4m3fn, 1.0 / 16.0); // half a unit of three bits
     is_of_rounded_entries(Kind::Int8, 0.501 / 127.0);
 }

@@ -98,7 +98,7 @@ fn recurrence(rows: &DeltaRows, weights: &DeltaWeights, initial: &DeltaState, le
 }
 
 #[test]
-fn forward_and_backward_match_autograd_through_the_recurrence() {
+fn delta_net_matches_autograd_through_the_recurrence() {
     let lens = [70, 0, 1, 131, 3, 64];
     let num_tokens: i64 = lens.iter().sum();
     let (rows, weights) = (random_rows(num_tokens), random_weights());
@@ -146,7 +146,7 @@ fn forward_and_backward_match_autograd_through_the_recurrence() {
 }
 
 #[test]
-fn packed_sequences_equal_each_by_itself_bit_for_bit() {
+fn packed_delta_net_sequences_equal_separate_ones_bit_for_bit() {
     let single = |t: &Tensor| t.to_kind(Kind::Float);
     let lens = [200, 5, 0, 64, 129, 1, 300];
     let num_tokens: i64 = lens.iter().sum();
@@ -182,7 +182,7 @@ fn packed_sequences_equal_each_by_itself_bit_for_bit() {
 }
 
 #[test]
-fn chunks_and_recurrent_steps_give_one_result() {
+fn chunked_and_recurrent_delta_nets_agree() {
     let single = |t: &Tensor| t.to_kind(Kind::Float);
     let (prompt, all) = (77, 150);
     let rows = map_rows(&random_rows(all), single);
@@ -203,7 +203,7 @@ fn chunks_and_recurrent_steps_give_one_result() {
 /// Two prompts of 65 and 2 tokens, and one in between of which nothing is sampled; completions of 3 and 1 tokens of the first, of 70 of
 /// the last.
 #[test]
-fn forks_of_a_prompts_state_equal_whole_sequences() {
+fn delta_net_states_forked_from_a_prompt_equal_whole_sequences() {
     let shared = Bounds::Shared(SharedBounds {
         prompts: vec![0, 65, 70, 72],
         groups: vec![72, 76, 76, 146],
@@ -242,7 +242,7 @@ fn forks_of_a_prompts_state_equal_whole_sequences() {
 /// Chunks that the forward kept, of packed sequences and of completions that share prompts. Those of a forward of other rows change
 /// gradients: a backward reads them. Sequences too short for chunks keep none.
 #[test]
-fn kept_chunks_change_no_bit() {
+fn keeping_delta_net_chunks_changes_no_bit() {
     let shared = SharedBounds {
         prompts: vec![0, 64, 127, 190],
         groups: vec![190, 316, 316, 506],
@@ -272,7 +272,7 @@ fn kept_chunks_change_no_bit() {
 /// Sequences with any numbers of drafts, of which any were drawn: outputs and states have the bits of steps of one token each, also of
 /// states that are rounded.
 #[test]
-fn steps_with_drafts_have_the_bits_of_steps_without() {
+fn delta_net_steps_with_draft_tokens_change_no_bit() {
     let (num_sequences, num_tokens, most) = (3usize, 30usize, 4usize);
     for (kind, stored_kind) in [
         (Kind::Double, Kind::Double),

@@ -273,7 +273,7 @@ mod tests {
 
     /// Prompts of 20 and 16 tokens, completions of 3 and 20 behind the first and of 2 behind the second.
     #[test]
-    fn a_prompt_lies_once_and_its_last_block_once_for_each_completion() {
+    fn shared_prompt_blocks_are_stored_once_except_the_last() {
         let bounds = Bounds::Shared(SharedBounds {
             prompts: vec![0, 20, 36],
             groups: vec![36, 59, 61],

@@ -25,7 +25,7 @@ fn assert_near(got: &Tensor, expected: &Tensor) {
 
 /// Sizes around those at which libtorch cuts rows and elements apart.
 #[test]
-fn rows_have_the_same_bits_alone_and_among_others() {
+fn exact_rows_have_the_same_bits_in_any_batch() {
     for kind in KINDS {
         for [rows, columns, k] in [[1, 3, 5], [7, 33, 64], [67, 30, 131]] {
             let (x, w, bias) = (rand(&[rows, k], kind), rand(&[columns, k], kind), rand(&[columns], kind));
@@ -57,7 +57,7 @@ fn rows_have_the_same_bits_alone_and_among_others() {
 }
 
 #[test]
-fn heads_are_those_of_plain_operations_up_to_rounding_and_the_same_alone() {
+fn exact_heads_match_plain_operations_and_any_batch() {
     let (tokens, groups, group, hd) = (9, 2, 3, 12);
     for kind in KINDS {
         for partial in [8, 12] {
@@ -86,7 +86,7 @@ fn heads_are_those_of_plain_operations_up_to_rounding_and_the_same_alone() {
 
 /// Prompts that are shared, prompts that are repeated, and a cache of keys: one query has one output.
 #[test]
-fn attention_sees_the_same_keys_wherever_they_lie() {
+fn exact_attention_is_independent_of_the_cache_layout() {
     let (heads, kv_heads, hd) = (4, 2, 8);
     let shared = Bounds::Shared(SharedBounds { prompts: vec![0, 5], groups: vec![5, 12], completions: vec![5, 8, 12] });
     for kind in KINDS {
@@ -110,7 +110,7 @@ fn attention_sees_the_same_keys_wherever_they_lie() {
 }
 
 #[test]
-fn a_window_keeps_the_last_keys() {
+fn exact_attention_windows_keep_the_last_keys() {
     let context = |first, window| VisibleKeys::of_tokens(2..6, 9..12, first, window);
     assert_eq!(context(11, None), [VisibleKeys { prompt: 2..6, own: 9..12 }]);
     assert_eq!(

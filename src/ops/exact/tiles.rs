@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn completions_see_their_prompts_rows() {
+    fn tiles_let_completions_attend_to_their_prompt() {
         let tile = |first, count, len, prompt, prompt_len, own| RowTile { first, count, len, prompt, prompt_len, own };
         assert_eq!(
             tiles_of(&shared(), None),
@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn longest_tiles_come_first() {
+    fn the_longest_attention_tiles_come_first() {
         let lens: Vec<i32> = tiles_of(&Bounds::Separate(vec![0, 100, 700]), None).iter().map(|tile| tile.len).collect();
         assert_eq!((lens[0], lens.len()), (513, 7 + 38));
         assert!(lens.iter().map(|len| (len + 14) / 256).is_sorted_by(|a, b| a >= b), "{lens:?}");
@@ -196,7 +196,7 @@ mod tests {
 
     /// Every row is in one tile, and the rows of a tile begin to read at the same unit.
     #[test]
-    fn windows_cut_tiles() {
+    fn sliding_windows_shorten_attention_tiles() {
         for window in [1, 5, 16, 17, 30, 1000] {
             for bounds in [shared(), Bounds::Separate(vec![0, 100, 101, 161])] {
                 let mut seen = vec![0; if matches!(bounds, Bounds::Shared(_)) { 61 } else { 161 }];
@@ -213,7 +213,7 @@ mod tests {
 
     /// Prompts of 512 tokens do, a few rows behind long contexts do not.
     #[test]
-    fn tiles_are_made_where_they_pay() {
+    fn tiled_attention_is_used_only_where_it_is_faster() {
         let pays = |runs: &[(usize, usize)]| {
             CachedTiles::new(runs, None, AttentionBlocks { columns: 4, num_blocks: 264 }, Device::Cpu).unwrap()
         };

@@ -56,7 +56,7 @@ mod tests {
     /// The product of what rounding leaves, in float64, is what is written, and what is added to a sum, for numbers of tokens that are no
     /// multiple of anything.
     #[test]
-    fn it_is_the_product_of_the_rounded_columns() {
+    fn fp8_weight_gradient_equals_the_gemm_of_rounded_columns() {
         for [tokens, rows, columns] in [[1, 1, 1], [7, 33, 5], [130, 3, 17]] {
             let (dy, x) = (rand([tokens, rows]), rand([tokens, columns]));
             let _ = dy.select(1, rows - 1).fill_(0.0);
@@ -81,7 +81,7 @@ mod tests {
     /// Half of the last of 3 bits of mantissa of each factor at most, or of the smallest step of its column's scale: of normal numbers and with
     /// columns, tokens and single values that are a hundred times as large as the others.
     #[test]
-    fn rounding_costs_no_element_more_than_its_factors_bits() {
+    fn fp8_weight_gradient_error_is_bounded_by_the_operands_precision() {
         let (tokens, rows, columns) = (512, 96, 160);
         for outliers in ["none", "columns", "tokens", "values"] {
             let (dy, x) = (rand([tokens, rows]), rand([tokens, columns]));
@@ -109,7 +109,7 @@ mod tests {
 
     /// A column with what is not finite gives what is not finite, and no other.
     #[test]
-    fn what_is_not_finite_stays_in_its_row() {
+    fn fp8_weight_gradient_keeps_non_finite_values_in_their_row() {
         for poison in [f64::NAN, f64::INFINITY] {
             let (dy, x) = (rand([9, 4]), rand([9, 6]).abs() + 0.1);
             let _ = dy.get(5).get(2).fill_(poison);

@@ -116,7 +116,7 @@ mod tests {
 
     /// Each row is the product of its rounded values with the rounded matrix of its expert alone; rows of experts that are another rank's are 0.
     #[test]
-    fn rows_have_the_rounded_matrices_of_their_experts() {
+    fn fp8_grouped_gemm_uses_the_rounded_matrix_of_each_expert() {
         let rand = |shape: &[i64]| Tensor::randn(shape, (Kind::Float, Device::Cpu));
         let (x, w) = (rand(&[5, 16]), rand(&[4, 6, 16]));
         let experts = Tensor::from_slice(&[3i64, 0, 1, 3, 2, 0, 0, 1, 3, 2]).view([5, 2]);
@@ -143,7 +143,7 @@ mod tests {
 
     /// Rows that are copied after they were rounded are those that are rounded after they were copied.
     #[test]
-    fn a_token_is_rounded_once_for_all_of_its_experts() {
+    fn fp8_grouped_gemm_rounds_a_token_once_for_all_experts() {
         let x = Tensor::randn([5, 16], (Kind::Float, Device::Cpu));
         let experts = Tensor::from_slice(&[3i64, 0, 1, 3, 2, 0, 0, 1, 3, 2]).view([5, 2]);
         let dispatch = Dispatch::new(&experts, 4, 0..4, Kind::Float).unwrap();
@@ -155,7 +155,7 @@ mod tests {
 
     /// A row's gradient is that of its own expert alone, of the rounded columns of its matrix; rows of experts that are another rank's have none.
     #[test]
-    fn gradients_of_rows_have_the_rounded_columns_of_their_experts() {
+    fn fp8_grouped_gemm_gradients_use_the_rounded_columns() {
         let rand = |shape: &[i64]| Tensor::randn(shape, (Kind::Float, Device::Cpu));
         let (dy, w) = (rand(&[5, 6]), rand(&[4, 6, 16]));
         let experts = Tensor::from_slice(&[3i64, 0, 1, 3, 2, 0, 0, 1, 3, 2]).view([5, 2]);

@@ -89,7 +89,7 @@ mod tests {
 
     /// In one chunk, in slices, in chunks with other tokens of a row, and where nothing is scored.
     #[test]
-    fn a_written_gradient_is_what_is_added_to_zeros() {
+    fn head_gradient_written_equals_added_to_zeros() {
         for (count, chunk, with_top) in [(70, 100, false), (70, 9, false), (70, 9, true), (0, 9, false)] {
             for kind in [Kind::Float, Kind::BFloat16] {
                 let [hidden, weight] = [[count, 24], [90, 24]].map(|size| rand(&size).to_kind(kind));
@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn slices_take_no_more_than_a_chunk() {
+    fn head_slices_need_at_most_one_chunk_of_memory() {
         // Qwen2.5-7B and 0.5B, chunks of 768 tokens; the last has so few that no tile fits.
         assert_eq!(shape([8192, 3584, 152_064], 768), (8192, 10_624));
         assert_eq!(shape([16_384, 3584, 152_064], 768), (8192, 10_624));

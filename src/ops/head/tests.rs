@@ -11,7 +11,7 @@ fn reference(hidden: &Tensor, weight: &Tensor, targets: &Tensor) -> (Tensor, Ten
 }
 
 #[test]
-fn chunked_and_whole_match_autograd() {
+fn chunked_and_whole_head_match_autograd() {
     let (hidden, weight) = (leaf(&rand(&[7, 4])), leaf(&rand(&[9, 4])));
     let targets = Tensor::from_slice(&[0i64, 8, 3, 3, 1, 0, 5]);
     let (logprobs, entropy) = reference(&hidden, &weight, &targets);
@@ -48,7 +48,7 @@ fn chunked_and_whole_match_autograd() {
 
 /// Two or three tokens a row beside the target, which may be one of them.
 #[test]
-fn several_tokens_of_a_row_match_autograd() {
+fn several_scored_tokens_per_row_match_autograd() {
     let (hidden, weight) = (leaf(&rand(&[7, 4])), leaf(&rand(&[9, 4])));
     let targets = Tensor::from_slice(&[0i64, 8, 3, 3, 1, 0, 5]);
     let log_p = (hidden.matmul(&weight.transpose(0, 1)) / TEMPERATURE).log_softmax(-1, None::<Kind>);
@@ -89,7 +89,7 @@ fn several_tokens_of_a_row_match_autograd() {
 }
 
 #[test]
-fn no_scored_tokens() {
+fn the_head_accepts_rows_without_scored_tokens() {
     let (hidden, weight, targets) = (rand(&[0, 4]), rand(&[9, 4]), Tensor::zeros([0], (Kind::Int64, tch::Device::Cpu)));
     let out = forward(&hidden, &weight, &targets, 1.0, TopTokens::MostProbable(2), 8, true).unwrap();
     let mut dweight = rand(&[9, 4]);
@@ -112,7 +112,7 @@ fn no_scored_tokens() {
 }
 
 #[test]
-fn statistics_of_bfloat16_are_float() {
+fn head_statistics_of_bfloat16_are_float32() {
     let hidden = rand(&[2, 4]).to_kind(Kind::BFloat16);
     let out = forward(&hidden, &hidden, &Tensor::from_slice(&[0i64, 1]), 1.0, TopTokens::Nothing, 8, true).unwrap();
     assert_eq!(out.logprobs.kind(), Kind::Float);

@@ -119,26 +119,26 @@ fn what_is_advised_helps(model: &str, machines: &[(usize, usize, usize)]) -> (us
 }
 
 #[test]
-fn what_is_advised_for_small_models_helps() {
+fn advised_keys_make_small_models_fit() {
     let (advised, _) = what_is_advised_helps("qwen2.5-1.5b", &MACHINES);
     assert!(advised > 3, "{advised}");
 }
 
 #[test]
-fn what_is_advised_for_models_of_7b_helps() {
+fn advised_keys_make_7b_models_fit() {
     let (advised, _) = what_is_advised_helps("qwen2.5-7b", &MACHINES);
     assert!(advised > 8, "{advised}");
 }
 
 #[test]
-fn what_is_advised_for_models_of_32b_helps() {
+fn advised_keys_make_32b_models_fit() {
     let (advised, hopeless) =
         what_is_advised_helps("qwen2.5-32b", &[(1, 12, 512), (1, 80, 512), (2, 40, 16), (8, 80, 512)]);
     assert!(advised > 8 && hopeless > 0, "{advised} and {hopeless}");
 }
 
 #[test]
-fn what_is_advised_for_models_of_72b_helps() {
+fn advised_keys_make_72b_models_fit() {
     let (advised, hopeless) = what_is_advised_helps("72b", &[(1, 24, 512), (4, 80, 64), (8, 139, 512)]);
     assert!(advised > 8 && hopeless > 0, "{advised} and {hopeless}");
 }
@@ -163,7 +163,7 @@ fn last_resort(model: &str, machine: Machine, run: &str) -> bool {
 }
 
 #[test]
-fn two_keys_do_where_both_halves_lack_memory() {
+fn two_keys_are_advised_when_training_and_rollout_lack_memory() {
     let machine = Machine { num_nodes: 1, nproc: 8, gpu_gib: 80, host_gib: 512 };
     let run = "zero.stage=3 beta=0.04 max_prompt_length=512 max_completion_length=2048 per_device_train_batch_size=16 \
                gradient_accumulation_steps=4";
@@ -174,7 +174,7 @@ fn two_keys_do_where_both_halves_lack_memory() {
 }
 
 #[test]
-fn quantised_adapters_are_advised_where_adapters_alone_do_not_fit() {
+fn qlora_is_advised_where_lora_does_not_fit() {
     let machine = |gpu_gib| Machine { num_nodes: 1, nproc: 1, gpu_gib, host_gib: 512 };
     let advised = |model, gpu_gib| advised(&refused(model, machine(gpu_gib), &[])).unwrap();
     assert_eq!(advised("72b", 80)[..2], ["lora.r=16", "quantization=nf4"]);
@@ -184,7 +184,7 @@ fn quantised_adapters_are_advised_where_adapters_alone_do_not_fit() {
 
 /// Adapters of every expert would take as much room as they are meant to save.
 #[test]
-fn adapters_beside_attention_are_advised_for_experts() {
+fn lora_of_attention_is_advised_for_models_with_experts() {
     let machine = Machine { num_nodes: 1, nproc: 1, gpu_gib: 80, host_gib: 512 };
     let changes = advised(&refused("qwen3-30b-a3b", machine, &[])).unwrap();
     let attention = "lora.target_modules=[\"q_proj\",\"k_proj\",\"v_proj\",\"o_proj\"]";
@@ -193,7 +193,7 @@ fn adapters_beside_attention_are_advised_for_experts() {
 
 /// A cache of one sequence cannot be smaller: engines of more ranks are named, not the cache.
 #[test]
-fn a_cache_that_is_the_least_is_not_to_be_lowered() {
+fn lowering_a_minimal_kv_cache_is_not_advised() {
     let machine = Machine { num_nodes: 1, nproc: 4, gpu_gib: 80, host_gib: 512 };
     let message = refused("qwen2.5-32b", machine, &keys("zero.stage=3 beta=0.04"));
     assert!(!message.contains("kv_cache_bytes = ") && message.contains("set tensor_parallel_size = "), "{message}");
@@ -208,7 +208,7 @@ fn a_cache_that_is_the_least_is_not_to_be_lowered() {
 
 /// Where the device would do, the machine's memory is what lacks.
 #[test]
-fn memory_of_the_host_is_asked_for_all_ranks() {
+fn host_memory_is_required_for_all_ranks_of_a_node() {
     let small = Machine { num_nodes: 1, nproc: 4, gpu_gib: 80, host_gib: 64 };
     let run = keys("zero.stage=3 tensor_parallel_size=4 beta=0.04 max_prompt_length=512 max_completion_length=2048");
     let message = refused("qwen2.5-32b", small, &run);
@@ -222,7 +222,7 @@ fn memory_of_the_host_is_asked_for_all_ranks() {
 /// docs/benchmarks/whole-steps.md: its rows were measured with the optimizer's state resident by the plan's choice, and a run of
 /// 64 sequences a rank moves nothing for a cache of 256 at the model's whole context.
 #[test]
-fn nothing_moves_for_a_cache_that_no_run_fills() {
+fn nothing_is_offloaded_for_kv_blocks_that_no_run_fills() {
     let of = |gpu_gib, run: &str| {
         plan("qwen2.5-7b", Machine { num_nodes: 1, nproc: 4, gpu_gib, host_gib: 512 }, &keys(run)).unwrap()
     };
@@ -247,7 +247,7 @@ fn nothing_moves_for_a_cache_that_no_run_fills() {
 
 /// Sizes that model and ranks cannot be divided into are not tried: 4,096 ranks would take minutes.
 #[test]
-fn engines_are_tried_in_sizes_that_divide_the_model_and_a_node() {
+fn advised_engine_sizes_divide_the_model_and_the_node() {
     let sizes = |num_nodes, nproc, run: &str| {
         let machine = Machine { num_nodes, nproc, gpu_gib: 80, host_gib: 512 };
         let sizes = |input: &PlanInput<'_>| Advice { input, trials: Trials::new(input, &|_| Ok(0)) }.engine_sizes();
@@ -264,7 +264,7 @@ fn engines_are_tried_in_sizes_that_divide_the_model_and_a_node() {
 
 /// Each sequence at once takes states of gated delta nets: no more than a batch has, then the most that fit, of powers of two.
 #[test]
-fn fewer_sequences_are_advised_where_their_states_lack_memory() {
+fn fewer_sequences_are_advised_where_delta_net_states_lack_memory() {
     let machine = Machine { num_nodes: 1, nproc: 1, gpu_gib: 79, host_gib: 512 };
     let model = "qwen3.5-9b";
     let message = refused(model, machine, &keys("max_num_seqs=100000"));

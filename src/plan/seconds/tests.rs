@@ -99,7 +99,7 @@ fn errors(half: usize) -> Vec<(f64, String)> {
 
 /// The aim is a median of 8 % and 15 % at the worst; as they are, 2.4 % and 12.8 %.
 #[test]
-fn steps_that_were_not_fitted_are_predicted() {
+fn predicted_step_times_match_measurements_outside_the_fit() {
     for (half, median, worst) in [(0, 0.03, 0.10), (1, 0.03, 0.13)] {
         let errors = errors(half);
         let told: Vec<String> = errors.iter().take(12).map(|(error, what)| format!("{error:.3} {what}")).collect();
@@ -112,7 +112,7 @@ fn steps_that_were_not_fitted_are_predicted() {
 
 /// Against the step they belong to: they are short, and differ most.
 #[test]
-fn transitions_are_off_by_little_of_a_step() {
+fn predicted_transition_times_are_close_to_measurements() {
     let mut checked = 0;
     for record in recorded() {
         let (Some(measured), Some(step)) = (record.seconds.get("transitions"), record.seconds.get("step")) else {
@@ -126,7 +126,7 @@ fn transitions_are_off_by_little_of_a_step() {
 }
 
 #[test]
-fn every_record_has_its_page() {
+fn every_recorded_measurement_names_a_documented_page() {
     for record in recorded() {
         let (page, heading) = record.source.split_once('#').unwrap();
         let path = format!("{}/docs/benchmarks/{page}", env!("CARGO_MANIFEST_DIR"));
@@ -157,7 +157,7 @@ fn work<'a>(config: &'a Config, spec: &'a ModelSpec) -> PlannedStep<'a> {
 }
 
 #[test]
-fn what_was_never_recorded_is_refused_by_name() {
+fn predictions_for_unmeasured_settings_are_refused() {
     let spec = ModelSpec::preset("qwen2.5-1.5b").unwrap();
     let refused = |keys: &[&str]| {
         let keys: Vec<String> = keys.iter().map(|key| (*key).to_owned()).collect();
@@ -171,7 +171,7 @@ fn what_was_never_recorded_is_refused_by_name() {
 
 /// Each key that costs or saves something moves the part that it should, and no other.
 #[test]
-fn keys_move_their_own_part() {
+fn each_key_changes_only_its_part_of_the_predicted_time() {
     let spec = ModelSpec::preset("qwen2.5-7b").unwrap();
     let of = |keys: &[&str], change: &dyn Fn(&mut PlannedStep<'_>)| {
         let keys: Vec<String> = keys.iter().map(|key| (*key).to_owned()).collect();

@@ -105,7 +105,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_configuration_ends_where_that_of_2_28_does() {
+    fn the_nccl_config_struct_has_the_size_of_nccl_2_28() {
         // size_t, 3 words to `blocking`, 3 CTA words, a pointer, 2 words, a pointer, 6 words.
         assert_eq!(non_blocking().size, 8 + 6 * 4 + 8 + 2 * 4 + 8 + 6 * 4);
     }

@@ -145,7 +145,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_setting_that_is_missing_is_named_with_its_value() {
+    fn a_missing_nccl_setting_is_named_with_its_value() {
         assert!(check_settings(|_| true).is_ok());
         let message = check_settings(|name| name == "NCCL_NVLS_ENABLE").unwrap_err().to_string();
         assert!(message.contains("NCCL_GRAPH_REGISTER=0 (or") && !message.contains("NVLS"), "{message}");

@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn the_mac_is_that_of_rfc_4231() {
+    fn hmac_matches_rfc_4231() {
         let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
         let short = Token(b"Jefe".to_vec()).mac(&[b"what do ya want ", b"for nothing?"]);
         assert_eq!(hex(&short), "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843");
@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn only_who_has_the_token_is_admitted_on_either_side() {
+    fn both_sides_of_a_connection_must_prove_the_token() {
         let meet = |hub: &str, rank: &str| {
             let listener = TcpListener::bind("127.0.0.1:0").unwrap();
             let (hub, rank, address) = (token(hub), token(rank), listener.local_addr().unwrap());
@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn a_token_that_is_missing_or_short_is_refused_with_a_command_that_makes_one() {
+    fn a_missing_or_short_token_is_refused_with_a_command() {
         for (text, found) in [("", "is not set"), ("secret", "has 6 characters")] {
             let message = Token::new(text).unwrap_err().to_string();
             assert!(message.contains(found) && message.contains("openssl rand -hex 16"), "{message}");

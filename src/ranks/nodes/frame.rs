@@ -153,7 +153,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn frames_of_every_kind_survive_the_wire_and_garbage_is_refused() {
+    fn frames_of_every_kind_round_trip_and_garbage_is_refused() {
         for kind in KINDS {
             let frame = Frame { kind, epoch: 1 << 40, division: 3, rank: 7, word: u64::MAX, payload: vec![5; 9] };
             let bytes = [&frame.header()[..], &frame.payload].concat();
@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn byte_strings_of_any_length_are_packed() {
+    fn byte_strings_of_any_length_round_trip() {
         let parts = [&b"one"[..], b"", b"three"];
         assert_eq!(unpack(&pack(parts)).unwrap(), parts);
         assert_eq!(unpack(&pack(parts)[..12]), None);

@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn what_differs_between_nodes_is_named_with_the_node() {
+    fn differences_between_nodes_are_named_with_the_node() {
         let first = greeting(0, 2);
         assert_eq!(first.check(&greeting(3, 2)), Ok(()));
         let message = |change: fn(&mut Greeting)| {

@@ -69,7 +69,7 @@ fn results_of_groups(world: &World) -> Vec<Tensor> {
 }
 
 #[test]
-fn every_operation_has_the_bits_of_one_node() {
+fn collectives_over_nodes_equal_one_node_bit_for_bit() {
     for num_nodes in [2, 3] {
         let one = testing::worlds(2 * num_nodes, |world| results_of_groups(&world));
         let several = testing::worlds_on_nodes(num_nodes, 2, PATIENCE, |world| {
@@ -86,7 +86,7 @@ fn every_operation_has_the_bits_of_one_node() {
 }
 
 #[test]
-fn the_first_failure_reaches_the_ranks_of_all_nodes_and_they_go_on_after_agreeing() {
+fn the_first_failure_reaches_all_nodes_and_agreement_clears_it() {
     testing::worlds_on_nodes(2, 2, PATIENCE, |world| {
         let pair = world.subgroup("pair", &[world.rank() % 2, world.rank() % 2 + 2]);
         let pair = world.agree(pair).unwrap(); // all have it before one fails
@@ -117,7 +117,7 @@ fn the_first_failure_reaches_the_ranks_of_all_nodes_and_they_go_on_after_agreein
 }
 
 #[test]
-fn ranks_that_stay_away_are_named_with_their_node() {
+fn missing_ranks_are_named_with_their_node() {
     let all_waited = std::sync::Barrier::new(4);
     let errors = testing::worlds_on_nodes(2, 2, Duration::from_secs(2), |world| {
         let pair = world.subgroup("pair", &[world.rank() % 2, world.rank() % 2 + 2]).unwrap();
@@ -136,7 +136,7 @@ fn ranks_that_stay_away_are_named_with_their_node() {
 
 /// A process that is killed says nothing, and neither waiting nor agreeing lasts until a time limit.
 #[test]
-fn a_rank_whose_connection_closes_ends_all_waiting_at_once() {
+fn a_closed_connection_ends_all_waiting_ranks_at_once() {
     let (gone, seen) = std::sync::mpsc::channel();
     let seen = std::sync::Mutex::new(seen);
     let errors = testing::worlds_on_nodes(2, 2, Duration::from_secs(600), |world| {

@@ -275,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn pieces_of_every_size_come_out_whole() {
+    fn shared_memory_collectives_handle_every_size() {
         // Halves of 2048 bytes; 3 ranks share one in reduce_scatter and all_to_all.
         testing::worlds_with(3, 4096, Duration::from_secs(60), |world| {
             let group = world.group();
@@ -331,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn largest_and_smallest_pass_nan_on() {
+    fn max_and_min_reductions_propagate_nan() {
         testing::threads(2, |group| {
             let own = [[1f32, f32::NAN, 3.0], [2.0, 0.0, f32::NAN]][group.rank()];
             for (op, first) in [(ReduceOp::Max, 2.0), (ReduceOp::Min, 1.0)] {
@@ -344,7 +344,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_may_be_ragged() {
+    fn all_gather_accepts_byte_strings_of_different_lengths() {
         testing::threads(3, |group| {
             let own = vec![group.rank() as u8; group.rank() * 3];
             let all = all_gather_bytes(group.as_ref(), &own).unwrap();
@@ -353,7 +353,7 @@ mod tests {
     }
 
     #[test]
-    fn tensors_that_cannot_be_taken_are_refused_before_anything_is_sent() {
+    fn unsupported_tensors_are_refused_before_communication() {
         testing::threads(2, |group| {
             let mut strided = Tensor::zeros([4, 4], (Kind::Float, Device::Cpu)).tr();
             assert!(group.all_reduce(&mut strided, ReduceOp::Sum).unwrap_err().to_string().contains("contiguous"));

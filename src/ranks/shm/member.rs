@@ -347,7 +347,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_failure_is_not_kept_by_a_peer_that_never_comes() {
+    fn agreement_on_a_failure_does_not_wait_for_missing_peers() {
         let segment = Arc::new(Segment::in_process(2, 4096).unwrap());
         let member = Member::new(segment, 0, 0, Duration::from_millis(50));
         member.post(&Error::OutOfMemory { owner: "a test".to_owned(), requested_bytes: 1 });
@@ -355,7 +355,7 @@ mod tests {
     }
 
     #[test]
-    fn a_verdict_stands_though_ranks_that_have_it_are_gone() {
+    fn an_agreed_failure_stays_after_ranks_that_know_it_exit() {
         let segment = Arc::new(Segment::in_process(2, 4096).unwrap());
         let members = [0, 1].map(|rank| Member::new(segment.clone(), rank, 0, Duration::from_secs(20)));
         let failure = |rank| RankFailure { rank, code: ExitCode::Files, message: "a test".to_owned() };
@@ -377,7 +377,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_that_died_while_it_told_its_failure_is_not_waited_for_long() {
+    fn a_rank_that_died_while_reporting_does_not_block_agreement() {
         let segment = Arc::new(Segment::in_process(1, 4096).unwrap());
         let member = Member::new(segment.clone(), 0, 0, Duration::from_millis(50));
         segment.header().failure_state.store(1 << 2 | WRITING, Ordering::Release);

@@ -194,7 +194,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_has_no_name_and_sizes_and_runs_must_agree() {
+    fn shared_memory_is_anonymous_and_checks_sizes_and_run() {
         let (first, file) = Segment::create(2, 4096, 7).unwrap();
         let link = std::fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd())).unwrap();
         assert_eq!(link.to_string_lossy(), "/memfd:colo-grpo-world (deleted)");

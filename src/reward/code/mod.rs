@@ -115,7 +115,7 @@ mod unit_tests {
     use super::*;
 
     #[test]
-    fn the_last_complete_block_is_the_program() {
+    fn the_last_complete_code_block_is_graded() {
         assert_eq!(program("so:\n```python\nprint(1)\n```\nno:\n```\nprint(2)\n```").as_deref(), Some("print(2)\n"));
         assert_eq!(program("```python\nprint(1)\n```\n```python\nprint(2)").as_deref(), Some("print(1)\n"));
         assert_eq!(program("print(1)"), None);

@@ -75,7 +75,7 @@ mod unit_tests {
     }
 
     #[test]
-    fn the_usual_forms_are_read_and_others_named() {
+    fn known_forms_of_code_tests_are_read_and_others_refused() {
         let expected = [Test { input: "1 2\n".into(), expected: "3".into() }];
         for value in [
             json!([{"input": "1 2\n", "output": "3", "type": "stdin_stdout"}]),
@@ -97,7 +97,7 @@ mod unit_tests {
     }
 
     #[test]
-    fn white_space_at_ends_is_no_difference() {
+    fn surrounding_white_space_of_outputs_is_ignored() {
         let test = Test { input: String::new(), expected: "1 2\n3\n".into() };
         assert!(test.accepts(b"1 2  \r\n3\n\n") && !test.accepts(b"1  2\n3") && !test.accepts(b"1 2\n\n3"));
     }

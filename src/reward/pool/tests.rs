@@ -39,7 +39,7 @@ fn rewards(group: &RolloutGroup) -> Vec<Option<f32>> {
 }
 
 #[test]
-fn builtin_rewards_are_weighted_and_kept_apart() {
+fn built_in_rewards_are_weighted_and_also_kept_separately() {
     let mut config = config(&["format", "numeric_answer"], 2, 5.0);
     config.reward_weights = vec![0.5, 2.0];
     config.reward.format_pattern = "a+".into();
@@ -78,7 +78,7 @@ fn scores_reach_their_completions_whatever_the_order_of_threads_and_submission()
 
 /// Tokens do not say which submission a score is of.
 #[test]
-fn equal_groups_have_the_scores_of_their_own_tickets() {
+fn equal_groups_get_the_scores_of_their_own_tickets() {
     let num_calls = AtomicU32::new(0);
     let mut pool = pool(1, 5.0, function(move |_| Ok(num_calls.fetch_add(1, Ordering::SeqCst) as f32)));
     let mut groups = [group(7, &["equal"]), group(7, &["equal"])];
@@ -92,7 +92,7 @@ fn equal_groups_have_the_scores_of_their_own_tickets() {
 }
 
 #[test]
-fn failures_mask_and_are_counted_by_cause() {
+fn failed_rewards_mask_samples_and_are_counted_by_kind() {
     let faulty = function(|input| match input.completion {
         "panic" => panic!("asked for"),
         "nan" => Ok(f32::NAN),
@@ -114,7 +114,7 @@ fn failures_mask_and_are_counted_by_cause() {
 }
 
 #[test]
-fn a_stuck_reward_masks_its_sample_and_hangs_neither_the_others_nor_the_end() {
+fn a_stuck_reward_masks_only_its_own_sample() {
     let (release, gate) = mpsc::channel::<()>();
     let gate = Mutex::new(gate);
     let stuck = function(move |input| {
@@ -134,7 +134,7 @@ fn a_stuck_reward_masks_its_sample_and_hangs_neither_the_others_nor_the_end() {
 }
 
 #[test]
-fn the_function_that_hangs_is_blamed_not_the_one_that_failed_before_it() {
+fn a_timeout_is_attributed_to_the_function_that_hangs() {
     let (release, gate) = mpsc::channel::<()>();
     let gate = Mutex::new(gate);
     let faulty = function(|_| Err(Error::Environment { message: "asked for".into() }));
@@ -151,7 +151,7 @@ fn the_function_that_hangs_is_blamed_not_the_one_that_failed_before_it() {
 }
 
 #[test]
-fn names_are_checked_and_own_functions_need_no_column() {
+fn reward_names_are_checked_and_custom_functions_need_no_column() {
     let error = RewardPool::new(&config(&["formt"], 1, 1.0)).unwrap_err().to_string();
     assert!(
         error
@@ -165,7 +165,7 @@ fn names_are_checked_and_own_functions_need_no_column() {
 }
 
 #[test]
-fn what_goes_by_a_built_in_name_is_no_judge() {
+fn a_custom_reward_with_a_built_in_name_does_not_decide_solved() {
     let entries = ["format", "my.py:code", "exact_answer", "numeric_answer"];
     let mut config = config(&entries, 1, 1.0);
     let judges =
@@ -179,7 +179,7 @@ fn what_goes_by_a_built_in_name_is_no_judge() {
 }
 
 #[test]
-fn a_warning_says_where_no_sample_may_count_as_solved() {
+fn rewards_that_can_never_mark_a_sample_solved_give_a_warning() {
     let doubt = |entries: &[&str], chosen: &[&str]| {
         let config =
             Config { eval_solved_by: chosen.iter().map(ToString::to_string).collect(), ..config(entries, 1, 1.0) };
@@ -212,7 +212,7 @@ fn a_warning_says_where_no_sample_may_count_as_solved() {
 
 /// Scored groups are available while others are not.
 #[test]
-fn groups_that_are_scored_come_before_those_that_are_not() {
+fn scored_groups_are_returned_before_unscored_ones() {
     let (release, gate) = mpsc::channel::<()>();
     let gate = Mutex::new(gate);
     let slow = function(move |input| {

@@ -28,7 +28,7 @@ fn verdict(name: &str) -> Verdict {
 
 /// Every pair that is told here to be equal is equal for the reward's namesake, too, in all of 160,000 pairs of spellings.
 #[test]
-fn numbers_that_are_told_to_be_equal_are_equal_by_math_verify() {
+fn numbers_accepted_without_math_verify_are_equal_by_math_verify() {
     let golden = golden();
     let spellings = &golden["spellings"];
     let completions = texts(&spellings["completions"]);
@@ -52,7 +52,7 @@ fn numbers_that_are_told_to_be_equal_are_equal_by_math_verify() {
 }
 
 #[test]
-fn right_and_wrong_answers_are_worth_what_they_are_in_open_r1_and_trl() {
+fn math_answers_score_as_in_open_r1_and_trl() {
     let golden = golden();
     let answers: Vec<(String, String)> = serde_json::from_value(golden["answers"].clone()).unwrap();
     let group = group("", &answers.iter().map(|(_, text)| text.clone()).collect::<Vec<_>>());
@@ -74,7 +74,7 @@ fn right_and_wrong_answers_are_worth_what_they_are_in_open_r1_and_trl() {
 }
 
 #[test]
-fn a_row_without_an_answer_is_a_failure_and_solution_is_theirs() {
+fn a_missing_answer_column_is_a_failure_and_solution_is_accepted() {
     let mut group = group("5", &["\\boxed{5}".into()]);
     assert_eq!(verdict("math").at_once(&group, 0).unwrap(), Some(Score::Value(1.0)));
     group.prompt.columns = Arc::new(json!({"answer": 5, "solution": "$6$"}).as_object().unwrap().clone());
@@ -85,7 +85,7 @@ fn a_row_without_an_answer_is_a_failure_and_solution_is_theirs() {
 }
 
 #[test]
-fn the_last_part_behind_the_reasoning_is_looked_at() {
+fn only_the_part_after_the_reasoning_is_compared() {
     let texts = ["<think>\\boxed{5}</think> \\boxed{6}", "\\boxed{6}", "a</think>\\boxed{6}</think>\\boxed{5}"]
         .map(str::to_owned);
     let group = group("5", &texts);

@@ -73,7 +73,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn operations_run_unless_another_one_is_chosen() {
+    fn operations_run_unless_profiling_selects_another() {
         let ran = || {
             let mut ran = Vec::new();
             for op in [DecoderOp::Norm, DecoderOp::Head] {

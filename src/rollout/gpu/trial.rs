@@ -154,7 +154,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn groups_share_the_full_blocks_of_their_prompt() {
+    fn benchmark_groups_share_the_full_blocks_of_their_prompt() {
         let batch = TrialBatch { sequences: 4, group: 2, prompt_len: 9, context: 14 };
         let sequences = batch.made_up(100, 12, 4).unwrap();
         let tables: Vec<&[u32]> = sequences.iter().map(|sequence| &*sequence.block_table).collect();

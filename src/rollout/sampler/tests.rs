@@ -62,7 +62,7 @@ fn assert_distribution(params: &SamplingParams, expected: &[f64]) {
 }
 
 #[test]
-fn draws_follow_the_softmax_at_the_temperature() {
+fn samples_follow_the_softmax_at_the_temperature() {
     for temperature in [0.7, 1.0, 1.5] {
         let params = SamplingParams { temperature, ..SamplingParams::default() };
         let values: Vec<f64> = logits(0).iter().map(|&logit| f64::from(logit) / f64::from(temperature)).collect();
@@ -90,7 +90,7 @@ fn filtered(values: &[f64], params: &SamplingParams) -> Vec<f64> {
 }
 
 #[test]
-fn filters_keep_what_their_definitions_keep() {
+fn top_k_top_p_and_min_p_match_their_definitions() {
     let base = SamplingParams { temperature: 1.3, ..SamplingParams::default() };
     let cases = [
         SamplingParams { top_k: 4, ..base.clone() },
@@ -106,7 +106,7 @@ fn filters_keep_what_their_definitions_keep() {
 }
 
 #[test]
-fn the_penalty_acts_once_on_seen_ids_and_not_on_the_log_probability() {
+fn repetition_penalty_applies_once_and_not_to_logprobs() {
     let params = SamplingParams { repetition_penalty: 2.0, ..SamplingParams::default() };
     let raw = logits(0);
     let penalised = |(id, &logit): (usize, &f32)| {
@@ -121,7 +121,7 @@ fn the_penalty_acts_once_on_seen_ids_and_not_on_the_log_probability() {
 }
 
 #[test]
-fn a_split_vocabulary_gives_the_same_tokens() {
+fn sampling_from_a_sharded_vocabulary_gives_equal_tokens() {
     let base = SamplingParams::default();
     let cases = [
         base.clone(),
@@ -155,7 +155,7 @@ fn a_split_vocabulary_gives_the_same_tokens() {
 }
 
 #[test]
-fn draws_of_one_step_may_differ_in_their_parameters() {
+fn requests_of_one_step_may_have_different_sampling_parameters() {
     let base = SamplingParams::default();
     let all = [
         SamplingParams { temperature: 0.0, ..base.clone() },
@@ -182,7 +182,7 @@ fn draws_of_one_step_may_differ_in_their_parameters() {
 
 /// Forbidden ids change the draw as a distribution over fewer ids would, penalties and filters included.
 #[test]
-fn ids_that_are_not_allowed_are_as_if_they_were_not_there() {
+fn masked_ids_have_no_influence_on_sampling() {
     let base = SamplingParams { top_logprobs: VOCAB, ..SamplingParams::default() };
     let ids = [1, 2, 5, 9, 11];
     let (allowed, raw) = (TokenMask::of_ids(&ids, VOCAB + 3), logits(0));
@@ -211,7 +211,7 @@ fn ids_that_are_not_allowed_are_as_if_they_were_not_there() {
 }
 
 #[test]
-fn the_most_probable_ids_are_those_of_the_raw_distribution() {
+fn top_logprobs_come_from_the_raw_distribution() {
     let raw = logits(0);
     for (temperature, count) in [(1.0, 1), (0.5, 4), (0.0, 3), (1.7, 20)] {
         let params = SamplingParams { temperature, top_logprobs: count, top_k: 2, ..SamplingParams::default() };
@@ -232,7 +232,7 @@ fn the_most_probable_ids_are_those_of_the_raw_distribution() {
 }
 
 #[test]
-fn greedy_takes_the_lowest_of_equal_ids() {
+fn greedy_sampling_takes_the_lowest_id_among_equal_logits() {
     let params = SamplingParams { temperature: 0.0, ..SamplingParams::default() };
     let mut logits = vec![0.0; VOCAB];
     (logits[4], logits[9]) = (2.0, 2.0);
@@ -242,7 +242,7 @@ fn greedy_takes_the_lowest_of_equal_ids() {
 }
 
 #[test]
-fn logits_that_are_not_numbers_are_an_error() {
+fn nan_logits_are_an_error() {
     let mut logits = logits(0);
     logits[3] = f32::NAN;
     let params = SamplingParams::default();

@@ -147,7 +147,7 @@ fn prompts() -> Vec<Vec<u32>> {
 }
 
 #[test]
-fn no_limit_changes_what_is_sampled() {
+fn scheduler_limits_do_not_change_sampled_tokens() {
     let prompts = prompts();
     let (expected, stats) = simulate(ROOMY, &prompts, 3, 0);
     assert_eq!(stats.num_preemptions, 0);
@@ -181,7 +181,7 @@ fn no_limit_changes_what_is_sampled() {
 }
 
 #[test]
-fn what_is_interrupted_goes_on_as_if_it_had_not_been() {
+fn interrupted_sequences_continue_with_the_same_tokens() {
     let prompts = prompts();
     let expected = simulate(ROOMY, &prompts, 3, 0).0;
     let tight = StepLimits { num_blocks: 12, max_num_seqs: 5, max_num_batched_tokens: 7, ..ROOMY };
@@ -205,7 +205,7 @@ fn what_is_interrupted_goes_on_as_if_it_had_not_been() {
 
 /// Other prompts are served in between, from what blocks are left.
 #[test]
-fn what_is_kept_goes_on_without_being_computed_again() {
+fn kept_sequences_continue_without_recomputation() {
     let prompts = prompts();
     let expected = simulate(ROOMY, &prompts, 3, 0).0;
     let tight = StepLimits { num_blocks: 12, max_num_seqs: 5, max_num_batched_tokens: 7, ..ROOMY };
@@ -244,7 +244,7 @@ fn what_is_kept_goes_on_without_being_computed_again() {
 
 /// A step that is taken back samples the same tokens again; of every sequence two tables are then kept.
 #[test]
-fn what_nobody_goes_on_with_is_given_up() {
+fn kept_sequences_that_nobody_continues_are_freed() {
     let prompts = prompts();
     let (mut kept, mut cache, mut held) = (KeptSequences::default(), Cache::new(), Vec::new());
     for num_tries in 1..3 {
@@ -270,7 +270,7 @@ fn what_nobody_goes_on_with_is_given_up() {
 
 /// Tokens that several sequences read are counted once.
 #[test]
-fn a_kept_group_is_counted_as_it_would_be_computed() {
+fn a_kept_group_needs_as_many_blocks_as_a_recomputed_one() {
     let mut scheduler = scheduler(ROOMY, &[(1..13).collect()], 3);
     let mut cache = Cache::new();
     assert_eq!(run(&mut scheduler, &mut cache, 0, 1), [0]);
@@ -300,7 +300,7 @@ fn a_kept_group_is_counted_as_it_would_be_computed() {
 
 /// Requests that come while others run change nothing of what these sample, and are served beside them.
 #[test]
-fn requests_may_come_between_any_two_steps() {
+fn requests_may_be_added_between_any_two_steps() {
     let prompts = prompts();
     let expected = simulate(ROOMY, &prompts, 3, 0).0;
     let tight = StepLimits { num_blocks: 12, max_num_seqs: 5, max_num_batched_tokens: 7, ..ROOMY };
@@ -329,7 +329,7 @@ fn requests_may_come_between_any_two_steps() {
 }
 
 #[test]
-fn a_begun_group_computes_its_prompt_once_too() {
+fn an_unfinished_group_computes_its_prompt_once() {
     let completion = |token_id| begun(&[token_id; 5]);
     let (kept, stats) = Default::default();
     let begun: Vec<Vec<Trajectory>> = vec![(1..9).map(completion).collect()];
@@ -349,7 +349,7 @@ fn a_group_computes_its_prompt_once() {
 
 /// The expert of a token is its position.
 #[test]
-fn experts_of_shared_blocks_are_those_that_they_were_computed_with() {
+fn shared_blocks_keep_the_experts_recorded_for_them() {
     let rules = StopRules { eos_token_ids: &[END], decode: &|_| Ok(String::new()) };
     let held = vec![vec![begun(&[9; 5]), Trajectory::default(), Trajectory::default()]];
     let (kept, stats) = Default::default();
@@ -371,7 +371,7 @@ fn experts_of_shared_blocks_are_those_that_they_were_computed_with() {
 }
 
 #[test]
-fn what_can_never_fit_is_refused_with_the_numbers() {
+fn sequences_that_can_never_fit_are_refused_with_the_numbers() {
     let ids = ModelIds { vocab_size: 9, num_experts: 0, experts_per_token: 0 };
     let refusal = |limits, len| request(&vec![1; len], 1, Vec::new()).check(ids, 0, &limits).unwrap_err().to_string();
     let message = refusal(StepLimits { num_blocks: 7, ..ROOMY }, 10);
@@ -384,7 +384,7 @@ fn what_can_never_fit_is_refused_with_the_numbers() {
 
 /// With as many steps under way as stages, each stage has one of about equally many sequences, and no sequence is in two of them.
 #[test]
-fn stages_have_equal_shares_of_the_sequences() {
+fn pipeline_stages_get_equal_shares_of_the_sequences() {
     let prompts = vec![vec![1, 2, 3]; 4];
     let mut scheduler = scheduler(StepLimits { num_stages: 3, max_num_batched_tokens: 24, ..ROOMY }, &prompts, 3);
     let prefill: Vec<usize> = std::iter::from_fn(|| scheduler.schedule().filter(|step| !step.is_decode))

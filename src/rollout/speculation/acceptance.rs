@@ -66,7 +66,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn drafts_are_judged_by_what_was_drawn_behind_as_long_a_match() {
+    fn acceptance_is_estimated_by_match_length() {
         let mut acceptance = Acceptance::default();
         let drafts = |matched, count| Drafts { token_ids: vec![0; count], matched };
         assert_eq!(acceptance.of_rows(&drafts(2, 2)), [0.5, 0.5 * 0.6]);

@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn few_sequences_have_drafts_and_many_have_none() {
+    fn drafting_is_used_for_small_batches_only() {
         let device = Device { time: large, gap: 0.3, probability: 0.7 };
         let rows = |num_seqs| device.run(&mut Controller::default(), num_seqs, 300).2;
         assert_eq!([1, 8, 256].map(rows), [7, 56, 0]);
@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn drafts_that_are_not_drawn_cost_next_to_nothing() {
+    fn rejected_drafts_are_soon_given_up() {
         for num_seqs in [1, 8, 64, 200, 256] {
             let device = Device { time: large, gap: 0.3, probability: 0.02 };
             let (time, tokens, rows) = device.run(&mut Controller::default(), num_seqs, 2000);
@@ -263,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wait_that_is_longer_than_the_step_is_counted() {
+    fn the_controller_counts_waits_longer_than_a_step() {
         let device = Device { time: |_| 0.4, gap: 2.0, probability: 0.7 };
         let (time, tokens, rows) = device.run(&mut Controller::default(), 4, 2000);
         assert_eq!(rows, 0);
@@ -271,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn what_changes_is_found_out() {
+    fn the_controller_adapts_to_changed_acceptance() {
         let mut controller = Controller::default();
         let device = |probability| Device { time: large, gap: 0.3, probability };
         for (probability, drafts) in [(0.7, true), (0.01, false), (0.8, true)] {
@@ -284,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_tried_before_something_is_known() {
+    fn the_controller_drafts_nothing_before_the_first_measurement() {
         let mut controller = Controller::default();
         let pays = |controller: &mut Controller| (0..=DECIDED_FOR).any(|_| controller.pays(1, 64));
         assert!(!pays(&mut controller));

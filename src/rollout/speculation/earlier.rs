@@ -78,7 +78,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_newest_completions_of_the_newest_prompts_are_remembered() {
+    fn the_newest_completions_of_recent_prompts_are_remembered() {
         let mut earlier = EarlierCompletions::default();
         for token in 0..10 {
             earlier.remember(7, [[token, token].as_slice()].into_iter());
@@ -95,7 +95,7 @@ mod tests {
     }
 
     #[test]
-    fn a_digest_tells_the_order_apart() {
+    fn the_digest_depends_on_order() {
         let of = |tokens: [u32; 2]| {
             let mut earlier = EarlierCompletions::default();
             tokens.iter().for_each(|&token| earlier.remember(1, [[token].as_slice()].into_iter()));

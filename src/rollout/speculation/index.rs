@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn the_longest_end_that_occurred_before_decides() {
+    fn drafts_follow_the_longest_repeated_suffix() {
         let index = index(&[&[1, 2, 3, 4, 5], &[9, 2, 3, 6, 7], &[1, 2, 3]]);
         let drafts = |most| index.drafts(2, most);
         assert_eq!(drafts(9), Drafts { token_ids: vec![4, 5], matched: 3 });
@@ -135,19 +135,19 @@ mod tests {
     }
 
     #[test]
-    fn of_equally_long_ends_the_newest_counts() {
+    fn the_newest_of_equally_long_matches_is_used() {
         let index = index(&[&[1, 2, 3], &[1, 2, 4], &[8, 1, 2]]);
         assert_eq!(index.drafts(2, 2), Drafts { token_ids: vec![4], matched: 2 });
     }
 
     #[test]
-    fn a_text_that_repeats_itself_goes_on_so() {
+    fn a_repeating_text_is_drafted_as_repetition() {
         let index = index(&[&[5, 6, 7, 5, 6]]);
         assert_eq!(index.drafts(0, 7), Drafts { token_ids: vec![7, 5, 6, 7, 5, 6, 7], matched: 2 });
     }
 
     #[test]
-    fn context_is_compared_and_not_drafted_from() {
+    fn context_tokens_match_but_are_not_proposed() {
         let mut index = DraftIndex::default();
         let first = index.begin(&[1, 2]);
         assert_eq!(index.drafts(first, 4), Drafts::default());

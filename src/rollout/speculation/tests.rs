@@ -22,7 +22,7 @@ fn drafts(speculator: &mut Speculator, text: DraftedText, most_rows: usize) -> V
 }
 
 #[test]
-fn the_prompt_and_other_completions_of_it_are_drafted_from() {
+fn drafts_come_from_the_prompt_and_other_completions() {
     let mut speculator = speculator(Speculation::Ngram);
     speculator.begin(0, &PROMPT);
     speculator.begin(1, &PROMPT); // another request of the same prompt
@@ -34,7 +34,7 @@ fn the_prompt_and_other_completions_of_it_are_drafted_from() {
 }
 
 #[test]
-fn completions_are_remembered_until_the_prompt_comes_again() {
+fn completions_are_remembered_until_their_prompt_repeats() {
     let mut speculator = speculator(Speculation::Ngram);
     speculator.begin(0, &PROMPT);
     speculator.observe(text(0, 0, &tokens(&[2, 3, 4, 5])));
@@ -47,7 +47,7 @@ fn completions_are_remembered_until_the_prompt_comes_again() {
 }
 
 #[test]
-fn drafts_that_are_never_drawn_are_left_out_until_they_would_be() {
+fn drafting_pauses_until_drafts_would_be_accepted() {
     let mut speculator = speculator(Speculation::Ngram);
     speculator.begin(0, &PROMPT);
     speculator.observe(text(0, 0, &tokens(&[2, 3, 4, 5, 6])));
@@ -60,7 +60,7 @@ fn drafts_that_are_never_drawn_are_left_out_until_they_would_be() {
 }
 
 #[test]
-fn completions_take_turns_at_being_looked_at() {
+fn completions_are_compared_with_drafts_in_turn() {
     for group in [1, 4, 8, 16] {
         let of_step = |step| (0..256).filter(|at| is_looked_at(at / group, at % group, step)).count();
         assert_eq!([0, 1, 5, 16, 100].map(of_step), [256 / LOOK_EVERY; 5], "groups of {group}");
@@ -68,7 +68,7 @@ fn completions_take_turns_at_being_looked_at() {
 }
 
 #[test]
-fn replayed_drafts_are_taken_as_often_as_asked() {
+fn replayed_acceptance_has_the_requested_rate() {
     let mut speculator = speculator(Speculation::Ngram);
     assert!(!speculator.replays(1, 2, 3));
     speculator.inject(DraftInjection::replaying(0.7));
@@ -77,7 +77,7 @@ fn replayed_drafts_are_taken_as_often_as_asked() {
 }
 
 #[test]
-fn ranks_that_have_learned_different_things_forget_them() {
+fn ranks_with_different_draft_histories_reset_them() {
     let learned = |differs: bool| {
         let of_ranks = testing::threads(2, |all| {
             let mut speculator = speculator(Speculation::Auto);

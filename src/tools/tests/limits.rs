@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn limits_end_a_trajectory_as_trl_does() {
+fn length_limits_end_a_trajectory_as_in_trl() {
     // The answer does not fit: it is dropped, and the trajectory ends as it is.
     let turn = call("later", json!({"text": "ab"}));
     let len_of = |played: &PlayedConversations| played.tokenizer.encode(&turn, false).unwrap().len() + 1;
@@ -42,7 +42,7 @@ fn limits_end_a_trajectory_as_trl_does() {
 
 /// Text that cannot fit is not tokenized to know that: the work is bounded by what could fit, however much a tool says.
 #[test]
-fn an_answer_far_too_long_is_not_tokenized_to_its_end() {
+fn a_huge_tool_result_is_not_tokenized_completely() {
     for words in [20_000, 200_000] {
         let mut played = PlayedConversations::new(&["max_completion_length=2000"]);
         let mut trajectory = Trajectory::default();

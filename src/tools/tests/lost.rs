@@ -6,7 +6,7 @@ use crate::error::ExitCode;
 /// The process of all tools is killed while it answers: another one takes its place, and what was under way is masked. One that ends again
 /// and again ends the run.
 #[test]
-fn a_process_that_is_killed_is_replaced_and_its_trajectories_are_masked() {
+fn a_killed_tool_process_is_replaced_and_its_trajectories_masked() {
     let mut played = PlayedConversations::new(&["environment"]);
     let kill = |played: &PlayedConversations| {
         let pid = played.conversations.process.functions.pid().to_string();

@@ -57,7 +57,7 @@ impl Measured {
 }
 
 #[test]
-fn peaks_are_those_that_were_measured_on_gpus() {
+fn predicted_memory_peaks_match_gpu_measurements() {
     const ONE: &[(usize, usize)] = &[(16_384, 8_192)];
     const GROUPS: &[(usize, usize)] = &[(17_408, 16_384); 2];
     const SEPARATE: &[(usize, usize)] = &[(16_896, 11_264), (16_896, 11_264), (15_360, 10_240)];
@@ -115,7 +115,7 @@ fn peaks_are_those_that_were_measured_on_gpus() {
 /// The block of an update is the fullest moment of its largest micro-batch less what collectives hold, and of one size for
 /// all micro-batches that round up alike.
 #[test]
-fn a_block_holds_the_largest_micro_batch_and_seldom_grows() {
+fn the_reserved_block_holds_the_largest_micro_batch() {
     let table = ParamTable::new(Arc::new(ModelSpec::preset("qwen2.5-7b").unwrap()), 4);
     let of_stage = |stage| TrainedModel::whole(&table, stage, KIND, GradientOptions::default());
     let shape = |tokens| MicroBatchShape { tokens, scored_tokens: tokens / 2, shares_prompts: false, num_top: 0 };
@@ -140,7 +140,7 @@ fn a_block_holds_the_largest_micro_batch_and_seldom_grows() {
 /// A streamed step of 24 layers of Qwen3-30B-A3B, 32 groups of 8, on one GPU: 110.9 GB were measured while the block was counted as a tensor
 /// when it was taken.
 #[test]
-fn a_block_beside_the_weights_is_what_was_measured_with_it() {
+fn the_reserved_block_with_weights_matches_measurements() {
     let spec = ModelSpec::preset("qwen3-30b-a3b").unwrap().with_num_layers(24);
     let table = ParamTable::new(Arc::new(spec), 1);
     let model = TrainedModel::whole(&table, 2, KIND, GradientOptions::default());
@@ -155,7 +155,7 @@ fn a_block_beside_the_weights_is_what_was_measured_with_it() {
 
 /// Gradients grow while activations go: with one micro-batch the sum is below both maxima together, with two it is not.
 #[test]
-fn maxima_of_classes_need_not_fall_together() {
+fn memory_classes_may_peak_at_different_moments() {
     let table = ParamTable::new(Arc::new(ModelSpec::preset("qwen2.5-7b").unwrap()), 2);
     let model = TrainedModel::whole(&table, 3, KIND, GradientOptions::default());
     let shape = MicroBatchShape { tokens: 16_384, scored_tokens: 8_192, shares_prompts: false, num_top: 0 };

@@ -3,7 +3,7 @@ use crate::model::{ModelSpec, init_unit};
 use crate::ranks::testing;
 
 #[test]
-fn every_rank_gets_the_unit_that_it_wants_alone() {
+fn each_rank_receives_only_the_weights_it_requested() {
     let spec = Arc::new(ModelSpec::preset("micro").unwrap());
     let source = |layout: &UnitLayout| init_unit(layout, 3, Kind::Float);
     for stage in [2, 3] {
@@ -29,7 +29,7 @@ fn every_rank_gets_the_unit_that_it_wants_alone() {
 
 /// Numbers that TRL 1.16's `SyncRefModelCallback` makes (`scripts/golden_trl.py`).
 #[test]
-fn weights_are_mixed_as_trl_mixes_them() {
+fn reference_weights_are_mixed_as_in_trl() {
     let golden: serde_json::Value =
         serde_json::from_str(include_str!("../../../tests/golden/reference_sync.json")).unwrap();
     for (name, kind, tolerance) in [("float32", Kind::Float, 0.0), ("bfloat16", Kind::BFloat16, 0.02)] {

@@ -6,7 +6,7 @@ use super::Runs;
 
 /// Solve rates go through a checkpoint, and ranks on which prompts lie otherwise draw the same rows.
 #[test]
-fn solve_rates_are_resumed_and_the_same_on_any_number_of_ranks() {
+fn curriculum_solve_rates_are_resumed_and_equal_for_any_number_of_ranks() {
     let runs = Runs::new();
     let common = ["max_train_samples=12", "curriculum.solve_rate=[0.3, 0.6]", "curriculum.every=3", "max_steps=8"];
     runs.train_to_the_end("straight", 2, &[&common[..], &["save_steps=4"]].concat());

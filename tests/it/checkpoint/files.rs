@@ -134,7 +134,7 @@ fn saved_bits(policy: &Policy) -> Vec<Vec<f64>> {
 }
 
 #[test]
-fn a_bfloat16_policy_returns_with_its_state_and_is_a_model_of_its_type() {
+fn a_bfloat16_policy_is_restored_with_its_state() {
     let folder = tempfile::tempdir().unwrap();
     let saved = policy(Kind::BFloat16);
     let checkpoint = save_step(&options(folder.path()), &saved, 3);
@@ -191,7 +191,7 @@ fn the_newest_valid_checkpoint_is_found() {
 }
 
 #[test]
-fn a_failed_save_leaves_nothing_and_keeps_the_old() {
+fn a_failed_save_keeps_the_old_checkpoint_and_leaves_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let (good, policy) = (options(folder.path()), policy(Kind::Float));
     let old = save_step(&good, &policy, 1);
@@ -203,7 +203,7 @@ fn a_failed_save_leaves_nothing_and_keeps_the_old() {
 }
 
 #[test]
-fn only_the_newest_stay() {
+fn save_total_limit_keeps_the_newest_checkpoints() {
     let folder = tempfile::tempdir().unwrap();
     let (options, policy) =
         (CheckpointOptions { save_total_limit: Some(2), ..options(folder.path()) }, policy(Kind::Float));
@@ -238,7 +238,7 @@ fn write(path: &Path, tensors: &Tensors, metadata: &std::collections::HashMap<St
 }
 
 #[test]
-fn every_optimizer_s_state_returns_from_its_files_and_serves_no_other() {
+fn optimizer_state_is_restored_only_into_the_same_optimizer() {
     let folder = tempfile::tempdir().unwrap();
     let muon = MuonOptions { momentum: 0.95, nesterov: true, ns_steps: 5, adjust_lr: AdjustLr::Original };
     for (step, optim) in [(1, Optim::AdamW8bit), (2, Optim::Muon(muon))] {
@@ -261,7 +261,7 @@ fn every_optimizer_s_state_returns_from_its_files_and_serves_no_other() {
 }
 
 #[test]
-fn optimizer_files_that_lie_are_refused_by_name() {
+fn inconsistent_optimizer_files_are_refused_by_name() {
     let folder = tempfile::tempdir().unwrap();
     let mut policy = policy(Kind::Float);
     let checkpoint = save_step(&options(folder.path()), &policy, 1);

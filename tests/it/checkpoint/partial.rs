@@ -6,7 +6,7 @@ use super::Runs;
 
 /// What is under way goes through the checkpoint, to another number of ranks too.
 #[test]
-fn a_run_with_partial_rollouts_ends_like_a_straight_one() {
+fn a_resumed_run_with_partial_rollouts_equals_an_uninterrupted_one() {
     let runs = Runs::new();
     let common = ["oversample=1.0", "partial_rollout=true", "max_num_seqs=24"];
     runs.train_to_the_end("straight", 2, &common);
@@ -48,7 +48,7 @@ fn a_run_with_partial_rollouts_ends_like_a_straight_one() {
 /// Two engines keep what they carry, learn with it, and compute nothing again, evaluations or not; a resumed run, whose caches
 /// are empty, does so once.
 #[test]
-fn a_run_that_keeps_its_cache_learns_and_computes_again_only_when_it_is_resumed() {
+fn a_kept_kv_cache_is_recomputed_only_after_a_resume() {
     let runs = Runs::new();
     let keep = ["oversample=0.5", "partial_rollout=true", "carried_kv=keep", "tensor_parallel_size=1"];
     let long = ["per_device_train_batch_size=128", "lr_scheduler_type=constant", "max_steps=24", "save_steps=4"];
@@ -77,7 +77,7 @@ fn a_run_that_keeps_its_cache_learns_and_computes_again_only_when_it_is_resumed(
 
 /// Completions of one token, as many at once as a step takes: the surplus is never begun, and its rows come in their turn.
 #[test]
-fn a_surplus_changes_no_data_where_all_lengths_are_equal() {
+fn oversampling_changes_no_data_when_all_lengths_are_equal() {
     let runs = Runs::new();
     let common = ["max_completion_length=1", "max_num_seqs=32", "max_steps=3", "save_steps=none"];
     runs.train_to_the_end("plain", 2, &common);
@@ -97,7 +97,7 @@ fn a_surplus_changes_no_data_where_all_lengths_are_equal() {
 
 /// Without `partial_rollout` nothing that was sampled earlier is trained on.
 #[test]
-fn a_surplus_that_is_not_carried_is_dropped_and_counted() {
+fn surplus_groups_are_dropped_and_counted_without_partial_rollouts() {
     let runs = Runs::new();
     let keys = ["oversample=1.0", "max_steps=2", "save_steps=none", "max_num_seqs=64"];
     runs.train_to_the_end("dropped", 2, &keys);

@@ -14,7 +14,7 @@ fn weights(folder: &Path) -> BTreeMap<String, Tensor> {
 /// The reference is mixed every second update, is in every checkpoint, and a resumed run goes on with it, whether it lives on the host in
 /// slices or on the device.
 #[test]
-fn a_reference_that_follows_the_policy_is_saved_and_resumed() {
+fn a_synchronized_reference_model_is_saved_and_resumed() {
     let runs = Runs::new();
     let keys = ["beta=0.05", "learning_rate=1e-3", "save_steps=1", "max_steps=5"];
     let syncs = ["sync_ref_model=true", "ref_model_sync_steps=2", "ref_model_mixup_alpha=0.7"];

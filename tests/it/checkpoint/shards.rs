@@ -24,7 +24,7 @@ fn transplant(donor: &Path, folder: &Path) {
 }
 
 #[test]
-fn a_shard_of_another_step_or_run_is_refused_though_its_hash_fits() {
+fn a_shard_of_another_run_is_refused_even_with_a_valid_hash() {
     let (folder, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let (world, mut policy) = (World::single(), policy(Kind::Float));
     let mut saver = Saver::new(options(folder.path()), None);
@@ -55,7 +55,7 @@ fn a_shard_of_another_step_or_run_is_refused_though_its_hash_fits() {
 
 /// Checkpoints from before shards named their run and step.
 #[test]
-fn a_checkpoint_that_names_no_run_is_resumed_from() {
+fn a_checkpoint_without_a_run_name_can_be_resumed() {
     let folder = tempfile::tempdir().unwrap();
     let mut policy = policy(Kind::Float);
     let saved = save_step(&options(folder.path()), &policy, 2);

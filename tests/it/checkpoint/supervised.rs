@@ -17,7 +17,7 @@ fn lines(output_dir: &Path) -> Vec<Map<String, Value>> {
 
 /// Adapters under dropout at ZeRO-2, shuffled conversations, a rate that falls: nothing but a full resume ends the same.
 #[test]
-fn a_supervised_run_ends_like_a_straight_one() {
+fn a_resumed_supervised_run_equals_an_uninterrupted_one() {
     let folder = tempfile::tempdir().unwrap();
     let row = |answer: usize| {
         format!(

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use crate::program::{MODEL, SMALL_RUN, copy_of_model, metrics, run};
 
 #[test]
-fn model_folders() {
+fn faulty_model_folders_are_refused_with_the_file() {
     let folder = tempfile::tempdir().unwrap();
     let weights = fs::read(Path::new(env!("CARGO_MANIFEST_DIR")).join(MODEL).join("model.safetensors")).unwrap();
     let half = weights.len() / 2;
@@ -123,7 +123,7 @@ fn out(folder: &Path) -> String {
 }
 
 #[test]
-fn data_files() {
+fn faulty_data_files_are_refused_with_the_line() {
     let folder = tempfile::tempdir().unwrap();
     let good = r#"{"prompt": "what is one plus one ?", "answer": "2"}"#;
     let cases: &[(&str, String, &str, &[&str])] = &[
@@ -183,7 +183,7 @@ fn data_files() {
 }
 
 #[test]
-fn configurations() {
+fn faulty_configurations_are_refused_with_the_key() {
     let folder = tempfile::tempdir().unwrap();
     let config = folder.path().join("run.toml");
     fs::write(&config, "seed = 1\n\n[zero]\nstage = 2\nstagee = 3\n").unwrap();
@@ -317,7 +317,7 @@ fn configurations() {
 
 /// 23, 24: prompts over the limit are counted; the last batch of an epoch and the micro-batches of ranks are ragged.
 #[test]
-fn long_prompts_are_counted_and_ragged_batches_train() {
+fn long_prompts_are_counted_and_incomplete_batches_train() {
     let folder = tempfile::tempdir().unwrap();
     let rows = folder.path().join("rows.jsonl");
     let row = |words: &str| format!("{{\"prompt\": \"what is {words} ?\", \"answer\": \"2\"}}\n");
@@ -347,7 +347,7 @@ fn long_prompts_are_counted_and_ragged_batches_train() {
 
 /// 28: nothing to learn is no failure.
 #[test]
-fn equal_rewards_are_a_warning() {
+fn equal_rewards_of_all_groups_give_a_warning() {
     let folder = tempfile::tempdir().unwrap();
     let line = format!(
         "{SMALL_RUN} max_steps=2 reward_funcs=[\"format\"] reward_weights=[1.0] reward.format_pattern=never output_dir={}",
@@ -366,7 +366,7 @@ fn equal_rewards_are_a_warning() {
 
 /// What a correction by whole sequences leaves of a step is told once; by tokens it leaves enough.
 #[test]
-fn a_correction_that_masks_most_is_a_warning() {
+fn an_importance_correction_that_masks_most_samples_gives_a_warning() {
     for (mode, count) in [("sequence_mask", 1), ("token_truncate", 0)] {
         let folder = tempfile::tempdir().unwrap();
         let keys = format!("importance_sampling_mode={mode} importance_sampling_clip_max=0.6");
@@ -389,7 +389,7 @@ fn pickled_adapters_are_refused() {
 
 /// Sizes that no kernel serves are refused by the plan, not by the first step.
 #[test]
-fn shapes_that_gpus_do_not_serve() {
+fn model_shapes_that_gpus_do_not_support_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let config = folder.path().join("config.json");
     let shape = |head_dim: usize, hidden_size: usize| {

@@ -45,7 +45,7 @@ fn assert_plans(text: &str, nproc: usize, preset: &str) {
 }
 
 #[test]
-fn an_open_r1_recipe_becomes_a_run() {
+fn import_translates_an_open_r1_recipe() {
     let file = golden("open_r1.yaml");
     let (text, said) = imported(&file);
     for line in [
@@ -80,7 +80,7 @@ fn an_open_r1_recipe_becomes_a_run() {
 }
 
 #[test]
-fn a_file_for_trl_becomes_a_run() {
+fn import_translates_a_trl_configuration() {
     let (text, said) = imported(&golden("trl.yaml"));
     for line in [
         "warmup_ratio = 0.05",
@@ -109,7 +109,7 @@ fn a_file_for_trl_becomes_a_run() {
 }
 
 #[test]
-fn flags_of_trl_over_a_recipe_with_a_mixture_become_a_run() {
+fn import_merges_trl_flags_with_a_recipe_and_data_mixture() {
     let (text, said) = imported(&golden("trl_flags.sh"));
     assert!(text.lines().next().unwrap().contains("colo-grpo --nproc 4 --config"), "{text}");
     for line in [
@@ -130,7 +130,7 @@ fn flags_of_trl_over_a_recipe_with_a_mixture_become_a_run() {
 }
 
 #[test]
-fn a_script_of_verl_becomes_a_run() {
+fn import_translates_a_verl_script() {
     let file = golden("verl.sh");
     let (text, said) = imported(&file);
     assert!(text.lines().next().unwrap().contains("colo-grpo --nproc 8 --config"), "{text}");
@@ -175,7 +175,7 @@ fn a_script_of_verl_becomes_a_run() {
 /// verl's rows in Parquet with verl's function, by an imported configuration; TRL's function beside it. The rows have the columns of
 /// verl's GSM8K script (data_source, prompt, ability, reward_model, extra_info) and were made by pyarrow.
 #[test]
-fn verl_s_rows_and_function_and_trl_s_function_train_unchanged() {
+fn rows_and_rewards_of_verl_and_trl_train_unchanged() {
     let folder = tempfile::tempdir().unwrap();
     let place = |name: &str| folder.path().join(name).display().to_string();
     let verl = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    \
@@ -254,7 +254,7 @@ fn an_imported_recipe_trains() {
 }
 
 #[test]
-fn what_is_no_configuration_is_refused() {
+fn import_refuses_files_that_are_no_configuration() {
     let folder = tempfile::tempdir().unwrap();
     for (name, text, parts) in [
         ("a.sh", "echo hello\n", &["expected a script that starts verl"][..]),
@@ -271,7 +271,7 @@ fn what_is_no_configuration_is_refused() {
 
 /// A script whose rewards are in its Python is imported, and what is missing is said; advice behind a secret's name is no secret.
 #[test]
-fn what_another_file_has_is_said_to_be_missing() {
+fn import_notes_files_that_it_cannot_find() {
     let folder = tempfile::tempdir().unwrap();
     let (script, output) = (folder.path().join("train.sh"), folder.path().join("run.toml"));
     let line = "trl grpo --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --dataset_name trl-lib/tldr --hub_token hf_abcdefghijklmnop1234";

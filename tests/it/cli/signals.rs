@@ -50,7 +50,7 @@ fn a_killed_worker_ends_the_run_and_is_named() {
 }
 
 #[test]
-fn a_stopped_run_saves_says_so_and_is_resumed() {
+fn a_stopped_run_saves_and_can_be_resumed() {
     let folder = tempfile::tempdir().unwrap();
     let stopped = start(folder.path());
     signal(stopped.id(), "-TERM");
@@ -104,7 +104,7 @@ fn a_run_of_one_process_answers_a_signal_before_its_step_ends() {
 
 /// 4: nothing but the model is left to write after the last step, so a request to stop changes nothing.
 #[test]
-fn a_run_that_is_stopped_in_its_last_step_ends_as_usual() {
+fn a_run_stopped_in_its_last_step_ends_normally() {
     let folder = tempfile::tempdir().unwrap();
     let line = format!("{SMALL_RUN} save_steps=none output_dir={}", folder.path().display());
     let mut run = command(&line).spawn().unwrap();
@@ -117,7 +117,7 @@ fn a_run_that_is_stopped_in_its_last_step_ends_as_usual() {
 
 /// 4: once trained on, one signal saves; a second one does not wait for that. 3: nothing outlives the launcher.
 #[test]
-fn a_second_signal_and_a_dead_launcher_end_everything_at_once() {
+fn a_second_signal_or_a_dead_launcher_ends_all_processes() {
     let folder = tempfile::tempdir().unwrap();
     let hung = "fault=0:1:generate:hang";
     let (first, second) = (folder.path().join("first"), folder.path().join("second"));
@@ -195,7 +195,7 @@ fn a_supervised_run_is_started_again_from_its_newest_checkpoint() {
 }
 
 #[test]
-fn injected_faults_end_the_run_with_their_code_and_place() {
+fn injected_faults_end_the_run_with_their_exit_code() {
     let folder = tempfile::tempdir().unwrap();
     let cases: &[(&str, i32, &[&str])] = &[
         ("1:1:generate:kill", 10, &["rank 1", "SIGKILL"]),

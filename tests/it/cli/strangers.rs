@@ -68,7 +68,7 @@ fn honest_kib() -> i64 {
 }
 
 #[test]
-fn hostile_files_are_named_within_bounds() {
+fn hostile_files_are_refused_in_bounded_time_and_memory() {
     let folder = tempfile::tempdir().unwrap();
     let allowed_kib = honest_kib() + EXTRA_KIB;
     let check = |what: &str, line: &str, code: i32, fragments: &[&str]| {

@@ -97,7 +97,7 @@ fn verify_damaged(damage: Damage<'_>, (find, change): (&str, &str), more: &[&str
 }
 
 #[test]
-fn a_model_with_transformers_logits_passes_in_both_types() {
+fn verify_passes_a_model_that_matches_transformers() {
     for more in [&[][..], &["--dtype", "bfloat16"]] {
         let ended = verify("", more);
         assert_eq!(ended.code, Some(0), "{}", ended.stderr);
@@ -130,7 +130,7 @@ fn a_model_with_transformers_logits_passes_in_both_types() {
 
 /// Faults that change logits less than a healthy model's rounding does: the block that has them is named.
 #[test]
-fn a_wrong_row_a_wrong_matrix_and_swapped_heads_are_found() {
+fn verify_finds_wrong_rows_matrices_and_swapped_heads() {
     let row = |values: &mut Vec<f32>| values[5 * 32..6 * 32].iter_mut().for_each(|value| *value *= 1.05);
     let matrix = |values: &mut Vec<f32>| values.iter_mut().for_each(|value| *value *= 1.05);
     let heads = |values: &mut Vec<f32>| values[..2 * 8 * 32].rotate_left(8 * 32);
@@ -148,7 +148,7 @@ fn a_wrong_row_a_wrong_matrix_and_swapped_heads_are_found() {
 }
 
 #[test]
-fn what_differs_by_more_than_rounding_is_said_and_ends_with_13() {
+fn verify_reports_large_differences_with_exit_code_13() {
     let shifted = "rows[5] = [logit + 0.5 for logit in rows[5]]"; // the softmax is the same, the weights are not
     let engine = "rows[12][0] += 1000; rows[12][1] -= 1000"; // the last position alone decides the engine's token
     let worst = "trainer: mean at the position that differs most";
@@ -181,7 +181,7 @@ fn what_differs_by_more_than_rounding_is_said_and_ends_with_13() {
 }
 
 #[test]
-fn without_transformers_the_line_that_installs_it_is_said() {
+fn verify_without_transformers_prints_the_install_command() {
     let missing = "raise ModuleNotFoundError(\"No module named 'torch'\")";
     let installs = ["No module named 'torch'", "-m pip install torch==2.11.0 transformers", "--python"];
     verify_damaged(&|_| (), (missing, ""), &[]).assert_error("no torch", 4, &installs);
@@ -198,6 +198,6 @@ fn without_transformers_the_line_that_installs_it_is_said() {
 
 /// Without a network a name is an error that says how it is downloaded, as in every command.
 #[test]
-fn a_model_may_be_named() {
+fn verify_accepts_a_hub_model_name() {
     verify("", &["--model", "tests/none"]).assert_error("a name", 3, &["hf download tests/none"]);
 }

@@ -17,7 +17,7 @@ type Between = fn(&mut Colocated, &World, &[RolloutGroup]);
 
 /// In between as `bool` says, all is kept or all is computed again, on both ranks of an engine.
 #[test]
-fn kept_sequences_outlive_training_and_are_given_up_where_a_rank_lost_them() {
+fn a_kept_kv_cache_survives_training_unless_a_rank_lost_it() {
     const CASES: [(&str, bool, Between); 6] = [
         ("training", true, |colocated, _, _| train(colocated)),
         ("a failure before waking", true, |colocated, world, _| fault(colocated, world, Phase::Wake)),
@@ -32,7 +32,7 @@ fn kept_sequences_outlive_training_and_are_given_up_where_a_rank_lost_them() {
             colocated.policy_mut();
         }),
     ];
-    let test = "colocate::kept::kept_sequences_outlive_training_and_are_given_up_where_a_rank_lost_them";
+    let test = "colocate::kept::a_kept_kv_cache_survives_training_unless_a_rank_lost_it";
     ranks::run(2, test, |world: World| {
         let (world, mesh) = with_mesh(world, 2);
         let mut colocated = Setup { keeps: true, draws_lengths: true, ..Setup::new(0) }.build(&world, &mesh);

@@ -42,8 +42,8 @@ fn four_processes_train_like_one_in_uneven_stages() {
 /// Policy, reference and both ranks of the engine keep the residual stream in what the key says: sampler and trainer are nearer
 /// to one another, and policy and reference stay alike.
 #[test]
-fn two_processes_keep_one_kind_of_residual_stream() {
-    ranks::run(2, "colocate::trainer::two_processes_keep_one_kind_of_residual_stream", |world: World| {
+fn two_processes_train_like_one_with_a_float32_residual_stream() {
+    ranks::run(2, "colocate::trainer::two_processes_train_like_one_with_a_float32_residual_stream", |world: World| {
         tch::set_num_threads(1);
         let (world, folder) = (Arc::new(world), tempfile::tempdir().unwrap());
         let runs = ["auto", "float32"].map(|residual| {

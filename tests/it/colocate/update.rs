@@ -84,7 +84,7 @@ fn a_failure_in_an_update_ends_it_on_all_ranks_and_the_next_one_works() {
 }
 
 #[test]
-fn masked_completions_change_nothing() {
+fn masked_completions_do_not_change_the_update() {
     for &loss_type in LOSS_TYPES {
         let options = UpdateOptions { loss: LossConfig { loss_type, ..LossConfig::default() }, ..update_options() };
         let run = |sequences: Vec<Sequence>| {
@@ -105,7 +105,7 @@ fn masked_completions_change_nothing() {
 }
 
 #[test]
-fn later_updates_compare_with_the_log_probabilities_before_the_first() {
+fn later_updates_use_the_log_probabilities_before_the_first() {
     let mut colocated = Setup::new(0).alone();
     let narrow = LossConfig { epsilon: 1e-3, epsilon_high: 1e-3, ..LossConfig::default() };
     let once = UpdateOptions { loss: narrow, ..update_options() };

@@ -23,14 +23,14 @@ fn narrow() -> ModelSpec {
 /// Chunked prompts, few slots, other neighbours, another order, preemption: the same bits.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_strict_steps_with_states_do_not_see_their_batch() {
+fn gpu_strict_delta_net_steps_are_independent_of_the_batch() {
     steps_do_not_see_their_batch(&Model::of(narrow()), &|options| options, &[(256, 170, 80, 50)]);
 }
 
 /// Keys and values in eight bits, of heads that no kernel on tensor cores has.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_strict_steps_with_states_and_a_cache_in_eight_bits_do_not_see_their_batch() {
+fn gpu_strict_delta_net_steps_with_8_bit_cache_are_independent_of_the_batch() {
     for kv_cache_dtype in [KvCacheDtype::Fp8, KvCacheDtype::Int8] {
         let of = |options| EngineOptions { kv_cache_dtype, ..options };
         steps_do_not_see_their_batch(&Model::of(narrow()), &of, &[(256, 170, 40, 50)]);
@@ -39,7 +39,7 @@ fn gpu_strict_steps_with_states_and_a_cache_in_eight_bits_do_not_see_their_batch
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_strict_steps_with_states_and_adapters_do_not_see_their_batch() {
+fn gpu_strict_delta_net_steps_with_adapters_are_independent_of_the_batch() {
     let adapters = Model::adapted("qwen2.5-0.5b").lora;
     let model = Model { lora: adapters, ..Model::of(narrow()) };
     steps_do_not_see_their_batch(&model, &|options| options, &[(256, 170, 40, 50)]);
@@ -48,14 +48,14 @@ fn gpu_strict_steps_with_states_and_adapters_do_not_see_their_batch() {
 /// With their pages.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_kept_sequences_with_states_go_on_where_they_were() {
+fn gpu_kept_delta_net_sequences_continue_bit_for_bit() {
     kept_sequences_go_on_where_they_were(&Model::of(narrow()));
 }
 
 /// Greedy completions of one prompt: the first goes on from the prompt's page, the others from forks of it.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_forks_of_states_equal_the_first() {
+fn gpu_forked_delta_net_states_equal_the_original() {
     let model = Model::of(narrow());
     let options = EngineOptions { strict: true, ..model.options(256) };
     let params =
@@ -74,7 +74,7 @@ fn gpu_forks_of_states_equal_the_first() {
 /// The first steps choose their products by trials over the batch at hand. Afterwards the same steps have no trials.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_trials_of_products_move_no_state() {
+fn gpu_timing_gemms_does_not_change_delta_net_states() {
     let model = Model::of(narrow());
     let params =
         SamplingParams { num_generations: 1, temperature: 0.0, max_completion_length: 8, ..SamplingParams::default() };
@@ -90,7 +90,7 @@ fn gpu_trials_of_products_move_no_state() {
 /// in pieces, several of a group.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_greedy_tokens_with_states_equal_the_cpus() {
+fn gpu_greedy_tokens_of_delta_nets_equal_the_cpus() {
     for adapted in [false, true] {
         let spec = ModelSpec { eos_token_ids: Vec::new(), ..ModelSpec::preset("tiny-hybrid").unwrap() };
         let of_cpu = Model { world: Arc::new(World::single()), ..Model::of(spec.clone()) };

@@ -64,7 +64,7 @@ fn gpu_fp8_with_adapters_samples_near_the_trainer() {
 /// OLMo 2: what products read is rounded where no norm stands before them.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_fp8_with_norms_behind_samples_near_the_trainer() {
+fn gpu_fp8_with_post_norms_samples_near_the_trainer() {
     let name = "olmo2-1b";
     compare(&Model::new(name), name, 2);
 }
@@ -87,7 +87,7 @@ fn gpu_fp8_of_experts_and_delta_nets_samples_near_the_trainer() {
 /// A strict engine reads every key and value from the cache, so chunks, neighbours and preemption change no bit of it in eight bits either.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_strict_steps_over_eight_bits_do_not_see_their_batch() {
+fn gpu_strict_steps_with_8_bit_cache_are_independent_of_the_batch() {
     for kv_cache_dtype in [KvCacheDtype::Fp8, KvCacheDtype::Int8] {
         let cache = |options| EngineOptions { kv_cache_dtype, ..options };
         super::steps_do_not_see_their_batch(&Model::new(SMALL), &cache, &[(256, 170, 80, 50)]);

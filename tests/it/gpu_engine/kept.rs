@@ -13,7 +13,7 @@ const NUM_WAKES: usize = 3;
 /// case. The penalty looks at the history of tokens, which stays with the cache.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_kept_sequences_go_on_where_they_were() {
+fn gpu_kept_sequences_continue_bit_for_bit() {
     kept_sequences_go_on_where_they_were(&Model::new(SMALL));
 }
 

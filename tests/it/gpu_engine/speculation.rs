@@ -36,7 +36,7 @@ fn cases() -> [SamplingParams; 3] {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_drafts_change_no_bit_of_strict_steps() {
+fn gpu_draft_tokens_change_no_bit_of_strict_steps() {
     let model = Model::new(SMALL);
     let strict = EngineOptions { strict: true, ..model.options(256) };
     for params in cases() {
@@ -57,7 +57,7 @@ fn gpu_drafts_change_no_bit_of_strict_steps() {
 /// Rows of other steps round otherwise, so that near ties fall to the other side, and what follows is another text: few do.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_drafts_change_few_completions_of_other_steps() {
+fn gpu_draft_tokens_change_few_completions_without_strict() {
     let model = Model::new(SMALL);
     let options = model.options(256);
     let params = cases()[0].clone();
@@ -79,7 +79,7 @@ fn gpu_drafts_change_few_completions_of_other_steps() {
 /// With `auto` an engine goes from steps that run ahead to steps with drafts and back; tokens of strict steps stay.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_auto_changes_no_bit_of_strict_steps() {
+fn gpu_automatic_speculation_changes_no_bit_of_strict_steps() {
     let model = Model::new(SMALL);
     let strict = EngineOptions { strict: true, ..model.options(512) };
     let speculation = SpeculationOptions { method: Speculation::Auto, num_tokens: 7 };

@@ -22,7 +22,7 @@ fn entries(rows: ScaledRows, shape: &[i64]) -> ScaledRows {
 /// Queries and keys are those of the kernel for bfloat16, and each entry is what it writes, rounded by itself.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_entries_of_the_cache_are_rounded_one_by_one() {
+fn gpu_fp8_cache_entries_are_rounded_one_by_one() {
     kernels::prepare(0, 1).unwrap();
     const TOKENS: i64 = 9;
     let (block_size, blocks) = (16, 5);
@@ -62,7 +62,7 @@ fn gpu_entries_of_the_cache_are_rounded_one_by_one() {
 /// Whole numbers are those that a CPU makes of turned keys and of values, but for those that lie between two; queries and keys are turned.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_whole_numbers_of_the_cache_are_the_cpus() {
+fn gpu_int8_cache_entries_equal_the_cpus() {
     kernels::prepare(0, 1).unwrap();
     const TOKENS: i64 = 9;
     let (block_size, blocks) = (16, 5);
@@ -153,7 +153,7 @@ fn gpu_paged_attention_over_fp8_equals_the_cpus() {
 /// Values that are all zero, or next to nothing, beside others: scales of 0 and of 1e-38.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_paged_attention_over_fp8_takes_values_of_no_size() {
+fn gpu_paged_attention_over_fp8_accepts_zero_values() {
     kernels::prepare(0, 1).unwrap();
     for (group, dim) in [(7, 128), (1, 64), (2, 48)] {
         for (sharing, split) in [(0, None), (0, Some(64)), (5, None)] {
@@ -167,7 +167,7 @@ fn gpu_paged_attention_over_fp8_takes_values_of_no_size() {
 /// A query that is not a number gives a row without numbers, and leaves the rows beside it what they are; over bfloat16, too.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_paged_attention_over_fp8_keeps_what_is_not_a_number() {
+fn gpu_paged_attention_over_fp8_propagates_nan() {
     kernels::prepare(0, 1).unwrap();
     const ROWS: i64 = 5;
     for (group, dim) in [(7, 128), (1, 64), (2, 48)] {

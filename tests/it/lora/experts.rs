@@ -9,8 +9,8 @@ use super::{adapted_from, base, four_updates, own_sequences, packed, trained};
 use crate::ranks;
 
 #[test]
-fn stages_are_bitwise_equal_beside_experts() {
-    ranks::run(2, "lora::experts::stages_are_bitwise_equal_beside_experts", |world: World| {
+fn zero_stages_with_expert_adapters_are_bitwise_equal() {
+    ranks::run(2, "lora::experts::zero_stages_with_expert_adapters_are_bitwise_equal", |world: World| {
         let mesh = world.mesh(1, 2).unwrap();
         for (kinds, quantization) in [
             ((Kind::Float, Kind::Float), Quantization::None),

@@ -45,7 +45,7 @@ fn parts(folder: &Path) -> [BTreeMap<String, Bytes>; 2] {
 }
 
 #[test]
-fn the_text_trains_and_the_rest_stays_as_it_is() {
+fn the_text_part_of_a_vision_model_trains_and_the_rest_is_kept() {
     let (model, out) = (model(), tempfile::tempdir().unwrap());
     let (model, out) = (model.path(), out.path());
     let row = r#"{"prompt": "what is one plus one ?", "completion": "the answer is 2"}"#;
@@ -81,7 +81,7 @@ fn the_text_trains_and_the_rest_stays_as_it_is() {
 }
 
 #[test]
-fn what_is_wrong_with_the_text_part_is_named() {
+fn faults_in_the_text_config_of_a_vision_model_are_named() {
     let edit = |edit: &dyn Fn(&mut Value), message: &str| {
         let folder = copy_of(NAME);
         let path = folder.path().join("config.json");

@@ -124,7 +124,7 @@ fn rewards(pool: &mut RewardPool, completions: &[&str]) -> Vec<Option<f32>> {
 }
 
 #[test]
-fn a_reward_model_is_asked_and_answers() {
+fn a_reward_model_over_http_scores_completions() {
     let server = Server::start(|completion, stream| {
         reply(stream, "200 OK", &format!("{{\"score\": {}, \"model\": \"rm\"}}", completion.len()));
     });
@@ -137,7 +137,7 @@ fn a_reward_model_is_asked_and_answers() {
 }
 
 #[test]
-fn a_judge_is_asked_by_its_rubric_and_its_last_score_counts() {
+fn a_judge_gets_the_rubric_and_its_last_score_counts() {
     let server = Server::start(|_, stream| {
         let said = "It lacks detail. A first score: 3. But it is right.\n**Score: 7.5**/10";
         let answer = json!({"choices": [{"message": {"role": "assistant", "content": said}}]});
@@ -157,7 +157,7 @@ fn a_judge_is_asked_by_its_rubric_and_its_last_score_counts() {
 
 /// 30, 31: each failure masks its own sample and is counted by its kind; what passes is tried again.
 #[test]
-fn what_a_service_does_wrong_masks_its_sample() {
+fn a_failing_reward_service_masks_only_its_sample() {
     let num_busy = AtomicUsize::new(0);
     let server = Server::start(move |completion, stream| match completion {
         "garbage" => reply(stream, "200 OK", "<html>"),
@@ -225,7 +225,7 @@ fn ten_thousand_completions_are_scored_within_the_bound() {
 
 /// 31: an outage is an outage however many requests are open when it begins, and ends the pool when it lasts.
 #[test]
-fn an_outage_that_lasts_ends_the_pool_and_one_that_passes_does_not() {
+fn only_a_lasting_outage_of_a_reward_service_ends_the_run() {
     let is_down = Arc::new(AtomicBool::new(true));
     let down = Arc::clone(&is_down);
     let server = Server::start(move |_, stream| match down.load(Ordering::Relaxed) {
@@ -251,7 +251,7 @@ fn an_outage_that_lasts_ends_the_pool_and_one_that_passes_does_not() {
 
 /// 31: a run whose service stays away saves what it has reached and ends with 14.
 #[test]
-fn a_run_whose_service_goes_away_is_saved() {
+fn a_run_is_saved_when_its_reward_service_disappears() {
     let folder = tempfile::tempdir().unwrap();
     let num_left = AtomicUsize::new(8);
     let server = Server::start(move |_, stream| {
@@ -271,7 +271,7 @@ fn a_run_whose_service_goes_away_is_saved() {
 }
 
 #[test]
-fn what_cannot_be_a_service_is_refused() {
+fn invalid_reward_services_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().join("run");
     let url = "rewards.judge.url=http://localhost:1/v1";

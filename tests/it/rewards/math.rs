@@ -69,7 +69,7 @@ fn score_all(pool: &mut RewardPool, rows: &[(String, String)]) -> Vec<Option<f32
 
 /// The table of math-verify's own tests: every verdict is that of the package.
 #[test]
-fn verdicts_are_those_of_math_verify_on_its_own_tests() {
+fn math_reward_equals_math_verify_on_its_own_tests() {
     let folder = tempfile::tempdir().unwrap();
     let golden = golden();
     let table: Vec<(String, String, String, Option<f32>)> = serde_json::from_value(golden["math"].clone()).unwrap();
@@ -84,7 +84,7 @@ fn verdicts_are_those_of_math_verify_on_its_own_tests() {
 
 /// The rewards of open-r1 and TRL that rest on an answer, but for the reference answers that docs/built-in-rewards.md lists as different.
 #[test]
-fn answers_are_scored_as_by_open_r1_and_trl() {
+fn math_reward_equals_open_r1_and_trl() {
     let folder = tempfile::tempdir().unwrap();
     let golden = golden();
     let rows: Vec<(String, String)> = serde_json::from_value(golden["answers"].clone()).unwrap();
@@ -108,7 +108,7 @@ fn answers_are_scored_as_by_open_r1_and_trl() {
 
 /// 29: neither a hang nor an answer that cannot be read scores 0, and the samples beside them are scored.
 #[test]
-fn a_hang_and_an_answer_that_cannot_be_read_mask_their_samples() {
+fn hanging_and_unparsable_math_answers_mask_their_samples() {
     let folder = tempfile::tempdir().unwrap();
     let mut pool = with_package(folder.path(), "math", &["reward.timeout_s=10"]);
     let hang = "\\boxed{9^{9^{9^{9}}}}"; // every digit of it
@@ -126,7 +126,7 @@ fn a_hang_and_an_answer_that_cannot_be_read_mask_their_samples() {
 
 /// Where math-verify is missing the run ends before a model is loaded, with the line that installs it.
 #[test]
-fn a_missing_package_is_told_with_the_line_that_installs_it() {
+fn a_missing_math_verify_is_reported_with_the_install_command() {
     let folder = tempfile::tempdir().unwrap();
     let python = python(folder.path(), folder.path());
     let out = folder.path().join("run");
@@ -143,7 +143,7 @@ fn a_missing_package_is_told_with_the_line_that_installs_it() {
 
 /// Answers that hold nothing to compare with are counted when rows are loaded, by a run and by `eval`.
 #[test]
-fn unreadable_answers_are_counted_at_load() {
+fn unparsable_reference_answers_are_counted_at_load() {
     let folder = tempfile::tempdir().unwrap();
     let python = python(folder.path(), package());
     let rows = folder.path().join("rows.jsonl");

@@ -70,7 +70,7 @@ def among(prompts, completions, **columns):
 "#;
 
 #[test]
-fn functions_of_trl_and_verl_are_called_as_they_stand() {
+fn reward_functions_of_trl_and_verl_work_unchanged() {
     let folder = tempfile::tempdir().unwrap();
     let file = write(folder.path(), "mine.py", FUNCTIONS);
     let mut trl = pool(&[format!("reward_funcs=[\"{file}:trl\", \"format\"]"), "reward_weights=[1, 0]".into()]);
@@ -130,7 +130,7 @@ def faulty(prompts, completions, **columns):
 
 /// 29, 30: each failure masks its own sample and is counted by its kind; what a hung reward started is gone.
 #[test]
-fn a_function_that_fails_masks_its_sample_and_is_replaced() {
+fn a_failing_reward_function_masks_its_sample_and_is_restarted() {
     let folder = tempfile::tempdir().unwrap();
     let file = write(folder.path(), "faulty.py", FAULTY);
     let mut pool = pool(&[
@@ -219,7 +219,7 @@ fn rewards(pool: &mut RewardPool, completions: &[&str]) -> Vec<Option<f32>> {
 
 /// 30: what is no reply is never taken for one, however much it is.
 #[test]
-fn a_command_that_writes_something_else_is_no_reply() {
+fn invalid_output_of_a_reward_command_is_a_failure() {
     let folder = tempfile::tempdir().unwrap();
     let mut pool = command_pool(folder.path(), "");
     let bad = ["garbage", "huge", "nan", "more", "noise", "other"];
@@ -233,7 +233,7 @@ fn a_command_that_writes_something_else_is_no_reply() {
 
 /// 42: an answer too many costs the sample that it is about, and no other, whenever it comes.
 #[test]
-fn an_answer_too_many_costs_its_own_sample_alone() {
+fn an_extra_reply_of_a_reward_command_masks_only_its_sample() {
     let folder = tempfile::tempdir().unwrap();
     for arguments in ["", ", \"without ids\""] {
         let mut pool = command_pool(folder.path(), arguments);
@@ -254,7 +254,7 @@ fn an_answer_too_many_costs_its_own_sample_alone() {
 
 /// A command that knows nothing of ids is served: one process for each request.
 #[test]
-fn a_command_without_ids_is_started_for_every_request() {
+fn a_reward_command_without_ids_is_restarted_for_every_request() {
     let folder = tempfile::tempdir().unwrap();
     let mut pool = command_pool(folder.path(), ", \"without ids\"");
     assert_eq!(
@@ -306,7 +306,7 @@ fn together(folder: &Path, keys: &[&str]) -> RewardPool {
 
 /// Requests to an asynchronous function run together, as many as `concurrency` says.
 #[test]
-fn asynchronous_rewards_run_together() {
+fn asynchronous_rewards_run_concurrently() {
     let folder = tempfile::tempdir().unwrap();
     let all = |pool: &mut RewardPool| -> Vec<_> {
         scores(pool, group(json!({"prompt": "p", "size": 8}), &["wait"; 8])).iter().map(|score| score.0).collect()
@@ -318,7 +318,7 @@ fn asynchronous_rewards_run_together() {
 
 /// 29: what hangs, blocks or dies among requests that run together costs its own sample.
 #[test]
-fn one_of_many_asynchronous_rewards_fails_alone() {
+fn a_failed_asynchronous_reward_affects_no_other() {
     let folder = tempfile::tempdir().unwrap();
     for (what, kind) in [
         ("hang", FailureKind::Timeout),
@@ -339,7 +339,7 @@ fn one_of_many_asynchronous_rewards_fails_alone() {
 
 /// What lies in the current folder is not what the worker imports; the function's own folder is still the first that it searches.
 #[test]
-fn a_worker_imports_nothing_from_the_current_folder() {
+fn reward_workers_import_nothing_from_the_current_folder() {
     let folder = tempfile::tempdir().unwrap();
     for module in ["json", "os", "struct", "types", "asyncio", "inspect", "traceback", "selectors", "threading"] {
         write(folder.path(), &format!("{module}.py"), "raise SystemExit('taken for the library')");
@@ -378,7 +378,7 @@ fn a_worker_imports_nothing_from_the_current_folder() {
 
 /// 31: an error is no score: workers that die between errors die in a row.
 #[test]
-fn errors_between_deaths_do_not_count_as_scores() {
+fn error_replies_do_not_reset_the_count_of_worker_failures() {
     let folder = tempfile::tempdir().unwrap();
     let file = write(folder.path(), "command.py", COMMAND);
     let mut pool = pool(&[
@@ -392,7 +392,7 @@ fn errors_between_deaths_do_not_count_as_scores() {
 
 /// 31: a service that never answers ends the wait, after pauses that grow.
 #[test]
-fn a_service_that_is_dead_again_and_again_ends_the_wait() {
+fn a_reward_worker_that_keeps_dying_ends_the_wait() {
     let keys = ["reward_funcs=[\"own\"]", "rewards.own.command=[\"false\"]", "reward.max_worker_failures=4"];
     let mut pool = pool(&keys.map(str::to_owned));
     let mut groups = [group(json!({"prompt": "p"}), &["a"; 8])];

@@ -37,7 +37,7 @@ fn packages(project: &Path) -> PathBuf {
 }
 
 #[test]
-fn a_program_reads_the_interpreters_own_paths_and_no_other() {
+fn sandboxed_programs_can_read_only_the_interpreters_paths() {
     let folder = tempfile::tempdir().unwrap();
     let project = project(folder.path());
     let mut settings = RewardConfig::default().code;
@@ -72,7 +72,7 @@ fn a_program_reads_the_interpreters_own_paths_and_no_other() {
 
 /// What the list says is what a program finds, with every layer and with Landlock alone.
 #[test]
-fn a_project_beside_its_interpreter_is_not_seen() {
+fn sandboxed_programs_cannot_read_a_project_next_to_the_interpreter() {
     let folder = tempfile::tempdir().unwrap();
     let project = project(folder.path());
     let packages = packages(&project);

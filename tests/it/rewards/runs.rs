@@ -38,7 +38,7 @@ def boom(completions, **columns):
 
 /// 31: what was reached is saved, and the run goes on from there when the service is back, as if nothing had happened.
 #[test]
-fn a_service_that_dies_saves_what_was_reached_and_is_resumed() {
+fn a_run_with_a_dying_reward_is_saved_and_can_be_resumed() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("mine.py");
     fs::write(&file, COUNTING).unwrap();
@@ -76,7 +76,7 @@ fn a_service_that_dies_saves_what_was_reached_and_is_resumed() {
 }
 
 #[test]
-fn a_function_that_no_row_can_be_given_to_is_refused_before_anything_is_sampled() {
+fn a_reward_function_with_unknown_columns_is_refused_early() {
     const NEEDING: &str = "def misspelt(completions, answr, level=1, **columns): pass\n\
                            def honest(completions, prompts, completion_ids, trainer_state, answer, *, level=1):\n    return [1.0] * len(completions)\n";
     let folder = tempfile::tempdir().unwrap();
@@ -99,7 +99,7 @@ fn a_function_that_no_row_can_be_given_to_is_refused_before_anything_is_sampled(
 
 /// 30: failures reach the metrics by reward and kind.
 #[test]
-fn failures_reach_the_metrics() {
+fn reward_failures_appear_in_the_metrics() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("mine.py");
     fs::write(&file, COUNTING).unwrap();
@@ -135,7 +135,7 @@ fn failures_reach_the_metrics() {
 
 /// A reward that fails for every sample is told each step, for all ranks together, with its reason once, and ends the run.
 #[test]
-fn rewards_that_score_nothing_end_the_run() {
+fn a_run_ends_when_no_reward_gives_a_score() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("mine.py");
     fs::write(&file, COUNTING).unwrap();
@@ -162,7 +162,7 @@ fn rewards_that_score_nothing_end_the_run() {
 
 /// A rank that fails while rewards are awaited takes its workers with it, however it fails.
 #[test]
-fn workers_die_with_their_rank() {
+fn reward_workers_die_with_their_rank() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("mine.py");
     fs::write(&file, COUNTING).unwrap();
@@ -182,7 +182,7 @@ fn workers_die_with_their_rank() {
 
 /// What rewards start ends with the run, wherever it went: with one that ends by itself, and when its processes are killed.
 #[test]
-fn what_rewards_start_ends_with_the_run() {
+fn processes_started_by_rewards_end_with_the_run() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("mine.py");
     fs::write(&file, COUNTING).unwrap();
@@ -209,7 +209,7 @@ fn what_rewards_start_ends_with_the_run() {
 
 /// The configuration that shows rewards of one's own.
 #[test]
-fn the_example_runs() {
+fn the_reward_example_runs() {
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().join("run");
     let ended = run(&format!(
@@ -250,7 +250,7 @@ fn a_reward_that_cannot_be_started_is_refused_with_its_key() {
 
 /// A program that does nothing would be right.
 #[test]
-fn rows_whose_tests_expect_nothing_are_refused_by_their_number() {
+fn rows_whose_code_tests_expect_no_output_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let rows = folder.path().join("rows.jsonl");
     let tests = |outputs: [&str; 2]| serde_json::json!({"inputs": ["1", "2"], "outputs": outputs}).to_string();

@@ -168,7 +168,7 @@ pub fn refuse_namespaces(command: &mut Command) {
 }
 
 #[test]
-fn programs_are_graded_by_their_output_alone() {
+fn programs_are_graded_only_by_their_output() {
     let Some(mut sandbox) = Sandbox::complete(PATIENT_S).or_else(|| Sandbox::in_container(PATIENT_S)) else { return };
     let sums = [("1 2\n", "3\n"), ("5 5\n", "10")];
     assert_eq!(sandbox.score("print(sum(map(int, input().split())))", &sums), 1.0);
@@ -396,24 +396,24 @@ fn never_ends(mut sandbox: Sandbox) {
 }
 
 #[test]
-fn nothing_gets_out_of_the_sandbox() {
+fn escape_attempts_from_the_sandbox_fail() {
     Sandbox::complete(PATIENT_S).into_iter().for_each(|sandbox| tries_to_escape(sandbox, true));
     Sandbox::complete(HASTY_S).into_iter().for_each(never_ends);
 }
 
 #[test]
-fn nothing_gets_out_of_what_a_container_allows() {
+fn escape_attempts_fail_with_the_layers_available_in_a_container() {
     Sandbox::in_container(PATIENT_S).into_iter().for_each(|sandbox| tries_to_escape(sandbox, false));
     Sandbox::in_container(HASTY_S).into_iter().for_each(never_ends);
 }
 
 #[test]
-fn nothing_gets_out_of_what_is_left_to_a_user() {
+fn escape_attempts_fail_with_the_layers_available_to_a_user() {
     Sandbox::of_a_user(PATIENT_S).into_iter().for_each(|sandbox| tries_to_escape(sandbox, false));
 }
 
 #[test]
-fn nothing_is_left_to_the_next_program() {
+fn a_sandboxed_program_leaves_nothing_for_the_next() {
     Sandbox::complete(PATIENT_S).into_iter().for_each(|sandbox| leaves_things_behind(sandbox, true));
     for sandbox in [Sandbox::in_container, Sandbox::of_a_user].into_iter().filter_map(|sandbox| sandbox(PATIENT_S)) {
         leaves_things_behind(sandbox, false);
@@ -423,7 +423,7 @@ fn nothing_is_left_to_the_next_program() {
 /// A folder is readable that is listed after one below it; between programs there is no temporary folder that a killed worker
 /// would leave.
 #[test]
-fn what_is_readable_is_so_in_any_order() {
+fn readable_paths_of_the_sandbox_may_have_any_order() {
     let (folder, scratch) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let (outer, inner) = (folder.path().join("a"), folder.path().join("a/b"));
     std::fs::create_dir_all(&inner).unwrap();
@@ -442,7 +442,7 @@ fn what_is_readable_is_so_in_any_order() {
 
 /// 32: fails closed, and says which layers there are not.
 #[test]
-fn layers_that_are_missing_are_named_and_refused() {
+fn missing_sandbox_layers_are_named_and_refused() {
     let mut closed = Sandbox::new(&NAMESPACES[..1], PATIENT_S, refuse_namespaces);
     let refusal = closed.ask(&[], json!({})).unwrap_err();
     for layer in &NAMESPACES[1..] {
@@ -453,7 +453,7 @@ fn layers_that_are_missing_are_named_and_refused() {
 
 /// Limits of this machine that are lower than the sandbox's own are kept; those below what a key promises are named.
 #[test]
-fn a_machine_with_lower_limits_is_served_or_named() {
+fn lower_limits_of_the_machine_are_used_or_reported() {
     let limited = |resource: libc::__rlimit_resource_t, most: u64| {
         move |command: &mut Command| {
             let limit = libc::rlimit { rlim_cur: most, rlim_max: most };

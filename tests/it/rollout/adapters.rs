@@ -59,7 +59,7 @@ fn completions(served: &mut Served, requests: Vec<Request>) -> (Vec<Vec<Trajecto
 }
 
 #[test]
-fn who_holds_memory_is_told_while_the_engine_is_awake() {
+fn memory_owners_are_listed_while_the_engine_is_awake() {
     let world = Arc::new(World::single());
     let spec = Arc::new(ModelSpec { vocab_size: 96, ..ModelSpec::preset("micro").unwrap() });
     let mut served = served(&world, &spec, options());
@@ -69,7 +69,7 @@ fn who_holds_memory_is_told_while_the_engine_is_awake() {
 }
 
 #[test]
-fn requests_of_one_batch_have_their_own_adapters() {
+fn requests_of_one_batch_use_their_own_adapters() {
     tch::set_num_threads(1);
     compare(World::single(), "micro", options());
 }

@@ -21,7 +21,7 @@ fn by_head(num_tokens: usize, options: &EngineOptions) -> EngineOptions {
 }
 
 #[test]
-fn drafts_of_a_head_change_no_token() {
+fn draft_head_proposals_change_no_token() {
     for name in ["qwen3_5", "qwen3_next", "qwen3_5_moe"] {
         let model = Model::random(with_head(name), 5).spreading();
         let few_blocks = EngineOptions {
@@ -41,7 +41,7 @@ fn drafts_of_a_head_change_no_token() {
 
 /// What is left of a group at the end of a session is drafted for in the next one, too.
 #[test]
-fn a_head_goes_on_with_what_is_kept() {
+fn a_draft_head_continues_kept_sequences() {
     let model = Model::random(with_head("qwen3_5"), 5).spreading();
     let (expected, _) = model.generate(options(), &prompts(6), &sampled());
     let mut engine = model.engine(by_head(2, &options()), alone()).keeping_sequences();
@@ -50,8 +50,8 @@ fn a_head_goes_on_with_what_is_kept() {
 }
 
 #[test]
-fn two_ranks_draft_by_a_head_as_one() {
-    ranks::run(2, "rollout::draft_head::two_ranks_draft_by_a_head_as_one", |world: World| {
+fn two_ranks_use_a_draft_head_like_one() {
+    ranks::run(2, "rollout::draft_head::two_ranks_use_a_draft_head_like_one", |world: World| {
         let model = Model::random(with_head("qwen3_5"), 5).spreading();
         let own = &prompts(8)[world.rank() * 4..(world.rank() + 1) * 4];
         let (expected, alone) = model.generate(by_head(3, &options()), &prompts(8), &sampled());
@@ -131,7 +131,7 @@ impl DraftAgreement {
 }
 
 #[test]
-fn coupled_drafts_are_drawn_as_often_as_the_distributions_say() {
+fn coupled_draft_sampling_accepts_at_the_theoretical_rate() {
     let model = Model::random(ModelSpec { vocab_size: 5, ..with_head("qwen3_5") }, 3);
     let asked: Vec<_> =
         (0..8).map(|id| prompt(id, (0..3 + 2 * id).map(|n| ((n * n + id) % 5) as u32).collect())).collect();
@@ -144,7 +144,7 @@ fn coupled_drafts_are_drawn_as_often_as_the_distributions_say() {
 
 /// One draft a step is drawn exactly where the head, as it trains, gives the token: hidden states, positions and keys are those of training.
 #[test]
-fn an_engine_drafts_what_the_trained_head_gives() {
+fn an_engine_drafts_the_tokens_of_the_trained_head() {
     let spec = ModelSpec { vocab_size: 5, ..with_head("qwen3_5") };
     let model = Model::random(spec, 3);
     let params = SamplingParams { max_completion_length: 90, ..greedy() };

@@ -74,7 +74,7 @@ fn tail(distances: &[f32]) -> f32 {
 }
 
 #[test]
-fn the_distance_to_the_trainer_is_small_with_outliers_too() {
+fn fp8_rollouts_stay_close_to_the_trainer_with_outliers() {
     for (name, plants, [most_mean, most_tail]) in [("plain", false, [0.006, 0.03]), ("outliers", true, [0.009, 0.045])]
     {
         let model = model();
@@ -103,14 +103,16 @@ fn ranks_are_as_near(world: &World) {
 }
 
 #[test]
-fn two_ranks_are_as_near() {
-    ranks::run(2, "rollout::fp8::two_ranks_are_as_near", |world: World| ranks_are_as_near(&world));
+fn fp8_rollouts_on_two_ranks_stay_close_to_the_trainer() {
+    ranks::run(2, "rollout::fp8::fp8_rollouts_on_two_ranks_stay_close_to_the_trainer", |world: World| {
+        ranks_are_as_near(&world)
+    });
 }
 
 /// Keys and values in FP8: near the trainer, also where prompts come in chunks, or are computed again after preemption, and read what they
 /// left in the cache.
 #[test]
-fn a_cache_in_fp8_is_near_the_trainer_too() {
+fn an_fp8_kv_cache_stays_close_to_the_trainer() {
     let model = model();
     let cached = EngineOptions { kv_cache_dtype: KvCacheDtype::Fp8, ..options() };
     let block_bytes = |kind| kv_block_bytes(&model.spec, 1, cached.block_size, kind);
@@ -133,7 +135,7 @@ fn a_cache_in_fp8_is_near_the_trainer_too() {
 
 /// Keys and values as whole numbers: nearer to the trainer than in FP8, also where prompts come in chunks and are computed again.
 #[test]
-fn a_cache_of_whole_numbers_is_nearer_to_the_trainer() {
+fn an_int8_kv_cache_is_closer_to_the_trainer_than_fp8() {
     let model = model();
     let of = |kv_cache_dtype| EngineOptions { kv_cache_dtype, ..options() };
     let block_bytes = |kind| kv_block_bytes(&model.spec, 1, options().block_size, kind);
@@ -151,7 +153,7 @@ fn a_cache_of_whole_numbers_is_nearer_to_the_trainer() {
 
 /// A model with gated delta nets has the keys and values of its attention layers in FP8; its states stay as they are.
 #[test]
-fn a_cache_in_fp8_serves_the_attention_of_hybrids() {
+fn an_fp8_kv_cache_works_for_hybrid_models() {
     let model = Model::golden("qwen3_5");
     for layer in model.spec.attention_layers() {
         // As in `model`: attention adds little.
@@ -171,7 +173,7 @@ fn a_cache_in_fp8_serves_the_attention_of_hybrids() {
 /// States that are rounded after every step leave the sampler near the trainer, and what is rounded is not magnified by the tokens that
 /// follow: the later half of the completions is about as far from it as the earlier one.
 #[test]
-fn states_in_bfloat16_are_near_the_trainer_over_many_tokens() {
+fn bfloat16_states_stay_close_to_the_trainer_over_many_tokens() {
     let model = Model::golden("qwen3_5");
     let params = SamplingParams { num_generations: 2, max_completion_length: LONG, ..sampled() };
     let halves = |state_dtype: StateDtype| {
@@ -203,7 +205,7 @@ fn states_in_bfloat16_are_near_the_trainer_over_many_tokens() {
 /// A trainer that rounds multiplies by the same rows of experts and of gated delta nets. What is left are sums in another order, and the few
 /// codes and choices of experts that these change.
 #[test]
-fn experts_and_gated_delta_nets_are_multiplied_as_in_training() {
+fn fp8_experts_and_delta_nets_match_training() {
     for name in ["qwen3_moe", "qwen2_moe", "qwen3_5", "qwen3_5_moe"] {
         let mut model = Model::golden(name);
         let blocks = std::mem::take(&mut model.blocks).into_iter();

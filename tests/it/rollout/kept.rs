@@ -70,13 +70,13 @@ fn num_prompt_tokens(prompts: &[Prompt]) -> usize {
 }
 
 #[test]
-fn what_is_kept_goes_on_bit_for_bit_and_nothing_is_computed_again() {
+fn kept_sequences_continue_bit_for_bit_without_recomputation() {
     goes_on_bit_for_bit(&Model::micro().spreading());
 }
 
 /// Sequences keep the pages of their states beside their blocks.
 #[test]
-fn what_is_kept_of_a_hybrid_goes_on_bit_for_bit_and_nothing_is_computed_again() {
+fn kept_hybrid_sequences_continue_bit_for_bit_without_recomputation() {
     goes_on_bit_for_bit(&Model::golden("qwen3_5").spreading());
 }
 
@@ -97,8 +97,8 @@ fn goes_on_bit_for_bit(model: &Model) {
 }
 
 #[test]
-fn two_ranks_keep_as_one() {
-    ranks::run(2, "rollout::kept::two_ranks_keep_as_one", |world: World| {
+fn two_ranks_keep_sequences_like_one() {
+    ranks::run(2, "rollout::kept::two_ranks_keep_sequences_like_one", |world: World| {
         for model in [Model::micro().spreading(), Model::golden("qwen3_5").spreading()] {
             two_keep_as_one(&model, &world.group());
         }
@@ -129,7 +129,7 @@ fn two_keep_as_one(model: &Model, tp: &Arc<dyn Collective>) {
 }
 
 #[test]
-fn too_few_blocks_cost_time_alone() {
+fn too_few_kv_blocks_cost_only_time() {
     let (model, prompts, params) = (Model::micro().spreading(), prompts(8), sampled());
     let (expected, _) = model.generate(options(), &prompts, &params);
     let few = EngineOptions { kv_cache_bytes: 12 * kv_block_bytes(&model.spec, 1, 8, Kind::Float), ..options() };
@@ -141,10 +141,8 @@ fn too_few_blocks_cost_time_alone() {
 
 /// There is memory for more by the second wake, where blocks would lie elsewhere.
 #[test]
-fn a_cache_that_had_to_shrink_stays_as_it_is_while_it_keeps_sequences() {
-    ranks::run(1, "rollout::kept::a_cache_that_had_to_shrink_stays_as_it_is_while_it_keeps_sequences", |_| {
-        shrinks_once()
-    });
+fn a_shrunk_kv_cache_keeps_its_size_while_it_holds_sequences() {
+    ranks::run(1, "rollout::kept::a_shrunk_kv_cache_keeps_its_size_while_it_holds_sequences", |_| shrinks_once());
 }
 
 /// Limits this process to `bytes` beyond the writable memory that it has; to nothing without.
@@ -189,7 +187,7 @@ fn shrinks_once() {
 
 /// Other prompts have the blocks that they need, from what is kept if there are no others.
 #[test]
-fn an_evaluation_in_between_goes_before_what_is_kept() {
+fn an_evaluation_takes_precedence_over_kept_sequences() {
     let (model, prompts, params) = (Model::micro().spreading(), prompts(10), sampled());
     let (expected, _) = model.generate(options(), &prompts, &params);
     for (num_blocks, is_kept) in [(400, true), (40, false)] {
@@ -215,7 +213,7 @@ fn an_evaluation_in_between_goes_before_what_is_kept() {
 
 /// There is a page of states for each of 16 sequences: an evaluation of as many needs those of sequences that are kept.
 #[test]
-fn an_evaluation_in_between_takes_the_pages_of_what_is_kept_of_a_hybrid() {
+fn an_evaluation_may_take_the_state_pages_of_kept_sequences() {
     let (model, prompts, params) = (Model::golden("qwen3_5").spreading(), prompts(10), sampled());
     let (expected, _) = model.generate(options(), &prompts, &params);
     for (num_others, is_kept) in [(1, true), (4, false)] {
@@ -271,7 +269,7 @@ impl SequenceMixer for Growing {
 /// Weights change from wake to wake; every recorded log-probability is that of the weights at its time over keys and values of
 /// those of before.
 #[test]
-fn logprobs_are_of_the_newest_weights_over_what_older_ones_computed() {
+fn logprobs_of_kept_sequences_use_new_weights_over_the_old_cache() {
     let models = [1, 2, 3].map(|seed| Model::random(ModelSpec::preset("micro").unwrap(), seed).spreading());
     let models: Vec<&Model> = models.iter().collect();
     let (prompts, params) = (prompts(8), SamplingParams { temperature: 0.8, ..sampled() });

@@ -59,20 +59,20 @@ fn goes_on_as_if_uninterrupted(tp: &Arc<dyn Collective>) {
 }
 
 #[test]
-fn unfinished_groups_go_on_with_the_tokens_of_an_uninterrupted_rollout() {
+fn unfinished_groups_continue_with_the_tokens_of_an_uninterrupted_rollout() {
     goes_on_as_if_uninterrupted(&alone());
 }
 
 #[test]
-fn two_ranks_go_on_as_one() {
-    let test = "rollout::partial::two_ranks_go_on_as_one";
+fn two_ranks_continue_unfinished_groups_like_one() {
+    let test = "rollout::partial::two_ranks_continue_unfinished_groups_like_one";
     ranks::run(2, test, |world: World| goes_on_as_if_uninterrupted(&world.group()));
 }
 
 /// Batches of several steps on one engine that pauses as soon as the first of them is complete: tokens are those of each batch by itself,
 /// and have the version of the wake that sampled them.
 #[test]
-fn several_batches_are_paused_and_go_on() {
+fn several_paused_batches_continue() {
     let (model, tp, all) = (Model::micro().spreading(), alone(), prompts(6));
     let narrow = EngineOptions { max_num_seqs: 6, ..options() };
     let mut engine = model.engine(narrow, tp.clone()).keeping_sequences();

@@ -67,7 +67,7 @@ fn hear(heard: &mut BTreeMap<RequestId, Heard>, event: Event) {
 
 /// One more request at each step, each with parameters of its own: the events say what a batch of that request alone samples.
 #[test]
-fn requests_that_come_while_others_run_get_what_they_would_alone() {
+fn requests_added_while_others_run_get_equal_tokens() {
     for model in [Model::micro(), Model::golden("qwen3_5")] {
         come_while_others_run(&model);
     }
@@ -107,7 +107,7 @@ fn come_while_others_run(model: &Model) {
 }
 
 #[test]
-fn what_is_drained_goes_on_in_another_session() {
+fn drained_requests_continue_in_another_session() {
     let (model, params) = (Model::micro(), sampled());
     let prompts = prompts(3);
     let (expected, _) = model.generate(options(), &prompts, &params);
@@ -139,7 +139,7 @@ fn what_is_drained_goes_on_in_another_session() {
 }
 
 #[test]
-fn a_request_that_cannot_be_served_leaves_the_session_as_it_was() {
+fn an_invalid_request_leaves_the_session_unchanged() {
     let (model, params) = (Model::micro(), sampled());
     let mut engine = model.engine(options(), alone());
     let mut rollout = engine.wake(model.weights(&*alone()), 1).unwrap();
@@ -166,7 +166,7 @@ fn a_request_that_cannot_be_served_leaves_the_session_as_it_was() {
 
 /// Whatever is removed, and when: the others get what they would alone, all blocks are free at the end, and numbers go on.
 #[test]
-fn a_request_that_is_removed_frees_its_blocks_and_leaves_the_others_as_they_were() {
+fn removing_a_request_frees_its_blocks_and_affects_no_other() {
     for model in [Model::micro(), Model::golden("qwen3_5")] {
         are_removed(&model);
     }
@@ -210,7 +210,7 @@ fn are_removed(model: &Model) {
 
 /// A server's session never ends: what is removed is taken off its lists, under requests that are still under way.
 #[test]
-fn a_session_goes_on_over_many_removed_requests() {
+fn a_session_survives_many_removed_requests() {
     let (model, short) = (Model::micro(), SamplingParams { max_completion_length: 2, ..sampled() });
     let long = SamplingParams { max_completion_length: 30, num_generations: 1, ..sampled() };
     let prompts = prompts(2);
@@ -250,7 +250,7 @@ fn a_session_goes_on_over_many_removed_requests() {
 
 /// Greedily, so that it is what the same tokens as a prompt are continued with.
 #[test]
-fn a_second_turn_follows_the_context_after_the_first() {
+fn a_second_turn_is_sampled_after_the_appended_context() {
     let model = Model::micro();
     let params = |step, max_completion_length| SamplingParams {
         num_generations: 1,

@@ -108,7 +108,7 @@ fn cases() -> Vec<SamplingParams> {
 }
 
 #[test]
-fn drafts_change_no_token() {
+fn draft_tokens_change_no_sampled_token() {
     let exact = EngineOptions { exact: true, ..options() };
     let few_blocks = |model: &Model| EngineOptions {
         kv_cache_bytes: 24 * kv_block_bytes(&model.spec, 1, 8, Kind::Float),
@@ -144,7 +144,7 @@ fn drafts_change_no_token() {
 
 /// Experts are recorded for the tokens that count, and for no others.
 #[test]
-fn drafts_change_no_expert() {
+fn draft_tokens_change_no_recorded_expert() {
     for name in ["qwen3_moe", "qwen2_moe_mixed"] {
         let model = Model::golden(name).spreading();
         let (expected, _) = model.generate(options(), &prompts(5), &sampled());
@@ -158,7 +158,7 @@ fn drafts_change_no_expert() {
 
 /// What is left of a group at the end of a session is sampled on in the next one, from kept keys and values or from none.
 #[test]
-fn drafts_change_nothing_of_what_is_carried_over() {
+fn draft_tokens_change_nothing_of_unfinished_groups() {
     let exact = EngineOptions { exact: true, ..options() };
     for (model, options) in [(Model::micro(), exact), (Model::golden("qwen3_5").spreading(), options())] {
         changes_nothing_of_what_is_carried_over(&model, &options);
@@ -192,7 +192,7 @@ fn changes_nothing_of_what_is_carried_over(model: &Model, options: &EngineOption
 
 /// A structured completion has no drafts itself; others of its steps do.
 #[test]
-fn drafts_stand_beside_structures() {
+fn draft_tokens_work_with_structured_output() {
     let spec = colo_grpo::internal::model::ModelSpec { vocab_size: 300, ..Model::micro().spec.as_ref().clone() };
     let model = Model { tokenizer: Arc::new(super::bytes()), ..Model::random(spec, 3) };
     let structure = {
@@ -228,7 +228,7 @@ static DULL: std::sync::LazyLock<SamplingParams> =
 
 /// Completions that repeat themselves, and those of an earlier rollout, are drafted from.
 #[test]
-fn what_occurred_before_saves_steps() {
+fn drafts_from_repeated_text_save_steps() {
     let model = Model::micro();
     let params = SamplingParams { max_completion_length: 80, ..greedy() };
     let (expected, without) = model.generate(options(), &prompts(3), &params);
@@ -269,8 +269,8 @@ fn equals_one_rank(world: &World, model: &Model) {
 }
 
 #[test]
-fn two_ranks_draft_the_same() {
-    ranks::run(2, "rollout::speculation::two_ranks_draft_the_same", |world: World| {
+fn two_ranks_propose_equal_draft_tokens() {
+    ranks::run(2, "rollout::speculation::two_ranks_propose_equal_draft_tokens", |world: World| {
         for model in [Model::micro().spreading(), Model::golden("qwen3_5").spreading()] {
             equals_one_rank(&world, &model);
         }

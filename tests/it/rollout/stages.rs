@@ -113,37 +113,37 @@ fn staged(tensor_parallel_size: usize, pipeline_parallel_size: usize) -> EngineS
 }
 
 #[test]
-fn two_stages_equal_one_rank() {
-    ranks::run(2, "rollout::stages::two_stages_equal_one_rank", |world| {
+fn two_pipeline_stages_equal_one_rank() {
+    ranks::run(2, "rollout::stages::two_pipeline_stages_equal_one_rank", |world| {
         equals_one_rank(&world, staged(1, 2), &[4, 1]);
     });
 }
 
 #[test]
-fn three_stages_equal_one_rank() {
-    ranks::run(3, "rollout::stages::three_stages_equal_one_rank", |world| {
+fn three_pipeline_stages_equal_one_rank() {
+    ranks::run(3, "rollout::stages::three_pipeline_stages_equal_one_rank", |world| {
         equals_one_rank(&world, staged(1, 3), &[2, 2, 1]);
     });
 }
 
 #[test]
-fn four_stages_equal_one_rank() {
-    ranks::run(4, "rollout::stages::four_stages_equal_one_rank", |world| {
+fn four_pipeline_stages_equal_one_rank() {
+    ranks::run(4, "rollout::stages::four_pipeline_stages_equal_one_rank", |world| {
         equals_one_rank(&world, staged(1, 4), &[1, 2, 1, 1]);
     });
 }
 
 #[test]
-fn two_stages_of_two_ranks_equal_one_rank() {
-    ranks::run(4, "rollout::stages::two_stages_of_two_ranks_equal_one_rank", |world| {
+fn two_pipeline_stages_of_two_ranks_equal_one_rank() {
+    ranks::run(4, "rollout::stages::two_pipeline_stages_of_two_ranks_equal_one_rank", |world| {
         equals_one_rank(&world, staged(2, 2), &[2, 3]);
     });
 }
 
 /// Keys and values in FP8, products in FP8, texts that follow a structure, and groups that a rollout leaves unfinished, whose blocks are kept on every stage.
 #[test]
-fn stages_round_and_hold_and_keep_as_one_rank_does() {
-    ranks::run(2, "rollout::stages::stages_round_and_hold_and_keep_as_one_rank_does", |world| {
+fn pipeline_stages_support_fp8_structures_and_kept_sequences() {
+    ranks::run(2, "rollout::stages::pipeline_stages_support_fp8_structures_and_kept_sequences", |world| {
         let (model, params, num_groups) = (&models()[0], sampled(), [4, 0][world.rank()]);
         let ranks = ranks_of(&world, model, staged(1, 2), &[]);
         let prompts = &prompts(num_groups as u64);
@@ -191,8 +191,8 @@ fn stages_round_and_hold_and_keep_as_one_rank_does() {
 
 /// Requests that come between steps, one of which is removed, with the most probable ids of every token.
 #[test]
-fn a_session_in_stages_reports_what_one_rank_s_does() {
-    ranks::run(2, "rollout::stages::a_session_in_stages_reports_what_one_rank_s_does", |world| {
+fn a_session_with_pipeline_stages_reports_like_one_rank() {
+    ranks::run(2, "rollout::stages::a_session_with_pipeline_stages_reports_like_one_rank", |world| {
         let model = &models()[0];
         let ranks = ranks_of(&world, model, staged(1, 2), &[2, 3]);
         let mut alone = model.engine(options(), super::alone());
@@ -236,8 +236,8 @@ fn tokens(mut session: Session<'_>) -> Tokens {
 }
 
 #[test]
-fn a_stage_that_fails_ends_the_others_with_its_error_and_all_go_on_after_it() {
-    let test = "rollout::stages::a_stage_that_fails_ends_the_others_with_its_error_and_all_go_on_after_it";
+fn a_failing_pipeline_stage_ends_the_others_with_its_error() {
+    let test = "rollout::stages::a_failing_pipeline_stage_ends_the_others_with_its_error";
     ranks::run(3, test, |world| {
         let model = &models()[0];
         let ranks = ranks_of(&world, model, staged(1, 3), &[]);
@@ -278,8 +278,8 @@ fn a_stage_that_fails_ends_the_others_with_its_error_and_all_go_on_after_it() {
 }
 
 #[test]
-fn stages_take_weights_of_their_own_alone() {
-    ranks::run(2, "rollout::stages::stages_take_weights_of_their_own_alone", |world| {
+fn pipeline_stages_load_only_their_own_weights() {
+    ranks::run(2, "rollout::stages::pipeline_stages_load_only_their_own_weights", |world| {
         let model = &models()[0];
         let ranks = ranks_of(&world, model, staged(1, 2), &[]);
         let mut engine = model.engine_in_stages(options(), ranks.clone());

@@ -117,7 +117,7 @@ fn texts(groups: &[RolloutGroup]) -> impl Iterator<Item = &str> {
 }
 
 #[test]
-fn random_weights_write_values_of_random_schemas() {
+fn random_weights_generate_values_that_match_random_schemas() {
     let mut dice = Dice(3);
     let mut different = std::collections::BTreeSet::new();
     for round in 0..8 {
@@ -135,7 +135,7 @@ fn random_weights_write_values_of_random_schemas() {
 }
 
 #[test]
-fn expressions_choices_and_grammars_are_followed() {
+fn regexes_choices_and_grammars_constrain_the_output() {
     let model = model(1);
     let expression = regex::Regex::new("^[a-c]{3}-[0-9]{1,4}( or [xyz]+){0,2}$").unwrap();
     let regex = Structure::Regex("[a-c]{3}-[0-9]{1,4}( or [xyz]{1,9}){0,2}".into());
@@ -175,14 +175,14 @@ fn structured_as_one_rank(world: &World) {
 }
 
 #[test]
-fn ranks_that_share_an_engine_follow_a_structure_together() {
-    ranks::run(2, "rollout::structure::ranks_that_share_an_engine_follow_a_structure_together", |world| {
+fn ranks_of_an_engine_agree_on_structured_output() {
+    ranks::run(2, "rollout::structure::ranks_of_an_engine_agree_on_structured_output", |world| {
         structured_as_one_rank(&world)
     });
 }
 
 #[test]
-fn what_cannot_be_followed_is_an_error_with_the_reason() {
+fn invalid_structures_are_refused_with_the_reason() {
     let model = model(1);
     let json = |schema: &str| Structure::Json { schema: schema.to_owned(), is_compact: false };
     let deep = format!("{}{{}}{}", "{\"items\":".repeat(20_000), "}".repeat(20_000));

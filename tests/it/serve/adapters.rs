@@ -70,7 +70,7 @@ fn compare(server: &Server, folders: &[TempDir; 2]) {
 }
 
 #[test]
-fn adapters_are_served_by_their_names_beside_their_base() {
+fn adapters_are_served_by_name_with_their_base() {
     let (folders, named) = two_adapters();
     let server = Server::start(&format!("--nproc 2 {named}"));
     compare(&server, &folders);
@@ -104,7 +104,7 @@ fn adapters_are_served_by_their_names_beside_their_base() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_adapters_are_served_beside_their_base() {
+fn gpu_adapters_are_served_with_their_base() {
     let (folders, named) = two_adapters();
     let server = Server::start(&format!("--device cuda --dtype float32 {named}"));
     compare(&server, &folders);
@@ -112,7 +112,7 @@ fn gpu_adapters_are_served_beside_their_base() {
 }
 
 #[test]
-fn adapters_that_cannot_be_served_are_told_at_the_start() {
+fn invalid_adapters_are_reported_at_the_start() {
     let folder = tempfile::tempdir().unwrap();
     write(folder.path(), 2, 1.0);
     let run_folder = tempfile::tempdir().unwrap();
@@ -138,7 +138,7 @@ fn adapters_that_cannot_be_served_are_told_at_the_start() {
 
 /// Adapters without any tensor would be served as their base.
 #[test]
-fn adapters_of_nothing_are_refused() {
+fn adapter_folders_without_tensors_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     write(folder.path(), 2, 1.0);
     let none: [(&str, TensorView); 0] = [];
@@ -149,7 +149,7 @@ fn adapters_of_nothing_are_refused() {
 
 /// What PEFT adapts and this program does not is named.
 #[test]
-fn an_adapter_of_a_projection_that_is_not_served_is_named() {
+fn an_adapter_of_an_unsupported_projection_is_named() {
     let folder = tempfile::tempdir().unwrap();
     write(folder.path(), 2, 1.0);
     let path = folder.path().join("adapter_model.safetensors");

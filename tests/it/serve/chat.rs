@@ -19,7 +19,7 @@ fn talked(more: &str, lines: &[u8]) -> Ended {
 }
 
 #[test]
-fn a_conversation_in_the_terminal_goes_on_until_it_is_reset() {
+fn a_terminal_conversation_continues_until_reset() {
     let lines = format!("{QUESTION}\n\n/reset\n{QUESTION}\nwhat is nine plus nine ?\n/unknown\n/exit\n");
     let ended = talked("", lines.as_bytes());
     let answers: Vec<&str> = ended.stdout.lines().collect();

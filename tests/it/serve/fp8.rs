@@ -30,7 +30,7 @@ fn a_server_in_fp8_answers_as_generate_does() {
 /// An export in FP8 is read as what it holds: an unquantised export of it samples the same, and the model that it was rounded from something
 /// else. Experts are matrices like others.
 #[test]
-fn exports_in_fp8_are_read_as_what_they_hold() {
+fn fp8_exports_are_served_as_stored() {
     let made = tempfile::tempdir().unwrap();
     let experts = random_model_of(made.path(), "configs/arithmetic/config-moe.json", &json!({}));
     for model in [MODEL.to_owned(), experts.display().to_string()] {
@@ -49,7 +49,7 @@ fn exports_in_fp8_are_read_as_what_they_hold() {
 }
 
 #[test]
-fn what_does_not_go_together_is_refused_by_the_table() {
+fn incompatible_serve_options_are_refused() {
     let options = "--prompt a --mamba_ssm_cache_dtype bfloat16";
     let ended = end(command(&format!("generate --device cpu --model {MODEL} {options}")).spawn().unwrap());
     assert_eq!(ended.code, Some(2), "{}", ended.stderr);

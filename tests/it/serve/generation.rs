@@ -9,7 +9,7 @@ use crate::program::{copy_of_model, json_lines, run};
 
 /// Of the model's values, `top_k` 1 leaves one token to draw: completions are equal with it and differ without.
 #[test]
-fn a_model_s_own_values_are_used_and_said_and_can_be_left_out() {
+fn generation_config_values_are_used_reported_and_optional() {
     let folder = tempfile::tempdir().unwrap();
     let model = copy_of_model(&folder.path().join("model"));
     fs::write(
@@ -62,7 +62,7 @@ fn a_model_s_own_values_are_used_and_said_and_can_be_left_out() {
 
 /// A penalty on tokens that were seen: the most probable completion is another one.
 #[test]
-fn generate_takes_a_repetition_penalty() {
+fn generate_supports_a_repetition_penalty() {
     let greedy = |more: &str| {
         let line = format!(
             "generate --model {} --prompt what --temperature 0 --max_completion_length 12 {more}",

@@ -8,7 +8,7 @@ use crate::program::random_model_of;
 /// Conversations that several ranks answer at once, whole and as streams, begin with the same prompt and end with what `generate` says
 /// alone; so do the samples of a text.
 #[test]
-fn a_hybrid_answers_over_http_as_it_generates() {
+fn a_hybrid_model_answers_over_http_like_generate() {
     let folder = tempfile::tempdir().unwrap();
     let wide = json!({"tie_word_embeddings": false, "initializer_range": 0.2}); // it does not say one word for ever
     let model = random_model_of(folder.path(), "configs/arithmetic/config-hybrid.json", &wide).display().to_string();

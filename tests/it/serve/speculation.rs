@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 use super::{QUESTION, Server};
 
 #[test]
-fn a_server_answers_the_same_with_drafts() {
+fn a_server_gives_equal_answers_with_draft_tokens() {
     let ask = |server: &Server| -> Vec<Value> {
         let bodies = [
             json!({"prompt": QUESTION, "n": 4, "max_tokens": 40, "seed": 3, "ignore_eos": false}),

@@ -24,7 +24,7 @@ fn run_after(before: &str, line: &str) -> Ended {
 
 /// 2: every rank is told of before all are killed, and the one that stands still is named.
 #[test]
-fn a_rank_that_hangs_is_found_and_everything_told() {
+fn a_hanging_rank_is_found_and_all_ranks_are_reported() {
     let folder = tempfile::tempdir().unwrap();
     let fault = "max_steps=3 heartbeat.forward_backward_s=4 fault=1:1:forward_backward:hang";
     let ended = run(&format!("--nproc 2 {SMALL_RUN} {fault} {}", out(folder.path())));
@@ -41,7 +41,7 @@ fn a_rank_that_hangs_is_found_and_everything_told() {
 
 /// 1: the run goes on from its newest checkpoint as if nothing had happened.
 #[test]
-fn a_run_is_started_again_from_its_newest_checkpoint() {
+fn a_crashed_run_restarts_from_its_newest_checkpoint() {
     let folder = tempfile::tempdir().unwrap();
     let steps = "--nproc 2 max_steps=4 save_steps=1 save_async=false";
     let fault = "max_restarts=2 fault=1:2:generate:kill";
@@ -61,7 +61,7 @@ fn a_run_is_started_again_from_its_newest_checkpoint() {
 
 /// 5, 6: the message names who holds memory and the key that takes less.
 #[test]
-fn a_lack_of_memory_names_its_owner_and_the_key() {
+fn out_of_memory_names_the_owner_and_the_key_to_lower() {
     let folder = tempfile::tempdir().unwrap();
     for (phase, key) in [("wake", "kv_cache_bytes"), ("forward_backward", "max_tokens_per_micro_batch")] {
         let ended = run(&format!("{SMALL_RUN} fault=0:0:{phase}:oom {}/{phase}", out(folder.path())));
@@ -72,7 +72,7 @@ fn a_lack_of_memory_names_its_owner_and_the_key() {
 /// 6: a tensor that libtorch cannot allocate. The process's addresses are limited to what a small run takes and a large
 /// batch does not.
 #[test]
-fn an_allocation_that_fails_in_training_is_told_as_such() {
+fn a_failed_allocation_in_training_is_reported_as_out_of_memory() {
     let folder = tempfile::tempdir().unwrap();
     let large = "per_device_train_batch_size=2560 num_generations=16 max_tokens_per_micro_batch=1000000 kv_cache_bytes=33554432";
     // A backtrace takes memory that is not to be had, and every thread's own heap takes addresses, as many as happen to be made.
@@ -87,7 +87,7 @@ fn an_allocation_that_fails_in_training_is_told_as_such() {
 
 /// 8: what could be written is removed, what was there stays, the code is storage's.
 #[test]
-fn a_save_that_cannot_be_written_leaves_the_old_ones() {
+fn a_failed_checkpoint_save_keeps_the_old_checkpoints() {
     let folder = tempfile::tempdir().unwrap();
     let line = format!("{SMALL_RUN} save_steps=1 {}", out(folder.path()));
     assert_eq!(run(&line).code, Some(0));
@@ -110,7 +110,7 @@ fn a_save_that_cannot_be_written_leaves_the_old_ones() {
 
 /// 8, 9: the trained model's folder is whole or the one before it.
 #[test]
-fn a_model_that_cannot_be_written_leaves_the_one_before() {
+fn a_failed_model_save_keeps_the_previous_model() {
     let folder = tempfile::tempdir().unwrap();
     let line = format!("{SMALL_RUN} save_steps=none {}", out(folder.path()));
     assert_eq!(run(&line).code, Some(0));
@@ -131,7 +131,7 @@ fn a_model_that_cannot_be_written_leaves_the_one_before() {
 
 /// 1, 2: commands that only sample are watched as training is.
 #[test]
-fn sampling_that_hangs_panics_or_dies_ends_on_all_ranks() {
+fn a_rank_failing_while_sampling_ends_all_ranks() {
     for (fault, code, told) in [
         ("1:0:decode:hang", 15, "error: rank 1, step 0, decode: no heartbeat for "),
         ("1:0:decode:panic", 10, "rank 1, step 0, decode: panic in the program: injected panic in decode"),
@@ -146,7 +146,7 @@ fn sampling_that_hangs_panics_or_dies_ends_on_all_ranks() {
 
 /// 27: one rank's gradient that is not a number skips the update on all; too many in a row end the run.
 #[test]
-fn updates_that_are_not_finite_are_skipped_together_and_end_the_run_at_last() {
+fn non_finite_updates_are_skipped_and_five_in_a_row_end_the_run() {
     let folder = tempfile::tempdir().unwrap();
     let nan = |step: &str, more: &str| {
         run(&format!("--nproc 2 {SMALL_RUN} fault=1:{step}:forward_backward:nan {more} {}", out(folder.path())))
@@ -179,7 +179,7 @@ fn updates_that_are_not_finite_are_skipped_together_and_end_the_run_at_last() {
 
 /// 7, 38: ranks share memory that has no name: neither does /dev/shm limit it nor is anything left there.
 #[test]
-fn ranks_need_no_room_in_dev_shm() {
+fn ranks_need_no_space_in_dev_shm() {
     let has_namespaces = Command::new("unshare").args(["-rm", "true"]).status().is_ok_and(|status| status.success());
     if !has_namespaces {
         eprintln!("skipped: no namespaces to mount another /dev/shm in");
@@ -198,7 +198,7 @@ fn ranks_need_no_room_in_dev_shm() {
 
 /// 7: shared memory that cannot be had, here by the limit of `ulimit -f`.
 #[test]
-fn shared_memory_that_cannot_be_had_is_said_before_the_launch() {
+fn missing_shared_memory_is_reported_before_the_launch() {
     let folder = tempfile::tempdir().unwrap();
     let ended = run_after("ulimit -f 1024", &format!("--nproc 2 {SMALL_RUN} {}", out(folder.path())));
     ended.assert_error(
@@ -227,7 +227,7 @@ fn a_logger_that_fails_does_not_end_the_run() {
 
 /// Numbers that no machine holds are refused by arithmetic that does not wrap around.
 #[test]
-fn absurd_numbers_are_refused() {
+fn overflowing_numbers_are_refused() {
     let keys = [
         "num_generations",
         "per_device_train_batch_size",

@@ -29,7 +29,7 @@ fn listen() -> (TcpListener, u16) {
 
 /// 4: there is nothing to save yet, and nothing to wait for.
 #[test]
-fn a_rank_that_waits_for_others_heeds_a_signal() {
+fn a_rank_waiting_for_others_reacts_to_a_signal() {
     let (listener, port) = listen();
     let waiting = rank(1, port, "").spawn().unwrap();
     let _unanswered = listener.accept().unwrap();
@@ -49,7 +49,7 @@ fn a_rank_that_waits_for_others_heeds_a_signal() {
 
 /// A rank 0 that dies before the others have met it is told in a line.
 #[test]
-fn a_dead_rank_0_is_told_in_one_line() {
+fn a_dead_rank_0_is_reported_in_one_line() {
     let (listener, port) = listen();
     std::thread::spawn(move || listener.incoming().for_each(drop)); // it ends as soon as it is met
     let ended = end(rank(1, port, "collective_timeout_s=3").spawn().unwrap());
@@ -59,7 +59,7 @@ fn a_dead_rank_0_is_told_in_one_line() {
 
 /// 41: under this crate's launcher ranks meet in memory that they inherit.
 #[test]
-fn a_stranger_on_the_port_changes_nothing() {
+fn an_unrelated_client_on_the_port_changes_nothing() {
     let (listener, port) = listen();
     drop(listener);
     let folder = tempfile::tempdir().unwrap();
@@ -76,7 +76,7 @@ fn a_stranger_on_the_port_changes_nothing() {
 
 /// 41: elsewhere the store is open to everyone, and what it says is not believed.
 #[test]
-fn memory_that_a_stranger_names_is_not_taken() {
+fn shared_memory_named_by_another_user_is_refused() {
     let store = Store::host("127.0.0.1", 0, None, Duration::from_secs(600)).unwrap();
     let mut file: File = tempfile::tempfile().unwrap();
     file.write_all(&vec![0; 64 << 20]).unwrap();

@@ -56,12 +56,12 @@ fn kill_again_and_again(num_kills: u64) {
 }
 
 #[test]
-fn a_run_killed_three_times_ends_like_an_undisturbed_one() {
+fn a_run_killed_three_times_equals_an_uninterrupted_one() {
     kill_again_and_again(3);
 }
 
 #[test]
 #[ignore = "takes a minute"]
-fn a_run_killed_until_its_end_ends_like_an_undisturbed_one() {
+fn a_run_killed_repeatedly_equals_an_uninterrupted_one() {
     kill_again_and_again(NUM_STEPS);
 }

@@ -151,7 +151,7 @@ fn check(cells: &[Cell], is_alone: bool) {
 }
 
 #[test]
-fn some_faults_in_some_phases() {
+fn some_injected_faults_end_the_run_with_the_expected_code() {
     let cell = |(phase, kind, code, rank)| Cell { phase, kind, code, rank };
     let cells = [
         ("load", "segv", 10, 3),
@@ -166,7 +166,7 @@ fn some_faults_in_some_phases() {
 
 #[test]
 #[ignore = "takes ten minutes"]
-fn the_whole_matrix() {
+fn all_injected_faults_end_the_run_with_the_expected_code() {
     let mut cells = Vec::new();
     for phase in PHASES {
         for (kind, code) in KINDS {

@@ -9,7 +9,7 @@ const LARGE: &str = "per_device_train_batch_size=1536 num_generations=16 max_tok
 
 /// 6: wherever in a forward or backward memory ends, it is told as such, with the key, and the run is not started again.
 #[test]
-fn memory_that_ends_in_training_names_the_key_and_is_no_reason_to_restart() {
+fn out_of_memory_in_training_names_the_key_without_restart() {
     for (phase, left_mib) in [("score", 48), ("forward_backward", 48), ("forward_backward", 160)] {
         ends_with(phase, left_mib, "lower max_tokens_per_micro_batch");
     }

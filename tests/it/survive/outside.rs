@@ -19,7 +19,7 @@ fn full() -> Stdio {
 
 /// 36: a message that nobody reads is no reason to end.
 #[test]
-fn a_run_whose_messages_cannot_be_written_goes_on() {
+fn a_run_continues_when_its_messages_cannot_be_written() {
     let folder = tempfile::tempdir().unwrap();
     for (name, more) in [("one", ""), ("two", "--nproc 2")] {
         for is_full in [false, true] {
@@ -40,7 +40,7 @@ fn a_run_whose_messages_cannot_be_written_goes_on() {
 
 /// 4, 36: `program 2>&1 | tee log`, where a signal ends `tee` first, or a terminal that is closed.
 #[test]
-fn a_run_that_is_stopped_when_its_reader_is_gone_saves() {
+fn a_run_stopped_after_its_reader_exited_still_saves() {
     let folder = tempfile::tempdir().unwrap();
     for name in ["-INT", "-HUP"] {
         let output_dir = folder.path().join(name);
@@ -61,7 +61,7 @@ fn a_run_that_is_stopped_when_its_reader_is_gone_saves() {
 
 /// 36: results that are written nowhere else are lost; those that are saved are not.
 #[test]
-fn a_full_standard_output_is_an_error_where_results_are_lost() {
+fn a_full_standard_output_is_an_error_if_results_are_lost() {
     let folder = tempfile::tempdir().unwrap();
     let sampled = format!("generate --model {MODEL} --prompt what --max-completion-length 2");
     for line in [sampled.as_str(), "config"] {
@@ -86,7 +86,7 @@ fn escape_codes_reach_the_terminal_as_text() {
 }
 
 #[test]
-fn arguments_that_are_no_text_are_named() {
+fn arguments_that_are_not_utf8_are_named() {
     let mut refused = command("plan");
     refused.arg(OsStr::from_bytes(b"output_dir=\xff"));
     let ended = end(refused.spawn().unwrap());
@@ -95,7 +95,7 @@ fn arguments_that_are_no_text_are_named() {
 
 /// 1: what is started again is the program that was started, not what has its name by now.
 #[test]
-fn a_run_whose_program_is_replaced_is_started_again() {
+fn a_restart_uses_the_original_program_file() {
     let folder = tempfile::tempdir().unwrap();
     let (program, output_dir) = (folder.path().join("colo-grpo"), folder.path().join("run"));
     fs::copy(command("").get_program(), &program).unwrap();
@@ -119,7 +119,7 @@ fn a_run_whose_program_is_replaced_is_started_again() {
 
 /// 8: an output folder that is deleted or moved while the run writes to it is made again, and said.
 #[test]
-fn an_output_folder_that_is_deleted_is_made_again() {
+fn a_deleted_output_folder_is_created_again() {
     let folder = tempfile::tempdir().unwrap();
     let (output_dir, moved) = (folder.path().join("run"), folder.path().join("moved"));
     let steps = "max_steps=60 save_steps=30 logging_steps=1";
@@ -139,7 +139,7 @@ fn an_output_folder_that_is_deleted_is_made_again() {
 
 /// 38: the next start removes what a killed process has left.
 #[test]
-fn temporary_folders_of_the_dead_are_removed_by_the_next_start() {
+fn temporary_folders_of_dead_processes_are_removed_at_start() {
     if let Some(done) = std::env::var_os(LEFT_VARIABLE) {
         let scratch = Scratch::new().unwrap();
         fs::write(scratch.path().join("file"), "").unwrap();
@@ -151,7 +151,7 @@ fn temporary_folders_of_the_dead_are_removed_by_the_next_start() {
     let folder = tempfile::tempdir().unwrap();
     let (temporary, done) = (folder.path().join("temporary"), folder.path().join("done"));
     fs::create_dir(&temporary).unwrap();
-    let test = "survive::outside::temporary_folders_of_the_dead_are_removed_by_the_next_start";
+    let test = "survive::outside::temporary_folders_of_dead_processes_are_removed_at_start";
     let mut owner = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", test])
         .envs([(LEFT_VARIABLE, &done), ("TMPDIR", &temporary)])
@@ -171,7 +171,7 @@ fn temporary_folders_of_the_dead_are_removed_by_the_next_start() {
 
 /// A run cut short at any moment of its start leaves nothing outside of its output folder.
 #[test]
-fn a_start_that_is_cut_short_leaves_nothing() {
+fn an_interrupted_start_leaves_no_files() {
     let folder = tempfile::tempdir().unwrap();
     let temporary = folder.path().join("temporary");
     fs::create_dir(&temporary).unwrap();

@@ -118,7 +118,7 @@ impl ModuleTree {
 }
 
 #[test]
-fn files_of_a_room_import_each_other_in_no_circle() {
+fn files_of_a_module_have_no_circular_imports() {
     let circles = ModuleTree::new(&sources()).circles();
     assert!(circles.is_empty(), "move what is shared to a file of its own: {circles:#?}");
     let file = |name: &str, text: &str| (name.to_owned(), text.to_owned());

@@ -58,7 +58,7 @@ fn unnamed(file: &str, text: &str) -> Vec<String> {
 }
 
 #[test]
-fn tuples_cross_no_rooms() {
+fn signatures_between_modules_have_no_unnamed_tuples() {
     let own = |(file, _): &(String, String)| !file.contains("tests") && !file.contains("testing");
     let found: Vec<_> =
         sources().iter().filter(|file| own(file)).flat_map(|(file, text)| unnamed(file, text)).collect();
@@ -66,7 +66,7 @@ fn tuples_cross_no_rooms() {
 }
 
 #[test]
-fn unnamed_tuples_are_found() {
+fn the_check_finds_unnamed_tuples() {
     for (text, expected) in [
         ("pub fn f(x: (usize, f64)) {", 1),
         ("    pub(crate) fn f<T: Copy>(\n        (a, b): (usize, Range<usize>), // [N]\n    ) -> Result<(A, B)> {", 2),

@@ -12,7 +12,7 @@ use crate::ranks;
 
 /// Prompts are run once for several completions, or not: a completion begins with a fork of its prompt's state.
 #[test]
-fn gated_delta_nets_follow_plain_adamw() {
+fn gated_delta_nets_train_like_plain_adamw() {
     let mesh = World::single().mesh(1, 1).unwrap();
     for recompute in [GradientCheckpointing::None, GradientCheckpointing::Selective, GradientCheckpointing::Full] {
         for (budget, share_prompts) in [(24, false), (24, true), (1000, true)] {
@@ -30,8 +30,8 @@ fn gated_delta_nets_follow_plain_adamw() {
 }
 
 #[test]
-fn two_ranks_with_gated_delta_nets_follow_plain_adamw() {
-    ranks::run(2, "train::delta_net::two_ranks_with_gated_delta_nets_follow_plain_adamw", |world: World| {
+fn two_ranks_with_gated_delta_nets_train_like_plain_adamw() {
+    ranks::run(2, "train::delta_net::two_ranks_with_gated_delta_nets_train_like_plain_adamw", |world: World| {
         let mesh = world.mesh(1, 2).unwrap();
         for stage in 0..=3 {
             let run = |kind| Run { delta_nets: true, share_prompts: true, ..Run::new(stage, kind) };
@@ -42,8 +42,8 @@ fn two_ranks_with_gated_delta_nets_follow_plain_adamw() {
 }
 
 #[test]
-fn stages_with_gated_delta_nets_are_bitwise_equal() {
-    ranks::run(2, "train::delta_net::stages_with_gated_delta_nets_are_bitwise_equal", |world: World| {
+fn zero_stages_with_gated_delta_nets_are_bitwise_equal() {
+    ranks::run(2, "train::delta_net::zero_stages_with_gated_delta_nets_are_bitwise_equal", |world: World| {
         let mesh = world.mesh(1, 2).unwrap();
         for (kind, share_prompts) in [(Kind::Float, true), (Kind::BFloat16, false), (Kind::BFloat16, true)] {
             stages_equal(&mesh, Run { delta_nets: true, budget: 1000, share_prompts, ..Run::new(0, kind) });

@@ -11,7 +11,7 @@ use super::run::{ADAM, ENTROPY_COEF, LR, Run, TEMPERATURE, max_difference, unpad
 
 /// The router's gradient too, with the loss that keeps experts equally busy.
 #[test]
-fn experts_follow_plain_adamw() {
+fn experts_train_like_plain_adamw() {
     let mesh = World::single().mesh(1, 1).unwrap();
     for recompute in [GradientCheckpointing::None, GradientCheckpointing::Selective, GradientCheckpointing::Full] {
         let run = Run { experts: true, recompute, ..Run::new(0, Kind::Double) };
@@ -25,7 +25,7 @@ fn experts_follow_plain_adamw() {
 /// The sampler's routers are off, so that some tokens went to other experts. The gradient is that of the network that was sampled from
 /// where these are taken, and another one where the trainer routes by itself.
 #[test]
-fn recorded_experts_are_taken() {
+fn training_replays_recorded_experts() {
     let mesh = World::single().mesh(1, 1).unwrap();
     for (delta_nets, share_prompts, recompute) in [
         (false, false, GradientCheckpointing::Full),
@@ -74,7 +74,7 @@ fn recorded_experts_are_taken() {
 /// The sampler's routers have a thousandth of noise in their logits, as much as rounding in bfloat16 makes: a few of thousands of choices
 /// are others. With them the trainer's gradient is that of the network that was sampled from, without them it is off.
 #[test]
-fn a_thousandth_in_the_routers_logits_is_an_error_of_gradients_only_without_replay() {
+fn small_router_errors_change_gradients_only_without_replay() {
     let mesh = World::single().mesh(1, 1).unwrap();
     let run = Run { experts: true, budget: 4000, ..Run::new(0, Kind::Double) };
     let mut sampler = run.autograd();
@@ -128,7 +128,7 @@ fn a_thousandth_in_the_routers_logits_is_an_error_of_gradients_only_without_repl
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_experts_follow_plain_adamw() {
+fn gpu_experts_train_like_plain_adamw() {
     let mesh = World::single_on(Backend::Nccl).unwrap().mesh(1, 1).unwrap();
     for recompute in [GradientCheckpointing::None, GradientCheckpointing::Full] {
         let run = Run { experts: true, recompute, aux_loss_coef: 0.5, budget: 1000, ..Run::new(0, Kind::Double) };

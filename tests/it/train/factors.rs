@@ -9,7 +9,7 @@ use super::run::Run;
 
 /// Tied to the embedding, whose gradient has both factors, and not; beside gated delta nets, too.
 #[test]
-fn layers_with_factors_follow_plain_adamw() {
+fn layers_with_multipliers_train_like_plain_adamw() {
     let mesh = World::single().mesh(1, 1).unwrap();
     for recompute in [GradientCheckpointing::None, GradientCheckpointing::Selective, GradientCheckpointing::Full] {
         for (tied, share_prompts, delta_nets) in [(false, true, false), (true, false, false), (false, true, true)] {

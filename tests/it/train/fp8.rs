@@ -24,8 +24,8 @@ fn fp8_all(stage: u8, kind: Kind) -> Run {
 }
 
 #[test]
-fn stages_are_bitwise_equal() {
-    ranks::run(2, "train::fp8::stages_are_bitwise_equal", |world: World| {
+fn zero_stages_in_fp8_are_bitwise_equal() {
+    ranks::run(2, "train::fp8::zero_stages_in_fp8_are_bitwise_equal", |world: World| {
         let mesh = world.mesh(1, 2).unwrap();
         for run in [
             fp8(0, Kind::Float),
@@ -41,7 +41,7 @@ fn stages_are_bitwise_equal() {
 }
 
 #[test]
-fn recomputation_changes_no_bit() {
+fn recomputation_in_fp8_changes_no_bit() {
     let mesh = World::single().mesh(1, 1).unwrap();
     for run in [
         fp8(0, Kind::Float),
@@ -111,7 +111,7 @@ fn distance(got: &[Vec<f64>], expected: &[Vec<f64>]) -> f64 {
 }
 
 #[test]
-fn gradients_are_near_with_outliers_too() {
+fn fp8_gradients_stay_close_with_outliers() {
     let mesh = World::single().mesh(1, 1).unwrap();
     for outliers in [false, true] {
         let exact = gradients(&mesh, Run::new(0, Kind::Double), outliers);
@@ -128,7 +128,7 @@ fn gradients_are_near_with_outliers_too() {
 
 /// Beside frozen matrices in FP8 adapters are multiplied as they are.
 #[test]
-fn adapters_train_beside_a_base_in_fp8() {
+fn adapters_train_on_a_base_in_fp8() {
     let mesh = World::single().mesh(1, 1).unwrap();
     let after = |run: Run, recompute| {
         let run = Run { recompute, ..run };
@@ -153,7 +153,7 @@ fn adapters_train_beside_a_base_in_fp8() {
 }
 
 #[test]
-fn what_is_not_served_is_refused_by_name() {
+fn unsupported_fp8_training_is_refused_by_key() {
     let [dense, hybrid] = ["tiny", "tiny-hybrid"].map(|name| ModelSpec::preset(name).unwrap());
     let check = |spec: &ModelSpec, on_gpu| MixedPrecision::Fp8.format().check(Use::Training, spec, on_gpu);
     let refused = |spec: &ModelSpec| check(spec, true).unwrap_err().to_string();

@@ -44,7 +44,7 @@ fn trained(run: &Run, mesh: &Mesh, policy: &mut Policy) -> Vec<Vec<f64>> {
 }
 
 #[test]
-fn offloaded_tensors_come_back_bit_for_bit() {
+fn offloaded_activations_return_bit_for_bit() {
     let mesh = World::single().mesh(1, 1).unwrap();
     for recompute in [GradientCheckpointing::Full, GradientCheckpointing::KeepAttention] {
         for kind in [Kind::Float, Kind::BFloat16] {
@@ -71,7 +71,7 @@ fn offloaded_tensors_come_back_bit_for_bit() {
 
 /// Every tensor that leaves comes back once, and they are those that are planned.
 #[test]
-fn offloaded_bytes_are_those_of_the_plan() {
+fn offloaded_bytes_match_the_plan() {
     let mesh = World::single().mesh(1, 1).unwrap();
     for (recompute, of_token) in [
         (GradientCheckpointing::Full, 4 * 24),
@@ -98,8 +98,8 @@ fn offloaded_bytes_are_those_of_the_plan() {
 
 /// Ranks that share micro-batches and shards, some of them without sequences, have the bits of ranks that do not offload.
 #[test]
-fn ranks_that_share_micro_batches_offload_their_parts() {
-    ranks::run(2, "train::offload::ranks_that_share_micro_batches_offload_their_parts", |world: World| {
+fn sequence_parallel_ranks_offload_their_parts() {
+    ranks::run(2, "train::offload::sequence_parallel_ranks_offload_their_parts", |world: World| {
         let own = world.mesh(1, 2).unwrap();
         for mesh in [own.clone(), own.with_sequence_groups(&world, 2, 2).unwrap()] {
             let recompute = GradientCheckpointing::KeepAttention;

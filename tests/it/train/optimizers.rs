@@ -24,7 +24,7 @@ fn run(stage: u8, kind: Kind, optim: Optim) -> Run {
 }
 
 #[test]
-fn one_rank_steps_every_matrix_by_itself() {
+fn muon_steps_every_matrix_separately() {
     let mesh = World::single().mesh(1, 1).unwrap();
     for optim in [Optim::AdamW8bit, Optim::Muon(MUON), Optim::Muon(ORIGINAL)] {
         follows(&mesh, run(0, Kind::Double, optim));
@@ -35,17 +35,21 @@ fn one_rank_steps_every_matrix_by_itself() {
 }
 
 #[test]
-fn stages_and_homes_step_bit_for_bit_alike() {
-    ranks::run(2, "train::optimizers::stages_and_homes_step_bit_for_bit_alike", |world: World| {
-        let (mesh, alone) = (world.mesh(1, 2).unwrap(), World::single().mesh(1, 1).unwrap());
-        for optim in [Optim::AdamW8bit, Optim::Muon(ORIGINAL)] {
-            for delta_nets in [false, true] {
-                stages_step_alike(&mesh, Run { delta_nets, ..run(0, Kind::BFloat16, optim) });
-                follows(&mesh, Run { delta_nets, ..run(3, Kind::Double, optim) });
+fn optimizer_steps_are_equal_for_all_zero_stages_and_residencies() {
+    ranks::run(
+        2,
+        "train::optimizers::optimizer_steps_are_equal_for_all_zero_stages_and_residencies",
+        |world: World| {
+            let (mesh, alone) = (world.mesh(1, 2).unwrap(), World::single().mesh(1, 1).unwrap());
+            for optim in [Optim::AdamW8bit, Optim::Muon(ORIGINAL)] {
+                for delta_nets in [false, true] {
+                    stages_step_alike(&mesh, Run { delta_nets, ..run(0, Kind::BFloat16, optim) });
+                    follows(&mesh, Run { delta_nets, ..run(3, Kind::Double, optim) });
+                }
+                state_moves(&mesh, &alone, optim);
             }
-            state_moves(&mesh, &alone, optim);
-        }
-    });
+        },
+    );
 }
 
 /// Resident at stage 0 against streamed and swapped states at the others, in one micro-batch.

@@ -27,7 +27,7 @@ const PROMPT_LEN: usize = 200;
 /// Both are held to the unfused network in float32: what the fused one is off by is at most what bfloat16 costs the unfused one.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_fused_network_is_as_exact_as_the_unfused_one() {
+fn gpu_fused_kernels_are_as_accurate_as_unfused_ones() {
     let world = World::single_on(Backend::Nccl).unwrap();
     let device = world.device();
     let spec = Arc::new(ModelSpec::preset("qwen2.5-1.5b").unwrap().with_num_layers(2));
@@ -66,7 +66,7 @@ fn gpu_fused_network_is_as_exact_as_the_unfused_one() {
 
 /// Of sixteen blocks that each add little to what they are given, the roundings of the stream are most of what bfloat16 is off by.
 #[test]
-fn a_float32_residual_stream_is_nearer_to_float32() {
+fn a_float32_residual_stream_is_closer_to_float32_training() {
     let world = World::single();
     let spec = ModelSpec { tie_word_embeddings: false, ..ModelSpec::preset("tiny").unwrap() }.with_num_layers(16);
     let weights = |layout: &UnitLayout| {
@@ -161,7 +161,7 @@ fn sequence(len: usize, vocab_size: usize) -> Sequence {
 /// 16,384 scored tokens, a vocabulary of 152,064, rows of 3,584: forward and backward beside weights and their gradients.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_a_head_takes_less_than_a_gigabyte() {
+fn gpu_the_output_head_needs_less_than_a_gigabyte() {
     let device = Device::Cuda(0);
     colo_grpo::internal::cuda::kernels::prepare(0, 1).unwrap();
     let (tokens, dim, vocabulary) = (16_384, 3584, 152_064);
@@ -198,7 +198,7 @@ fn gpu_a_head_takes_less_than_a_gigabyte() {
 /// More tokens than a chunk has, so that backward goes by slices of the vocabulary: every slice has targets, the last fewer columns.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_a_head_s_gradients_by_slices_are_those_of_float32() {
+fn gpu_sliced_head_gradients_match_float32() {
     let device = Device::Cuda(0);
     colo_grpo::internal::cuda::kernels::prepare(0, 1).unwrap();
     let (tokens, dim, vocabulary, temperature) = (1500, 896, 50_000, 0.8);

@@ -17,7 +17,7 @@ use super::updates::{DemoModel, check_changes};
 const TOLERANCE: f64 = 1e-5;
 
 #[test]
-fn a_policy_that_is_its_own_teacher_learns_what_trls_does() {
+fn self_distillation_trains_as_in_trl() {
     tch::set_num_threads(1);
     let golden: Value = serde_json::from_slice(&std::fs::read("tests/golden/self_distillation.json").unwrap()).unwrap();
     let cases = golden["cases"].as_array().unwrap();

@@ -102,23 +102,31 @@ fn every_mixer(mesh: &Mesh) {
 }
 
 #[test]
-fn two_ranks_have_the_numbers_of_one_with_every_mixer() {
-    ranks::run(2, "train::sequence_parallel::two_ranks_have_the_numbers_of_one_with_every_mixer", |world: World| {
-        every_mixer(&mesh(&world, 2, 2));
-    });
+fn two_sequence_parallel_ranks_equal_one_with_every_mixer() {
+    ranks::run(
+        2,
+        "train::sequence_parallel::two_sequence_parallel_ranks_equal_one_with_every_mixer",
+        |world: World| {
+            every_mixer(&mesh(&world, 2, 2));
+        },
+    );
 }
 
 #[test]
-fn four_ranks_have_the_numbers_of_one_with_every_mixer() {
-    ranks::run(4, "train::sequence_parallel::four_ranks_have_the_numbers_of_one_with_every_mixer", |world: World| {
-        every_mixer(&mesh(&world, 4, 4));
-    });
+fn four_sequence_parallel_ranks_equal_one_with_every_mixer() {
+    ranks::run(
+        4,
+        "train::sequence_parallel::four_sequence_parallel_ranks_equal_one_with_every_mixer",
+        |world: World| {
+            every_mixer(&mesh(&world, 4, 4));
+        },
+    );
 }
 
 /// Shard groups that are smaller than groups of shared micro-batches, and groups some of which have nothing to do.
 #[test]
-fn groups_of_two_in_hybrid_shards_have_the_numbers_of_one() {
-    let name = "train::sequence_parallel::groups_of_two_in_hybrid_shards_have_the_numbers_of_one";
+fn sequence_parallel_groups_in_hybrid_shards_equal_one_rank() {
+    let name = "train::sequence_parallel::sequence_parallel_groups_in_hybrid_shards_equal_one_rank";
     ranks::run(4, name, |world: World| {
         let mesh = mesh(&world, 2, 2);
         every_mixer(&mesh);
@@ -131,8 +139,8 @@ fn groups_of_two_in_hybrid_shards_have_the_numbers_of_one() {
 
 /// Adapters of a base in float32 or NF4, at the width that NF4 asks for.
 #[test]
-fn adapters_have_the_numbers_of_one_rank() {
-    ranks::run(2, "train::sequence_parallel::adapters_have_the_numbers_of_one_rank", |world: World| {
+fn sequence_parallel_adapters_equal_one_rank() {
+    ranks::run(2, "train::sequence_parallel::sequence_parallel_adapters_equal_one_rank", |world: World| {
         let mesh = mesh(&world, 2, 2);
         for preset in ["tiny", "tiny-hybrid"] {
             let spec = Arc::new(ModelSpec::preset(preset).unwrap().with_num_layers(4));
@@ -159,8 +167,8 @@ fn adapters_have_the_numbers_of_one_rank() {
 
 /// Attention that is not computed again has the bits that it has when it is, whether ranks share rows or not.
 #[test]
-fn kept_attention_has_the_bits_of_full_recomputation() {
-    let name = "train::sequence_parallel::kept_attention_has_the_bits_of_full_recomputation";
+fn kept_attention_equals_full_recomputation_bit_for_bit() {
+    let name = "train::sequence_parallel::kept_attention_equals_full_recomputation_bit_for_bit";
     ranks::run(2, name, |world: World| {
         for mesh in [World::single().mesh(1, 1).unwrap(), mesh(&world, 2, 2)] {
             for kind in [Kind::Float, Kind::BFloat16] {
@@ -180,16 +188,16 @@ fn kept_attention_has_the_bits_of_full_recomputation() {
 
 #[test]
 #[ignore = "needs two GPUs"]
-fn gpu_two_ranks_have_the_numbers_of_one_with_every_mixer() {
-    let name = "train::sequence_parallel::gpu_two_ranks_have_the_numbers_of_one_with_every_mixer";
+fn gpu_two_ranks_with_sequence_parallelism_equal_one() {
+    let name = "train::sequence_parallel::gpu_two_ranks_with_sequence_parallelism_equal_one";
     ranks::run_on_gpus(2, name, |world: World| every_mixer(&mesh(&world, 2, 2)));
 }
 
 /// In bfloat16 by the GPU's kernels, beside ranks that have micro-batches of their own: seven query heads a key, key heads of delta nets.
 #[test]
 #[ignore = "needs two GPUs"]
-fn gpu_kernels_serve_shared_micro_batches() {
-    let name = "train::sequence_parallel::gpu_kernels_serve_shared_micro_batches";
+fn gpu_kernels_support_sequence_parallelism() {
+    let name = "train::sequence_parallel::gpu_kernels_support_sequence_parallelism";
     ranks::run_on_gpus(2, name, |world: World| {
         let own = world.mesh(1, 2).unwrap();
         let shared = own.clone().with_sequence_groups(&world, 2, 2).unwrap();
@@ -220,7 +228,7 @@ fn gpu_kernels_serve_shared_micro_batches() {
 
 /// Three ranks cannot have equal parts of four heads.
 #[test]
-fn ranks_that_share_no_heads_are_refused() {
+fn sequence_parallelism_refuses_indivisible_heads() {
     let spec = ModelSpec::preset("micro").unwrap();
     let error = spec.validate_sequence_parallel(3).unwrap_err().to_string();
     assert_eq!(

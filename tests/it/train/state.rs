@@ -18,8 +18,8 @@ use super::run::{LR, MAX_GRAD_NORM, Run, initial, max_difference, spec, weights}
 use crate::ranks;
 
 #[test]
-fn offloaded_state_returns_bit_identical() {
-    ranks::run(2, "train::state::offloaded_state_returns_bit_identical", |world: World| {
+fn offloaded_optimizer_state_returns_bit_for_bit() {
+    ranks::run(2, "train::state::offloaded_optimizer_state_returns_bit_for_bit", |world: World| {
         offloads(&world.mesh(1, 2).unwrap())
     });
 }
@@ -87,8 +87,8 @@ pub fn counts_waiting(mesh: &Mesh) {
 }
 
 #[test]
-fn streamed_state_steps_like_resident() {
-    ranks::run(2, "train::state::streamed_state_steps_like_resident", |world: World| {
+fn streamed_optimizer_state_steps_like_resident_state() {
+    ranks::run(2, "train::state::streamed_optimizer_state_steps_like_resident_state", |world: World| {
         streams(&world.mesh(1, 2).unwrap())
     });
 }
@@ -117,8 +117,8 @@ pub fn streams(mesh: &Mesh) {
 }
 
 #[test]
-fn state_moves_to_another_world_size_and_stage() {
-    ranks::run(2, "train::state::state_moves_to_another_world_size_and_stage", |world: World| {
+fn optimizer_state_moves_to_another_world_size_and_zero_stage() {
+    ranks::run(2, "train::state::optimizer_state_moves_to_another_world_size_and_zero_stage", |world: World| {
         let mesh = world.mesh(1, 2).unwrap();
         let alone = World::single().mesh(1, 1).unwrap();
         let (from, to) = (Run::new(3, Kind::Double), Run { num_sharers: 1, ..Run::new(0, Kind::Double) });
@@ -143,8 +143,8 @@ fn state_moves_to_another_world_size_and_stage() {
 }
 
 #[test]
-fn the_ledger_holds_what_the_formulas_say() {
-    ranks::run(2, "train::state::the_ledger_holds_what_the_formulas_say", |world: World| {
+fn ledger_bytes_match_the_formulas() {
+    ranks::run(2, "train::state::ledger_bytes_match_the_formulas", |world: World| {
         let mesh = world.mesh(1, 2).unwrap();
         for (stage, tied, kind) in
             [(0, true, Kind::Float), (1, false, Kind::BFloat16), (2, true, Kind::BFloat16), (3, false, Kind::Float)]

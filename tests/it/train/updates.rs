@@ -24,7 +24,7 @@ fn golden() -> Value {
 }
 
 #[test]
-fn updates_are_trls_on_one_rank_in_micro_batches_of_any_size() {
+fn updates_on_one_rank_equal_trl_for_any_micro_batch_size() {
     let (golden, world) = (golden(), Arc::new(World::single()));
     let mesh = world.mesh(1, 1).unwrap();
     let cases = golden["cases"].as_array().unwrap();
@@ -39,8 +39,8 @@ fn updates_are_trls_on_one_rank_in_micro_batches_of_any_size() {
 }
 
 #[test]
-fn updates_are_trls_on_two_ranks() {
-    ranks::run(2, "train::updates::updates_are_trls_on_two_ranks", |world: World| {
+fn updates_on_two_ranks_equal_trl() {
+    ranks::run(2, "train::updates::updates_on_two_ranks_equal_trl", |world: World| {
         let (golden, world) = (golden(), Arc::new(world));
         let mesh = world.mesh(1, 2).unwrap();
         for case in golden["cases"].as_array().unwrap() {
@@ -51,8 +51,8 @@ fn updates_are_trls_on_two_ranks() {
 
 /// Both ranks have every micro-batch together.
 #[test]
-fn updates_are_trls_on_two_ranks_that_share_micro_batches() {
-    ranks::run(2, "train::updates::updates_are_trls_on_two_ranks_that_share_micro_batches", |world: World| {
+fn updates_on_two_sequence_parallel_ranks_equal_trl() {
+    ranks::run(2, "train::updates::updates_on_two_sequence_parallel_ranks_equal_trl", |world: World| {
         let (golden, world) = (golden(), Arc::new(world));
         let mesh = world.mesh(1, 2).unwrap().with_sequence_groups(&world, 2, 2).unwrap();
         for case in golden["cases"].as_array().unwrap() {

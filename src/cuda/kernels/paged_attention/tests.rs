@@ -2,14 +2,14 @@ use super::*;
 use crate::cuda::kernels::launch::assert_declared;
 
 #[test]
-fn the_source_has_the_same_constants() {
+fn rust_constants_match_the_kernel_source() {
     assert_declared(PLAN, &[("PLANNERS", PLANNERS as usize)]);
     assert_declared(ANY, &[("THREADS", THREADS), ("MOST", MOST_COLUMNS / THREADS)]);
     assert_declared(SOURCE, &[("COLUMNS", ITEM_HEADS), ("WARPS", THREADS / 32)]);
 }
 
 #[test]
-fn prefixes_are_told_of_where_that_was_measured_to_be_faster() {
+fn shared_prefixes_are_used_only_where_measured_faster() {
     for (rows, columns, shared_by_a_row, pays) in [
         (8, 4, 512, false),
         (64, 4, 512, false),

@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn gated_delta_nets_are_read_as_transformers_does_or_refused_by_name() {
+fn gated_delta_net_settings_are_read_as_in_transformers_or_refused() {
     let spec = ModelSpec::preset("tiny-hybrid").unwrap();
     let good = spec.to_config_json();
     assert_eq!(load(&good).unwrap(), spec);
@@ -68,7 +68,7 @@ fn gated_delta_nets_are_read_as_transformers_does_or_refused_by_name() {
 }
 
 #[test]
-fn gated_delta_nets_with_experts_are_read_as_transformers_does_or_refused_by_name() {
+fn gated_delta_nets_with_experts_are_read_as_in_transformers_or_refused() {
     let spec = ModelSpec::preset("qwen3.5-35b-a3b").unwrap();
     let good = spec.to_config_json();
     let mut usual = with(&with(&good, "norm_topk_prob", json!("remove")), "intermediate_size", json!("remove"));
@@ -100,7 +100,7 @@ fn gated_delta_nets_with_experts_are_read_as_transformers_does_or_refused_by_nam
 }
 
 #[test]
-fn qwen3_next_divides_by_choices_where_nothing_is_said_and_has_no_adapters_of_joined_projections() {
+fn qwen3_next_normalizes_routing_by_default_and_rejects_fused_adapters() {
     let spec = ModelSpec { family: Family::Qwen3Next, ..ModelSpec::preset("qwen3.5-35b-a3b").unwrap() };
     let good = spec.to_config_json();
     assert_eq!(load(&with(&good, "norm_topk_prob", json!("remove"))).unwrap(), spec);

@@ -45,7 +45,7 @@ fn own_memory() -> Arc<Member> {
 
 /// A rank may die while another one still joins.
 #[test]
-fn a_rank_that_is_lost_before_another_attaches_its_memory_is_heard_of() {
+fn a_rank_lost_during_startup_is_reported_to_late_ranks() {
     let (served, own, other) = two_that_met();
     other.break_off();
     while own.lost().is_none() {
@@ -59,7 +59,7 @@ fn a_rank_that_is_lost_before_another_attaches_its_memory_is_heard_of() {
 
 /// A node may be through the meeting, and fail, while another one still joins.
 #[test]
-fn a_failure_that_comes_before_this_rank_attaches_its_memory_is_not_forgotten() {
+fn a_failure_during_startup_is_not_forgotten() {
     let (served, own, other) = two_that_met();
     other.post_failure(FIRST_EPOCH, &Error::NonFinite { message: "early".to_owned() });
     let gather = |client: &Client, rank| {
@@ -79,7 +79,7 @@ fn a_failure_that_comes_before_this_rank_attaches_its_memory_is_not_forgotten() 
 
 /// A host that is cut off sends nothing and closes nothing.
 #[test]
-fn a_node_that_falls_silent_is_named() {
+fn a_silent_node_is_named() {
     let mut hub = TestHub::new();
     hub.longest_silence = Duration::from_secs(3);
     let (first, second) = (greeting((0, 2, 1)), greeting((1, 2, 1)));
@@ -102,7 +102,7 @@ fn a_node_that_falls_silent_is_named() {
 
 /// A rank whose greeting took too long may come again while its first connection is admitted after all.
 #[test]
-fn a_rank_that_comes_once_all_are_there_is_not_admitted() {
+fn a_surplus_rank_is_refused() {
     let (first, second) = (greeting((0, 2, 1)), greeting((1, 2, 1)));
     let mut switch = Switch::new(first.clone());
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -118,7 +118,7 @@ fn a_rank_that_comes_once_all_are_there_is_not_admitted() {
 
 /// Rank 1 counts itself twice: neither gets more or fewer parts than it asked for.
 #[test]
-fn ranks_that_gather_from_different_ranks_are_ended() {
+fn gathers_over_different_ranks_are_an_error() {
     let (served, own, other) = two_that_met();
     let gather = |client: &Client, ranks: &[usize], rank| {
         client.gather(&RankGroup::new(0, "world", ranks, rank), &[], Deadline::after(PATIENCE), || None)
@@ -154,7 +154,7 @@ fn heard_of_one_that_sends(bytes: &[u8]) -> String {
 }
 
 #[test]
-fn a_rank_that_sends_what_no_rank_does_is_told_from_one_that_died() {
+fn an_invalid_message_is_reported_differently_from_a_death() {
     let garbled = heard_of_one_that_sends(&[77; 99]);
     assert!(garbled.starts_with("on node 1 (host1): received a message of an unknown kind from it"), "{garbled}");
     for (kind, payload) in [
@@ -171,7 +171,7 @@ fn a_rank_that_sends_what_no_rank_does_is_told_from_one_that_died() {
 
 /// Whoever answers at rank 0's address and has the token, but says what no hub does.
 #[test]
-fn a_hub_that_cannot_be_read_ends_the_wait_for_it() {
+fn an_invalid_message_from_the_hub_ends_all_waits() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
     let served = std::thread::spawn(move || {
@@ -190,7 +190,7 @@ fn a_hub_that_cannot_be_read_ends_the_wait_for_it() {
 
 /// The last part comes when the deadline has passed, and before it is asked who is late.
 #[test]
-fn a_gather_that_completes_while_it_is_asked_who_is_late_is_complete() {
+fn a_gather_that_completes_during_the_timeout_query_succeeds() {
     let (served, own, other) = two_that_met();
     let gather = |client: &Client, rank, deadline| {
         client.gather(&RankGroup::new(0, "world", &[0, 1], rank), &[rank as u8], deadline, || None)
@@ -208,7 +208,7 @@ fn a_gather_that_completes_while_it_is_asked_who_is_late_is_complete() {
 
 /// Messages that a rank sent before its end are there; more will not come, and nobody waits for them until a time limit.
 #[test]
-fn who_waits_for_a_rank_that_has_ended_hears_of_its_end() {
+fn waiting_for_an_ended_rank_reports_its_end() {
     let (served, own, other) = two_that_met();
     other.relay(3, 0, 7, vec![1, 2]);
     drop(other);
@@ -221,7 +221,7 @@ fn who_waits_for_a_rank_that_has_ended_hears_of_its_end() {
 
 /// Other ranks may still have to exchange what they need to end.
 #[test]
-fn others_exchange_through_the_hub_while_rank_0_ends() {
+fn the_hub_serves_other_ranks_while_rank_0_ends() {
     let (served, clients) = all_that_met(3);
     let [own, first, second]: [Client; 3] = clients.try_into().unwrap();
     std::thread::scope(|scope| {
@@ -240,7 +240,7 @@ fn others_exchange_through_the_hub_while_rank_0_ends() {
 }
 
 #[test]
-fn slots_without_room_for_a_node_s_ranks_are_refused_before_any_meeting() {
+fn too_small_slots_are_refused_before_connecting() {
     let env = WorkerEnv { world_size: 4, local_world_size: 2, ..World::single().env };
     let error = World::join(&env, WorldOptions { slot_bytes: 511, ..WorldOptions::default() }).unwrap_err();
     assert!(error.to_string().contains("slot_bytes of at least 512 for 2 ranks on a host"), "{error}");
@@ -248,7 +248,7 @@ fn slots_without_room_for_a_node_s_ranks_are_refused_before_any_meeting() {
 
 /// However often somebody unknown sends a byte, all of the proof has one limit.
 #[test]
-fn a_proof_has_a_limit_as_a_whole() {
+fn the_authentication_has_one_overall_time_limit() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let mut stranger = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
     let stream = listener.accept().unwrap().0;
@@ -262,7 +262,7 @@ fn a_proof_has_a_limit_as_a_whole() {
 
 /// Fault 41, between nodes: who has no token learns nothing but random numbers, and all goes on as if nobody had come.
 #[test]
-fn a_stranger_at_the_hub_learns_and_changes_nothing() {
+fn an_unauthenticated_client_of_the_hub_has_no_effect() {
     let hub = TestHub::new();
     let (first, second) = (greeting((0, 2, 1)), greeting((1, 2, 1)));
     let served = hub.start(&first);
@@ -291,7 +291,7 @@ fn a_stranger_at_the_hub_learns_and_changes_nothing() {
 }
 
 #[test]
-fn nodes_that_do_not_fit_are_refused_on_all_of_them() {
+fn mismatched_nodes_are_refused_on_all_nodes() {
     let hub = TestHub::new();
     let first = greeting((0, 4, 2));
     let served = hub.start(&first);

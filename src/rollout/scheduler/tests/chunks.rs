@@ -4,7 +4,7 @@ use super::*;
 
 /// Others go on between the chunks of a long prompt, four tokens to a chunk; prompts that share a step are computed first.
 #[test]
-fn others_are_decoded_between_the_chunks_of_a_long_prompt() {
+fn other_sequences_decode_between_chunks_of_a_long_prefill() {
     let limits = StepLimits { max_num_batched_tokens: 8, ..ROOMY };
     let (long, short): (Vec<u32>, Vec<u32>) = ((1..=40).collect(), (1..=6).collect());
     let rules = StopRules { eos_token_ids: &[], decode: &|_| Ok(String::new()) };

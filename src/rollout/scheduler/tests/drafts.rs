@@ -58,7 +58,7 @@ fn simulate_with(
 }
 
 #[test]
-fn no_draft_changes_what_is_sampled() {
+fn draft_tokens_do_not_change_sampled_tokens() {
     let prompts = prompts();
     let (expected, without) = simulate(ROOMY, &prompts, 3, 0);
     let tight = [
@@ -95,7 +95,7 @@ fn no_draft_changes_what_is_sampled() {
 
 /// Most sequences and fewest blocks: a draft takes no block that a token needs.
 #[test]
-fn nobody_is_preempted_for_a_draft() {
+fn no_sequence_is_preempted_for_a_draft_token() {
     let limits = StepLimits { num_blocks: 34, block_size: 2, ..ROOMY };
     let prompts = [vec![1, 2, 3], vec![2, 3], vec![4]];
     let without = simulate(limits, &prompts, 3, 0).1;
@@ -104,7 +104,7 @@ fn nobody_is_preempted_for_a_draft() {
 }
 
 #[test]
-fn a_full_step_has_no_drafts() {
+fn a_full_step_has_no_draft_tokens() {
     let limits = StepLimits { max_num_seqs: 33, max_decode_rows: 33, ..ROOMY };
     let mut scheduler = drafting(speculator(right), limits, &prompts());
     while !scheduler.schedule().unwrap().is_decode {
@@ -117,7 +117,7 @@ fn a_full_step_has_no_drafts() {
 }
 
 #[test]
-fn what_is_interrupted_or_kept_goes_on_as_if_it_had_not_been() {
+fn interrupted_and_kept_sequences_continue_equally_with_drafts() {
     let prompts = prompts();
     let expected = simulate(ROOMY, &prompts, 3, 0).0;
     let tight = StepLimits { num_blocks: 12, max_num_seqs: 5, max_num_batched_tokens: 7, ..ROOMY };
@@ -148,7 +148,7 @@ fn what_is_interrupted_or_kept_goes_on_as_if_it_had_not_been() {
 }
 
 #[test]
-fn completions_of_an_earlier_rollout_are_drafted() {
+fn drafts_come_from_completions_of_earlier_rollouts() {
     let prompts = [vec![1, 2, 3], vec![4, 5]];
     let sampled = |drafter| {
         let mut scheduler = drafting(drafter, ROOMY, &prompts);
@@ -163,7 +163,7 @@ fn completions_of_an_earlier_rollout_are_drafted() {
 
 /// Sequences of one step end, go on and are removed while their drafts are under way.
 #[test]
-fn a_request_that_is_removed_leaves_nothing() {
+fn a_removed_request_leaves_no_state() {
     let mut scheduler = drafting(speculator(right), ROOMY, &prompts());
     let tokens = scheduler.sequences.iter().map(|sequence| sequence.token_ids.clone()).collect();
     let mut cache = Cache::new();

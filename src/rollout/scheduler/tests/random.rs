@@ -234,7 +234,7 @@ impl Calls {
 }
 
 #[test]
-fn nothing_is_lost_in_14_000_random_calls() {
+fn the_scheduler_stays_consistent_over_14_000_random_calls() {
     let play = |seed| {
         let mut calls = Calls::new(seed);
         (0..1000).for_each(|_| calls.call());

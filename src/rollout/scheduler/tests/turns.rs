@@ -29,7 +29,7 @@ fn several_turns(limits: StepLimits, lag: usize, keeps: bool) -> (Vec<Vec<u32>>,
 }
 
 #[test]
-fn a_turn_prefills_its_context_alone_where_blocks_were_not_needed_by_others() {
+fn a_turn_prefills_only_its_new_context_if_blocks_were_kept() {
     let (expected, whole) = several_turns(ROOMY, 0, false);
     assert_eq!((whole.num_turn_tokens, whole.num_lost_turn_tokens), (0, whole.num_recomputed_tokens));
     for lag in 0..3 {
@@ -50,7 +50,7 @@ fn a_turn_prefills_its_context_alone_where_blocks_were_not_needed_by_others() {
 
 /// A state is left behind unless a step that ran ahead has fed what was never sampled; pages that others need are given up.
 #[test]
-fn a_turn_goes_on_from_the_states_of_the_one_before() {
+fn a_turn_continues_from_the_saved_delta_net_states() {
     for num_blocks in [10, 24, ROOMY.num_blocks] {
         for max_num_seqs in [3, ROOMY.max_num_seqs] {
             let states = StepLimits { has_states: true, num_blocks, max_num_seqs, ..ROOMY };
