@@ -1,4 +1,4 @@
-//! The one error type of the crate. Variants carry data; messages say what, where, what was expected and how to mend it.
+//! The one error type of the crate. Variants carry data; messages say what failed, where, what was expected and how to mend it.
 
 use std::path::PathBuf;
 
@@ -14,19 +14,19 @@ use text::{amount, lines};
 pub(crate) use unknown_key::OF_ANOTHER_TRAINER;
 pub use unknown_key::UnknownKey;
 
-/// Owners of missing memory that say nothing of the place; `memory::explain_out_of_memory` adds the phase.
+/// Placeholder owners of an out-of-memory error that do not say where it happened; `memory::explain_out_of_memory` adds the phase.
 pub(crate) const A_TENSOR: &str = "a tensor";
 pub(crate) const A_LIBRARY: &str = "a library";
 
-/// The crate's result.
+/// The result type of the crate, with [`Error`] as its error.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Everything that can go wrong, flat.
+/// Every error that the crate returns, in one flat enum.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     // ---- configuration: exit code 2 ----
-    /// Keys that no part of the program reads, in the order written.
+    /// Configuration keys that are not known, in the order written.
     #[error("{}{}", lines(.0), unknown_key::hint(.0))]
     UnknownKeys(Vec<UnknownKey>),
     /// A value that a key cannot take.
@@ -36,10 +36,10 @@ pub enum Error {
         key: String,
         /// The value as written.
         got: String,
-        /// The values that are accepted, with the nearest valid ones where numbers are concerned.
+        /// The accepted values; for numbers, the nearest valid ones.
         expected: String,
     },
-    /// All that is wrong with a configuration and with the files that it names, where that is more than one error.
+    /// Several errors of a configuration and of the files that it names, reported together.
     #[error("{}", lines(.0))]
     InvalidConfig(Vec<Error>),
     /// A configuration file that does not parse.
@@ -57,7 +57,7 @@ pub enum Error {
     BadFile {
         /// The file or folder.
         path: PathBuf,
-        /// The fault, the expected contents and the remedy.
+        /// The fault, the expected contents and how to mend it.
         message: String,
     },
     /// A line of a data file that cannot be used.
@@ -70,18 +70,18 @@ pub enum Error {
         /// The fault, and the columns that were seen.
         message: String,
     },
-    /// A data set with nothing left to train on.
+    /// A data set of which no row is left to train on.
     #[error("{}: no usable prompts ({stages})", path.display())]
     EmptyDataset {
-        /// The file.
+        /// The data file.
         path: PathBuf,
-        /// Counts at each stage: read, filtered by what.
+        /// Row counts: rows read, and rows dropped by each filter.
         stages: String,
     },
     /// Prompts whose completions all get equal rewards, so that there is nothing to learn from.
     #[error("no group of completions gives a training signal: {message}")]
     NoSignal {
-        /// The completions that were sampled, their rewards, and the keys that bound the search.
+        /// The completions that were sampled, their rewards, and the keys that limit how many groups are sampled.
         message: String,
     },
     /// A repository of the Hugging Face Hub that is not in the cache and cannot be downloaded.
@@ -92,13 +92,13 @@ pub enum Error {
         /// The attempts, their outcome and the remedy.
         message: String,
     },
-    /// Tokenizer and model do not fit one another.
+    /// The tokenizer and the model do not match.
     #[error("tokenizer and model disagree: {message}")]
     TokenizerMismatch {
-        /// Which ids or counts differ.
+        /// The token ids or vocabulary sizes that differ.
         message: String,
     },
-    /// The chat template is missing, does not compile or ran out of fuel.
+    /// A chat template that is missing, does not compile, fails or exceeds its limits.
     #[error("chat template: {message}")]
     ChatTemplate {
         /// The fault and the remedy.
@@ -124,16 +124,16 @@ pub enum Error {
     },
 
     // ---- ranks: exit code 10; 15 where nothing moves ----
-    /// A collective that cannot be carried out.
+    /// A collective operation (such as all_reduce) that failed.
     #[error("{op} in group '{group}' on rank {rank}: {message}")]
     Collective {
         /// The operation.
         op: &'static str,
         /// The group's name.
         group: String,
-        /// This rank in the world.
+        /// World rank of the process that reports the error.
         rank: usize,
-        /// The library's or the peer's account of it.
+        /// The error message of the communication library or of the peer.
         message: String,
     },
     /// A collective whose peers did not arrive in time.
@@ -141,52 +141,52 @@ pub enum Error {
         "{op} in group '{group}' timed out on rank {rank} after {timeout_s:.1} s; missing ranks {missing:?}{place}"
     )]
     CollectiveTimeout {
-        /// The operation.
+        /// Name of the collective operation.
         op: &'static str,
-        /// The group's name.
+        /// Name of the process group.
         group: String,
-        /// This rank in the world.
+        /// World rank of the process that reports the error.
         rank: usize,
-        /// How long was waited, in seconds.
+        /// Seconds waited.
         timeout_s: f64,
         /// World ranks that had not arrived.
         missing: Vec<usize>,
-        /// ` of node 1 (host)`: where they are; empty on one node.
+        /// Text such as ` of node 1 (host)` that says on which nodes the missing ranks are; empty on one node.
         place: String,
     },
-    /// A rank that showed no sign of life for longer than its phase allows.
+    /// A rank whose heartbeat stayed unchanged for longer than its phase allows.
     #[error(
         "no heartbeat for {stood_s:.1} s in phase {phase} (heartbeat.{phase}_s or heartbeat.timeout_s allows {limit_s} s); last state: {state}"
     )]
     Hang {
-        /// The phase in which it stands still.
+        /// Name of the phase that makes no progress.
         phase: &'static str,
-        /// How long, in seconds.
+        /// Seconds without progress.
         stood_s: f64,
-        /// The limit, in seconds.
+        /// The limit of that phase in seconds.
         limit_s: f64,
         /// The rank's last activity.
         state: String,
     },
-    /// A process beside a rank that answers nothing, though it ends by itself what takes longer than the key allows.
+    /// A helper process of a rank (such as that of the tools) that stopped answering, although it limits the time of every request itself.
     #[error(
         "{process} has not answered for {silent_s:.1} s, although {key} = {limit_s} s limits each request: process {pid} is in state {state}"
     )]
     Silent {
-        /// The process, by the work that it does.
+        /// What the helper process does, for example "the process of the tools".
         process: &'static str,
-        /// The process.
+        /// Process id.
         pid: u32,
-        /// How long, in seconds.
+        /// Seconds without an answer.
         silent_s: f64,
-        /// The key that bounds the time of a request.
+        /// The configuration key that limits the time of a request.
         key: &'static str,
-        /// The limit, in seconds.
+        /// The value of that key in seconds.
         limit_s: f64,
-        /// The state of the process as the kernel names it.
+        /// Process state as in /proc, for example "T" for stopped.
         state: String,
     },
-    /// Another rank failed first; this is its error, told to every rank.
+    /// Another rank failed first; its error was broadcast to all ranks.
     #[error("rank {rank} failed: {message}")]
     PeerFailed {
         /// The rank whose failure came first.
@@ -196,7 +196,7 @@ pub enum Error {
         /// Message of the failed rank.
         message: String,
     },
-    /// A rank that ended without leaving an error.
+    /// A rank whose process ended without reporting an error.
     #[error("rank {rank} died: {how}")]
     RankDied {
         /// The rank.
@@ -206,12 +206,12 @@ pub enum Error {
     },
 
     // ---- memory: exit code 11 ----
-    /// An allocation that did not succeed.
+    /// An allocation that failed for lack of memory.
     #[error("out of memory: {owner} needs {}", amount(*requested_bytes))]
     OutOfMemory {
-        /// Owner of the allocation and, where known, who holds the rest and which key to lower.
+        /// What needed the memory and, where known, what holds the rest and which key to lower.
         owner: String,
-        /// Size of the allocation; 0 where a library does not say.
+        /// Requested size in bytes; 0 if the library does not report it.
         requested_bytes: usize,
     },
 
@@ -238,14 +238,14 @@ pub enum Error {
     },
 
     // ---- numerics: exit code 13 ----
-    /// Non-finite values that did not go away.
+    /// Losses, gradients or logits stayed NaN or infinite.
     #[error("{message}")]
     NonFinite {
         /// Which quantity, at which step, how often, where the batch was dumped.
         message: String,
     },
 
-    /// Results that were to be equal to the last bit, and are not.
+    /// Results that `exact = true` requires to be equal bit for bit, but that differ.
     #[error(
         "{message}. With `exact = true` both must be equal bit for bit. After an update of a driver or library delete the folder `exact` in the \
          cache, or continue with `exact = false`"
@@ -255,20 +255,20 @@ pub enum Error {
         message: String,
     },
 
-    /// A model whose numbers are further from transformers' than rounding is.
+    /// A model whose outputs differ from transformers' by more than rounding errors (`verify`).
     #[error(
         "{}: outputs differ from transformers by more than rounding errors: {message}; run again with --dtype float32 to rule out rounding",
         model.display()
     )]
     Differs {
-        /// The model as it was named.
+        /// The model as named on the command line.
         model: PathBuf,
-        /// Which figure, by how much, what is allowed.
+        /// The figure that differs, by how much, and the allowed difference.
         message: String,
     },
 
     // ---- rewards: exit code 14 ----
-    /// A reward whose workers were replaced again and again, or whose service stayed away, with no score in between.
+    /// A reward whose workers or service failed again and again without a score in between.
     #[error(
         "reward '{name}' failed {num_failures} times in a row without a score (limit: reward.max_worker_failures); last failure: {message}"
     )]
@@ -281,21 +281,21 @@ pub enum Error {
         message: String,
     },
 
-    /// A process of tools, environments or an agent that was replaced again and again with no answer in between.
+    /// A process of tools, environments or an agent that ended again and again without an answer in between.
     #[error("{name} ended {num_failures} times in a row without an answer in between; last failure: {message}")]
     ToolService {
-        /// The process, by the work that it does.
+        /// What the process does, for example "the process of the tools".
         name: &'static str,
-        /// Ends since the last answer.
+        /// How often the process has ended since its last answer.
         num_failures: usize,
-        /// The last words of the process.
+        /// The last error output of the process.
         message: String,
     },
 
-    /// Rewards that gave no score at all, so that nothing is learned or measured.
+    /// All samples of several steps, or of an evaluation, have no score from any reward.
     #[error("no sample {place} could be scored: {message}")]
     NoScore {
-        /// Which samples.
+        /// Which samples have no score, for example "in 3 steps in a row".
         place: String,
         /// The first failure of a reward among them.
         message: String,
@@ -320,7 +320,7 @@ pub enum Error {
         /// The argument that was given.
         got: String,
     },
-    /// libtorch refused an operation.
+    /// An error that libtorch returned.
     #[error("libtorch: {0}")]
     Torch(tch::TchError),
     /// A panic caught at a boundary that must not unwind further.
@@ -331,10 +331,10 @@ pub enum Error {
         /// The panic's message.
         message: String,
     },
-    /// Stopped on request before training began.
+    /// Stopped by a signal before training began.
     #[error("stopped by a signal before there was anything to save")]
     StoppedEarly,
-    /// Stopped on request (TERM, INT, USR1, HUP) after saving.
+    /// Stopped by a signal (TERM, INT, USR1, HUP) after saving a checkpoint.
     #[error("stopped by a signal at step {step}; saved {}", saved.display())]
     Preempted {
         /// The step saved.
@@ -342,7 +342,7 @@ pub enum Error {
         /// The checkpoint's folder.
         saved: PathBuf,
     },
-    /// A fault injected by the hidden key `fault`.
+    /// A fault injected for tests by the hidden key `fault`.
     #[error("injected fault in {phase}")]
     Injected {
         /// The phase it fired in.
@@ -351,30 +351,30 @@ pub enum Error {
 }
 
 impl Error {
-    /// An I/O error with the file it concerns; for `map_err`.
+    /// Returns a function for `map_err` that turns an I/O error into [`Error::Io`] with `path`.
     pub fn io(path: impl Into<PathBuf>) -> impl FnOnce(std::io::Error) -> Error {
         let path = path.into();
         move |source| Error::Io { path, source }
     }
 
-    /// A file error with its message.
+    /// Builds [`Error::BadFile`] for `path`.
     pub fn bad_file(path: impl Into<PathBuf>, message: impl Into<String>) -> Error {
         Error::BadFile { path: path.into(), message: message.into() }
     }
 
-    /// The error of a panic with `message`. Operations return their failures; this is the net below those that do not.
+    /// Turns a caught panic into an error: [`Error::OutOfMemory`] if its message reports missing memory, else [`Error::Panic`].
     pub fn of_panic(place: &'static str, message: String) -> Error {
         Error::out_of_memory(&message).unwrap_or(Error::Panic { place, message })
     }
 
-    /// [`Error::OutOfMemory`] if that is what the `message` of a library or a driver says; `None` if it is about something else.
+    /// [`Error::OutOfMemory`] if `message` of a library or driver reports missing memory, else `None`.
     pub(crate) fn out_of_memory(message: &str) -> Option<Error> {
         let requested_bytes = refusal::requested_bytes(message)?;
         let owner = if requested_bytes > 0 { A_TENSOR } else { A_LIBRARY };
         Some(Error::OutOfMemory { owner: owner.to_owned(), requested_bytes })
     }
 
-    /// One error of all of `errors`; `None` if there are none.
+    /// Combines `errors` into one error; `None` if the list is empty.
     pub fn of_all(errors: Vec<Error>) -> Option<Error> {
         let flat = errors.into_iter().flat_map(|error| match error {
             Error::InvalidConfig(inner) => inner,
@@ -387,7 +387,7 @@ impl Error {
         }
     }
 
-    /// A configuration value error.
+    /// Builds [`Error::InvalidValue`] for a configuration key or command-line option.
     pub fn invalid_value(key: &str, got: impl ToString, expected: impl Into<String>) -> Error {
         Error::InvalidValue { key: key.to_owned(), got: got.to_string(), expected: expected.into() }
     }

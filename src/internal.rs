@@ -1,5 +1,5 @@
-//! The names of the inside that the program, tests/it and the fuzz targets of this repository need. It is no part of the
-//! library: names come and go without notice.
+//! Internal names that the executable, tests/it and the fuzz targets of this repository need. They are not part of the library and change without
+//! notice.
 
 pub mod bench {
     pub use crate::bench::LengthSpread;

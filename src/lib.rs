@@ -1,9 +1,10 @@
-//! colo-grpo trains a language model with GRPO, every GPU doing both jobs in turn: all ranks generate
-//! rollouts, then all ranks train on them.
+//! colo-grpo trains a language model with GRPO. In colocated mode every GPU does both jobs in turn: all ranks generate rollouts, then all
+//! ranks train on them.
 //!
-//! The folders are the architecture. A file may use only floors below its own; `tests/it/tidy.rs` holds the code to it.
+//! The folders are the architecture: each is a module on a layer. A file may import only from modules on lower layers; `tests/it/tidy.rs`
+//! checks this.
 //!
-//! | floor | room |
+//! | layer | modules |
 //! |---|---|
 //! | 0 | [`error`] |
 //! | 1 | [`types`], [`phase`], [`console`], [`untrusted`], [`process`], [`migration`], [`http`] |
@@ -19,11 +20,11 @@
 //! | 11 | [`bench`](mod@bench) |
 //! | 12 | [`cli`] |
 //!
-//! One step, from [`trainer::Trainer::train_step`]: the next prompts; `with_rollout` wakes the engine, generates and puts
-//! it to sleep; rewards are awaited; advantages assigned; sequences packed; the policy updated. A program of its own begins at
-//! [`Trainer::builder`] and [`main`]; its types are in [`mod@config`], [`data`], [`engine`], [`grpo`], [`ranks`], [`reward`] and [`trainer`].
+//! One training step ([`trainer::Trainer::train_step`]) takes the next prompts; `with_rollout` wakes the engine, generates and puts it to
+//! sleep; then rewards are awaited, advantages computed, sequences packed and the policy updated. Programs that use the library start at
+//! [`Trainer::builder`] and [`main`]; the types are in [`mod@config`], [`data`], [`engine`], [`grpo`], [`ranks`], [`reward`] and [`trainer`].
 
-#![allow(rustdoc::private_intra_doc_links)] // the floors are for readers of the source
+#![allow(rustdoc::private_intra_doc_links)] // the table of layers is for readers of the source
 
 mod bench;
 mod checkpoint;
@@ -77,10 +78,10 @@ pub use trainer::Trainer;
 pub use types::Trajectory;
 pub use untrusted::MeteredAllocator;
 
-/// The engine that samples, and what it is asked for.
+/// The rollout engine, its requests and its results.
 ///
-/// [`RolloutEngine`] is an engine that is awake. Whole batches are sampled by [`RolloutEngine::generate`]; a [`Session`](engine::Session)
-/// takes requests one by one, of which each step returns the events:
+/// [`RolloutEngine`] is an engine that is awake. [`RolloutEngine::generate`] samples whole batches; a [`Session`](engine::Session) takes requests one
+/// by one, and each of its steps returns their events:
 ///
 /// ```no_run
 /// use std::sync::Arc;
@@ -118,7 +119,7 @@ pub use untrusted::MeteredAllocator;
 /// }
 /// ```
 ///
-/// A batch tells what it took. The stages of a model over several GPUs tell how long they waited for one another:
+/// Batches report statistics. With pipeline stages these include how long each stage computed and waited:
 ///
 /// ```no_run
 /// use colo_grpo::data::{Prompt, RolloutGroup};
@@ -134,8 +135,8 @@ pub use untrusted::MeteredAllocator;
 /// }
 /// ```
 ///
-/// [`Engine`](engine::Engine) holds the memory, and [`EngineSlices`](engine::EngineSlices) the weights that it reads; a
-/// [`Colocated`] owns both beside a learner:
+/// [`Engine`](engine::Engine) owns the GPU memory and [`EngineSlices`](engine::EngineSlices) the weights that it reads; a [`Colocated`] owns both and
+/// a learner:
 ///
 /// ```no_run
 /// use colo_grpo::Colocated;
@@ -155,7 +156,7 @@ pub mod engine {
     pub use crate::types::{SamplingParams, Structure, TokenLogprob};
 }
 
-/// The example of docs/library.md compiles.
+/// Compiles the example of docs/library.md as a doc test.
 #[cfg(doctest)]
 #[doc = include_str!("../docs/library.md")]
 struct Library;

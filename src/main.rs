@@ -1,11 +1,11 @@
-//! The program: maps the outcome to an exit code, and nothing else.
+//! The executable: runs the library's `main` and exits with its code.
 #![allow(unsafe_code)]
 
-/// Lets work on strangers' files be held to a budget of memory.
+/// The allocator that lets work on untrusted files be limited to a memory budget.
 #[global_allocator]
 static ALLOCATOR: colo_grpo::MeteredAllocator = colo_grpo::MeteredAllocator;
 
-/// Holds signals from the first instruction on: libraries initialise themselves after this, libtorch for a good part of a second.
+/// Holds back signals from the first instruction on, as libraries (libtorch above all) take up to a second to initialise.
 #[used]
 #[unsafe(link_section = ".preinit_array")]
 static HOLD_SIGNALS: extern "C" fn() = colo_grpo::internal::launch::hold_signals;

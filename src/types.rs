@@ -1,4 +1,4 @@
-//! Host data that rooms exchange: prompts, completions and their groups.
+//! Data on the host that modules exchange: prompts, completions and their groups.
 
 mod packed;
 mod routed_experts;
@@ -9,32 +9,32 @@ use std::sync::Arc;
 use packed::PackedTrajectory;
 pub use routed_experts::RoutedExperts;
 
-/// One of some ranks.
+/// The position of one rank within a group of ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Place {
-    /// Its number, from 0.
+    /// Index of the rank in the group, from 0.
     pub rank: usize,
-    /// How many ranks there are.
+    /// Number of ranks in the group.
     pub size: usize,
 }
 
 impl Place {
-    /// Its share of `len` rows: consecutive, in rank order, sizes at most one apart.
+    /// The rows of this rank, when `len` rows are divided over all ranks: consecutive, in rank order, sizes at most one apart.
     pub fn share(self, len: usize) -> Range<usize> {
         len * self.rank / self.size..len * (self.rank + 1) / self.size
     }
 }
 
-/// One row of a data set, ready to be generated from.
+/// One row of a data set with its tokenized prompt.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Prompt {
-    /// Identity of the row within its data set: the random key of its samples, the same at any world size.
+    /// Index of the row in its data set. Random keys of its samples use it, so that samples do not depend on the world size.
     pub id: u64,
-    /// The rendered text (after the chat template), as the tokenizer saw it.
+    /// The prompt's text after the chat template, as the tokenizer got it.
     pub text: String,
     /// Token ids of `text`; never empty.
     pub token_ids: Vec<u32>,
-    /// Every column of the row, for the rewards.
+    /// All columns of the row, for the rewards.
     pub columns: Arc<serde_json::Map<String, serde_json::Value>>,
 }
 
@@ -50,76 +50,75 @@ pub enum FinishReason {
     Length,
 }
 
-/// The end of a completion's environment.
+/// The state of a completion's environment when the completion ended.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct EnvironmentEnd {
-    /// Name of its class.
+    /// Class name of the environment.
     pub class: String,
-    /// Folder of the file that has the class; empty for a module.
+    /// Folder of the Python file that defines the class; empty for a module.
     pub folder: String,
-    /// The environment's own reward, if it has one, or why that failed.
+    /// The reward that the environment returned, if any, or the error message if that failed.
     pub reward: Option<Result<f32, String>>,
-    /// The environment's state in base 64, as Python's pickle writes it, where a reward may ask for it.
+    /// The pickled environment in base 64, if a reward needs it.
     pub state: Option<String>,
 }
 
-/// The continuation of a prompt in one sample: the tokens that the policy sampled, turn by turn, and between two turns the
-/// context that
-/// an environment or a tool answered with. A completion of one turn is the simplest one.
+/// One completion of a prompt: the sampled tokens, turn by turn, with the context tokens (tool results, environment observations) between the turns.
+/// A completion of one turn has no context tokens.
 #[derive(Debug, Clone, Default, PartialEq, serde::Serialize, serde::Deserialize)]
 #[serde(into = "PackedTrajectory", try_from = "PackedTrajectory")]
 pub struct Trajectory {
-    /// Ids after the prompt, end-of-sequence tokens included.
+    /// Token ids after the prompt, end-of-sequence tokens included.
     pub token_ids: Vec<u32>, // [L]
-    /// Whether the policy sampled the token. Later tokens attend to the others, which are in no loss, metric or denominator, as
-    /// with TRL's `tool_mask`.
+    /// True for tokens that the policy sampled. Context tokens (false) are attended to, but are in no loss, metric or denominator, as with TRL's
+    /// `tool_mask`.
     pub loss_mask: Vec<bool>, // [L]
-    /// Sampler's log-probability of each sampled id in nats, of the raw distribution at the sampling temperature
-    /// (before top-k, top-p, min-p and penalties), as the trainer computes it; 0 of the others.
+    /// Log-probability of each sampled token in nats under the sampler, of the raw distribution at the sampling temperature (before top-k, top-p,
+    /// min-p and penalties), as the trainer computes it; 0 for context tokens.
     pub rollout_logprobs: Vec<f32>, // [L]
-    /// Generation step in which each id was sampled or appended, and so whose weights sampled it.
+    /// Generation step in which each token was sampled or appended: the version of the weights that sampled it.
     pub weight_versions: Vec<u64>, // [L]
-    /// The experts that the sampler's router chose for each token of prompt and completion, of a model that has some.
+    /// The experts that the sampler's router chose for each token of prompt and completion; empty for models without experts.
     pub routed_experts: RoutedExperts,
-    /// Why the newest turn ended; `None` while it is under way.
+    /// Why the newest turn ended; `None` while it is still being sampled.
     pub finish_reason: Option<FinishReason>,
-    /// Decoded text, special tokens skipped; empty while the request is under way.
+    /// Decoded text without special tokens; empty while the completion is unfinished.
     pub text: String,
-    /// Messages after the prompt, of a trajectory whose model may call tools: the assistant's with `content` and `tool_calls`, and
-    /// tools' answers. Empty where there are no tools.
+    /// Messages after the prompt if the model may call tools: assistant messages with `content` and `tool_calls`, and tool results. Empty without
+    /// tools.
     pub messages: Vec<serde_json::Value>,
-    /// The trajectory's environment, if it has one.
+    /// The final state of the completion's environment, if it has one.
     pub environment: Option<Arc<EnvironmentEnd>>,
-    /// Why the environment was lost: the trajectory is masked then.
+    /// Why the environment failed; the completion is then masked.
     pub failure: Option<String>,
-    /// One entry per reward function in configured order; `None` where that reward failed.
+    /// One reward per reward function, in configured order; `None` where that reward failed.
     pub rewards: Vec<Option<f32>>,
-    /// Weighted sum of the rewards; `None` masks the sample out of the loss and the group statistics.
+    /// Weighted sum of the rewards; `None` excludes the sample from the loss and from group statistics.
     pub reward: Option<f32>,
-    /// The KL penalty that is taken off the reward before advantages are computed (`use_kl_in_reward`).
+    /// KL penalty that is subtracted from the reward before advantages are computed (`use_kl_in_reward`).
     pub kl_penalty: f32,
-    /// Group-relative advantage; 0 until assigned.
+    /// Group-relative advantage; 0 until it is computed.
     pub advantage: f32,
 }
 
 impl Trajectory {
-    /// Whether the completion was cut by a length limit rather than ended by the model.
+    /// Whether the completion was cut off by a length limit.
     pub fn is_truncated(&self) -> bool {
         self.finish_reason == Some(FinishReason::Length)
     }
 
-    /// The reward that advantages are computed from: the weighted sum less the KL penalty.
+    /// The reward for computing advantages: the weighted sum minus the KL penalty.
     pub fn penalized_reward(&self) -> Option<f32> {
         self.reward.map(|reward| reward - self.kl_penalty)
     }
 
-    /// Text of the newest turn, which built-in rewards read: never what a tool answered.
+    /// Text of the newest turn without tool results; built-in rewards read it.
     pub fn newest_text(&self) -> &str {
         let newest = self.messages.iter().rfind(|message| message["role"] == "assistant");
         newest.map_or(&self.text, |message| message["content"].as_str().unwrap_or_default())
     }
 
-    /// Tokens that the policy sampled.
+    /// Number of tokens that the policy sampled.
     pub fn num_sampled(&self) -> usize {
         self.loss_mask.iter().filter(|is_sampled| **is_sampled).count()
     }
@@ -132,7 +131,7 @@ impl Trajectory {
         self.weight_versions.push(step);
     }
 
-    /// Appends what an environment answered in generation step `step`. A request with `self` in `begun` samples the next turn.
+    /// Appends context tokens, such as a tool result, at generation step `step`. A request with this trajectory in `begun` samples the next turn.
     pub fn push_context(&mut self, token_ids: &[u32], step: u64) {
         self.token_ids.extend(token_ids);
         let len = self.token_ids.len();
@@ -142,7 +141,7 @@ impl Trajectory {
         self.finish_reason = None;
     }
 
-    /// Ranges of the tokens of each turn.
+    /// Token ranges of the sampled turns.
     pub fn turns(&self) -> Vec<Range<usize>> {
         let mut turns: Vec<Range<usize>> = Vec::new();
         for at in (0..self.loss_mask.len()).filter(|&at| self.loss_mask[at]) {
@@ -155,45 +154,44 @@ impl Trajectory {
     }
 }
 
-/// A prompt with its `num_generations` completions: the unit of advantage statistics.
+/// A prompt with its `num_generations` completions; advantages are computed within such a group.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RolloutGroup {
     /// The prompt that every completion continues.
     pub prompt: Prompt,
-    /// Generation step at which it was first scheduled: that of the random keys of all its tokens. Of a group of which nothing is
-    /// sampled yet it does not count.
+    /// Generation step in which the group was first scheduled; part of the random key of all its tokens. Unused while nothing is sampled.
     pub first_step: u64,
-    /// In sample order, 0 to `num_generations`; none if nothing is sampled yet.
+    /// Completions in sample order, 0 to `num_generations`; empty if nothing is sampled yet.
     pub completions: Vec<Trajectory>,
 }
 
 impl RolloutGroup {
-    /// A prompt that is still to be begun.
+    /// A group without completions, to be sampled from the start.
     pub fn new(prompt: Prompt) -> Self {
         Self { prompt, first_step: 0, completions: Vec::new() }
     }
 }
 
-/// A form that a completion's text is held to.
+/// A structure that constrains the text of a completion (structured output).
 #[derive(Debug, Clone, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 pub enum Structure {
-    /// A value of a JSON schema.
+    /// JSON text that matches a schema.
     Json {
-        /// The schema, an object, as text.
+        /// The JSON schema, an object, as text.
         schema: String,
-        /// No white space between values.
+        /// Whether white space between JSON values is forbidden.
         is_compact: bool,
     },
-    /// A regular expression in the syntax of Rust's `regex`, over the whole text.
+    /// A regular expression in the syntax of Rust's `regex` that must match the whole text.
     Regex(String),
-    /// One of several texts.
+    /// One of the given texts.
     Choice(Vec<String>),
-    /// A context-free grammar in Lark's syntax, as llguidance has it.
+    /// A context-free grammar in Lark's syntax, as supported by llguidance.
     Grammar(String),
 }
 
 impl Structure {
-    /// Bytes of its text.
+    /// Size of the schema, expression, choices or grammar in bytes.
     pub fn num_bytes(&self) -> usize {
         match self {
             Self::Json { schema: text, .. } | Self::Regex(text) | Self::Grammar(text) => text.len(),
@@ -202,60 +200,59 @@ impl Structure {
     }
 }
 
-/// A token that might have been sampled.
+/// A candidate token with its log-probability.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct TokenLogprob {
     /// Id of the token.
     pub token_id: u32,
-    /// Log-probability of the token in nats, of the distribution that [`Trajectory::rollout_logprobs`] are of.
+    /// Log-probability of the token in nats, of the same distribution as [`Trajectory::rollout_logprobs`].
     pub logprob: f32,
 }
 
-/// How tokens are drawn. Defaults are those of TRL's `GRPOConfig`.
+/// Sampling parameters. Defaults are those of TRL's `GRPOConfig`.
 #[derive(Debug, Clone, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct SamplingParams {
     /// Completions per prompt.
     pub num_generations: usize,
-    /// Softmax temperature, at least [`SamplingParams::MIN_TEMPERATURE`]; or 0, greedy.
+    /// Softmax temperature, at least [`SamplingParams::MIN_TEMPERATURE`]; 0 for greedy sampling.
     pub temperature: f32,
     /// Nucleus mass in (0, 1]; 1 is off.
     pub top_p: f32,
     /// Number of highest logits kept; 0 is off.
     pub top_k: usize,
-    /// Least probability relative to the most probable token, in [0, 1]; `None` is off.
+    /// Minimum probability relative to the most probable token, in [0, 1]; `None` is off.
     pub min_p: Option<f32>,
-    /// Divides positive and multiplies negative logits of ids already seen; 1 is off.
+    /// Divides positive and multiplies negative logits of token ids already seen; 1 is off.
     pub repetition_penalty: f32,
-    /// Longest completion in tokens.
+    /// Maximum completion length in tokens.
     pub max_completion_length: usize,
-    /// Strings that end a completion; the matched text is kept in `token_ids`.
+    /// Stop strings that end a completion; their tokens stay in `token_ids`.
     pub stop: Vec<String>,
-    /// Most probable tokens that are reported beside each sampled one, with their log-probabilities.
+    /// Number of most probable tokens reported for each sampled token, with their log-probabilities.
     pub top_logprobs: usize,
-    /// The structure that the completion's text must follow. Tokens are drawn, and their log-probabilities taken, from the
-    /// distribution over those that may come next.
+    /// The structure that the completion's text must match. Sampling and log-probabilities use the distribution over the tokens that the structure
+    /// allows next.
     pub structure: Option<Structure>,
-    /// First word of every random key.
+    /// Seed: the first word of every random key.
     pub seed: u64,
-    /// Generation step: the second word of every random key of groups that it begins, and the weight version of its tokens.
+    /// Generation step: the second word of the random keys of groups that start in it, and the weight version of its tokens.
     pub step: u64,
 }
 
 impl SamplingParams {
-    /// Least temperature above 0: by a smaller one, logits would be divided out of float32's range, and no token could be drawn.
+    /// Smallest temperature above 0; a smaller one would overflow logits in float32.
     pub const MIN_TEMPERATURE: f32 = 1e-6;
-    /// Least repetition penalty, for the same reason.
+    /// Smallest repetition penalty; a smaller one would overflow logits in float32.
     pub const MIN_PENALTY: f32 = 1e-6;
-    /// Largest repetition penalty, for the same reason.
+    /// Largest repetition penalty; a larger one would overflow logits in float32.
     pub const MAX_PENALTY: f32 = 1e6;
 
-    /// Whether a request may be sampled at this temperature: 0, which is greedy, or a finite one of at least
-    /// [`SamplingParams::MIN_TEMPERATURE`].
+    /// Whether a temperature is valid: 0 (greedy), or finite and at least [`SamplingParams::MIN_TEMPERATURE`].
     pub fn is_temperature(temperature: f32) -> bool {
         temperature == 0.0 || (temperature.is_finite() && temperature >= Self::MIN_TEMPERATURE)
     }
 
-    /// Whether a request may have this nucleus mass: in (0, 1], and no subnormal number, which some processors take for 0.
+    /// Whether a nucleus mass (top_p) is valid: in (0, 1] and no subnormal number, which some processors treat as 0.
     pub fn is_top_p(top_p: f32) -> bool {
         (f32::MIN_POSITIVE..=1.0).contains(&top_p)
     }
@@ -280,7 +277,7 @@ impl Default for SamplingParams {
     }
 }
 
-/// Data that the tests of several rooms share.
+/// Test data shared by several modules.
 #[cfg(test)]
 pub(crate) mod fixtures {
     use super::*;
@@ -290,7 +287,7 @@ pub(crate) mod fixtures {
         Prompt { id, text: "what".into(), token_ids: vec![1, 2], columns: Arc::default() }
     }
 
-    /// Ended, a token a byte, not scored.
+    /// A finished completion with one token per byte of `text`, not scored.
     pub(crate) fn completion(text: &str) -> Trajectory {
         Trajectory {
             token_ids: text.bytes().map(u32::from).collect(),
@@ -303,7 +300,7 @@ pub(crate) mod fixtures {
         }
     }
 
-    /// Completions of which nothing but the reward is of interest.
+    /// A group of completions that have only rewards.
     pub(crate) fn scored(rewards: &[Option<f32>]) -> RolloutGroup {
         let scored = |reward: &Option<f32>| Trajectory { rewards: vec![*reward], reward: *reward, ..completion("x") };
         RolloutGroup { completions: rewards.iter().map(scored).collect(), ..RolloutGroup::new(prompt(0)) }

@@ -1,8 +1,7 @@
-//! Bars at the bottom of a terminal, drawn by indicatif, and their record on the way from a worker to its launcher.
+//! Progress bars at the bottom of a terminal, drawn by indicatif, and the records in which workers send them to their launcher.
 //!
-//! A bar is data ([`BarState`]). The process that has the terminal, which is the launcher of a run, gives each one to indicatif; a worker
-//! writes a line of JSON with all of its bars to standard error instead. Text of a bar may come from a model, so that control characters
-//! are made visible before indicatif has it.
+//! A bar is data ([`BarState`]). The process that owns the terminal (the launcher of a run) passes bars to indicatif; a worker writes all its bars as
+//! one line of JSON to standard error instead. Text of a bar may come from a model, so control characters are made visible first.
 
 use std::fmt::Write;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -13,40 +12,40 @@ use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressState, P
 use super::neutral;
 use super::screen::{NEXT_ITEM, Screen};
 
-/// Begins a record of bars.
+/// Character that begins a record of bars.
 const RECORD: char = '\u{1e}';
-/// Bars of a record, and characters of a bar's text, that are shown at most.
+/// Maximum number of bars in a record, and of characters in a bar's text.
 const MAX_BARS: usize = 16;
 const MAX_CHARACTERS: usize = 1000;
-/// Clocks go on at this interval while a bar stands still.
+/// Interval at which the clocks of bars are redrawn while nothing else changes.
 const TICK: Duration = Duration::from_secs(1);
 
-/// How far long work is.
+/// The state of one progress bar.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(super) struct BarState {
-    /// Tells the bars of all processes apart.
+    /// Identifies the bar among those of all processes.
     pub key: u64,
     pub name: String,
-    /// The name of the things that are counted. Where it is empty, the count stands before the bar.
+    /// Name of the counted things. If it is empty, the count is shown before the bar.
     pub unit: String,
-    /// Units that make one as it is shown.
+    /// Number of counted units in one displayed unit.
     pub unit_size: u64,
-    /// Done before the clock began.
+    /// Units that were done before the clock started.
     pub first: u64,
     pub done: u64,
     pub total: Option<u64>,
-    /// Further text, the most important one first.
+    /// Further items of text, most important first.
     pub items: Vec<String>,
 }
 
 impl BarState {
-    /// Nothing is done yet, of nobody knows how much.
+    /// A bar with nothing done and an unknown total.
     pub fn new(key: u64, name: &str, unit: &str) -> Self {
         let (name, unit) = (name.to_owned(), unit.to_owned());
         Self { key, name, unit, unit_size: 1, first: 0, done: 0, total: None, items: Vec::new() }
     }
 
-    /// `3/10 GiB`
+    /// The count as text, such as `3/10 GiB`.
     pub fn count(&self) -> String {
         let size = self.unit_size.max(1);
         let done = self.done / size;
@@ -54,7 +53,7 @@ impl BarState {
         format!("{number} {}", self.unit).trim_end().to_owned()
     }
 
-    /// The text of a bar as indicatif is to have it.
+    /// The message of the bar, as passed to indicatif.
     fn message(&self) -> String {
         visible(&self.items.join(&NEXT_ITEM.to_string()))
     }
@@ -84,7 +83,7 @@ impl BarState {
     }
 }
 
-/// Bars on a terminal.
+/// The bars on a terminal.
 #[derive(Debug)]
 pub(super) struct Bars {
     multi: MultiProgress,
@@ -95,19 +94,19 @@ pub(super) struct Bars {
 #[derive(Debug, Default)]
 struct Shown {
     bars: Vec<(BarState, ProgressBar)>,
-    /// Below all bars, while there are any.
+    /// The newest warning, shown below the bars while there are any.
     warning: Option<ProgressBar>,
     last_warning: Option<String>,
 }
 
 impl Bars {
-    /// No bars yet.
+    /// No bars, on this screen.
     pub fn new(screen: Screen) -> Self {
         let target = ProgressDrawTarget::term_like(Box::new(screen.clone()));
         Self { multi: MultiProgress::with_draw_target(target), screen, shown: Mutex::default() }
     }
 
-    /// Shows these bars and no others.
+    /// Replaces all shown bars by these.
     pub fn show(&self, bars: Vec<BarState>) {
         let mut shown = self.shown();
         self.screen.at_once(|| {
@@ -116,14 +115,14 @@ impl Bars {
         });
     }
 
-    /// Remembers a warning, which stays in sight when the line that it was has scrolled away.
+    /// Keeps a warning below the bars, where it stays visible after its own line has scrolled away.
     pub fn warn(&self, text: &str) {
         let mut shown = self.shown();
         shown.last_warning = Some(visible(&format!("last warning: {text}")));
         self.screen.at_once(|| shown.place_warning(&self.multi));
     }
 
-    /// Takes the bars away, runs `write` and draws them again below what was written.
+    /// Removes the bars, runs `write` and draws the bars again below the text written.
     pub fn beside<T>(&self, write: impl FnOnce() -> T) -> T {
         let _others = self.shown(); // whose drawing would hold back that the bars are taken away
         self.multi.suspend(write)
@@ -172,26 +171,26 @@ impl Shown {
     }
 }
 
-/// The bars as one line of text, for a launcher.
+/// Encodes the bars as one line of text for the launcher.
 pub(super) fn encode(bars: &[BarState]) -> String {
     let json = serde_json::to_string(bars).unwrap_or_default(); // of text and numbers alone
     format!("{RECORD}{json}\n")
 }
 
-/// The bars of a record; `None` for any other text.
+/// Decodes a record of bars; `None` for any other text.
 pub(super) fn decode(line: &str) -> Option<Vec<BarState>> {
     serde_json::from_str(line.strip_prefix(RECORD)?).ok()
 }
 
-/// Text without a control character but the one between items.
+/// Makes control characters visible, except the separator of items.
 fn visible(text: &str) -> String {
     let text: String = text.chars().take(MAX_CHARACTERS).collect();
     let items = text.split(NEXT_ITEM).map(|item| neutral(item).replace(['\n', '\t'], " "));
     items.collect::<Vec<_>>().join(&NEXT_ITEM.to_string())
 }
 
-/// `1:05 < 10:20`: the time that was taken, and what is left at that rate where there is one. indicatif's own estimate follows the
-/// last seconds, and steps take minutes.
+/// Elapsed time, and the remaining time at the average rate if the total is known: `1:05 < 10:20`. indicatif's own estimate follows only the last
+/// seconds, but steps take minutes.
 pub(super) fn times(elapsed: Duration, done: u64, total: u64) -> String {
     let left = total.saturating_sub(done);
     match (done, left) {
@@ -204,7 +203,7 @@ pub(super) fn times(elapsed: Duration, done: u64, total: u64) -> String {
     }
 }
 
-/// `9:05`, or with hours `1:09:05`.
+/// A duration as `9:05`, or with hours `1:09:05`.
 fn clock(time: Duration) -> String {
     let seconds = time.as_secs();
     let (hours, minutes, seconds) = (seconds / 3600, seconds / 60 % 60, seconds % 60);
@@ -230,7 +229,7 @@ mod tests {
         (Bars::new(screen.clone()), screen)
     }
 
-    /// The lines on the terminal, with times left out.
+    /// The lines on the terminal without times.
     fn lines(screen: &Screen) -> Vec<String> {
         let time = regex::Regex::new(r"\d+:\d\d( < \d+:\d\d)?").unwrap();
         screen.lines().iter().map(|line| time.replace_all(line, "TIME").into_owned()).collect()

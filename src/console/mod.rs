@@ -1,5 +1,10 @@
 //! The only writer to standard output and standard error: messages, log lines, the status of a run and results.
 //!
+//! Writing a message never fails: if the reader is gone or the disk is full, the message is lost and the run continues. Results that exist nowhere
+//! else return an error instead. Text may come from a model, a template or a reward, so control characters are written as `\u001b`; only the frames
+//! of bars and the colours of this file control the terminal. Messages are redacted, and one message cannot look like two: warnings and log lines are
+//! one line each, with `\n` for a newline, and further lines of other messages are indented. Results are written unchanged.
+//!
 //! Messages never fail: where the reader is gone or the disk is full they are lost, and the run goes on. Results that exist
 //! nowhere else return an error instead. All text may come from a model, a template or a reward, so control characters are
 //! written as `\u001b`; only the bars' frames and this file's colours control the terminal. Messages are redacted, and none can pass for
@@ -38,22 +43,22 @@ use screen::{Screen, Size};
 
 use crate::error::{Error, Result};
 
-/// The size of a terminal that does not tell.
+/// Terminal size if it cannot be determined, columns and rows.
 const DEFAULT_SIZE: (u16, u16) = (80, 24);
-/// The name by which errors call standard output.
+/// Name of standard output in errors.
 const STANDARD_OUTPUT: &str = "standard output";
-/// Words before `warning:` that say where it arose, as in `step 3: warning: ..`.
+/// Maximum number of words before `warning:` that say where it arose, as in `step 3: warning: ..`.
 const MAX_PLACE_WORDS: usize = 5;
-/// Warnings that are kept, and how many characters of each.
+/// Number of warnings kept, and the characters kept of each.
 const MAX_WARNINGS: usize = 20;
 const MAX_WARNING_CHARACTERS: usize = 500;
-/// Set for a worker whose standard error its launcher reads and shows on a terminal: to [`RELAY_ALL`] if it does standard output, too.
+/// Environment variable that the launcher sets for a worker whose standard error it shows on a terminal: [`RELAY_ALL`] if also standard output.
 pub const RELAY_VARIABLE: &str = "COLO_GRPO_RELAY";
 pub const RELAY_ALL: &str = "all";
 
-/// The newest warnings, oldest first, and when they were given.
+/// The newest warnings with their times, oldest first.
 static WARNINGS: Mutex<VecDeque<KeptWarning>> = Mutex::new(VecDeque::new());
-/// The bars of a process that has the terminal.
+/// The bars of the process that owns the terminal.
 static BARS: LazyLock<Bars> = LazyLock::new(|| Bars::new(Screen::new(size, put)));
 static STDERR_TARGET: LazyLock<StderrTarget> = LazyLock::new(|| match () {
     () if std::env::var_os(RELAY_VARIABLE).is_some() => StderrTarget::Launcher,
@@ -61,11 +66,11 @@ static STDERR_TARGET: LazyLock<StderrTarget> = LazyLock::new(|| match () {
     () => StderrTarget::File,
 });
 
-/// Where standard error goes.
+/// Where this process's standard error goes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum StderrTarget {
     Terminal,
-    /// A launcher that has the terminal.
+    /// To a launcher that owns the terminal.
     Launcher,
     File,
 }
@@ -81,7 +86,7 @@ pub fn say(text: impl Display) {
     write_line(&line, Some(&*line).filter(|_| is_warning));
 }
 
-/// Passes on a line that a worker wrote to standard error: its bars, or a message that is to begin with `prefix`.
+/// Handles a line that a worker wrote to standard error: shows its bars, or prints the message with `prefix`.
 pub fn pass_on(prefix: &str, line: &str) {
     match bars::decode(line) {
         Some(bars) => show(bars),
@@ -89,7 +94,7 @@ pub fn pass_on(prefix: &str, line: &str) {
     }
 }
 
-/// Replaces the bars at the bottom of the terminal, if there is one.
+/// Replaces the bars at the bottom of the terminal, if there is a terminal.
 fn show(bars: Vec<BarState>) {
     match *STDERR_TARGET {
         StderrTarget::Terminal => BARS.show(bars),
@@ -98,7 +103,7 @@ fn show(bars: Vec<BarState>) {
     }
 }
 
-/// Writes text to standard output; its newlines are the caller's.
+/// Writes text to standard output without adding a newline.
 ///
 /// # Errors
 /// [`Error::Io`] if it cannot be written.
@@ -111,14 +116,14 @@ pub fn print(text: impl Display) -> Result<()> {
     if shows_output() { BARS.beside(write) } else { write() }
 }
 
-/// Writes a line to standard output about something that is saved elsewhere: where that fails, a warning says so.
+/// Writes a line to standard output about something that is also saved elsewhere; a failure is only a warning.
 pub fn print_saved(text: impl Display) {
     if let Err(error) = print(format_args!("{text}\n")) {
         say(format_args!("warning: {error}; this line could not be written: {text}"));
     }
 }
 
-/// [`print_saved`] of what a run leaves, which stays on the terminal where standard output goes elsewhere.
+/// Like [`print_saved`], for the final results of a run: if standard output is not the terminal, the line is shown on the terminal, too.
 pub fn print_outcome(text: impl Display) {
     print_saved(&text);
     if is_shown() && !shows_output() && !relays_output() {
@@ -131,22 +136,22 @@ fn relays_output() -> bool {
     std::env::var_os(RELAY_VARIABLE).is_some_and(|relayed| relayed == RELAY_ALL)
 }
 
-/// Pushes out what standard output still holds.
+/// Flushes standard output.
 pub fn flush() {
     let _ = io::stdout().flush();
 }
 
-/// Whether a person looks at standard output, in this process.
+/// Whether this process's standard output is a terminal.
 pub fn shows_output() -> bool {
     *STDERR_TARGET == StderrTarget::Terminal && io::stdout().is_terminal()
 }
 
-/// Whether a person may look at standard error.
+/// Whether standard error is shown on a terminal, by this process or by its launcher.
 pub fn is_shown() -> bool {
     *STDERR_TARGET != StderrTarget::File
 }
 
-/// A warning of this process.
+/// A warning that this process has given.
 #[derive(Debug, Clone)]
 pub struct KeptWarning {
     /// When it was given.
@@ -169,7 +174,7 @@ fn keep_warning(text: &str) {
     warnings.push_back(KeptWarning { at: SystemTime::now(), text });
 }
 
-/// Writes a line to standard error; a `warning` stays in sight below the bars.
+/// Writes a line to standard error; a `warning` stays visible below the bars.
 fn write_line(line: &str, warning: Option<&str>) {
     if *STDERR_TARGET != StderrTarget::Terminal {
         return put(line);
@@ -186,27 +191,26 @@ fn put(text: &str) {
     }
 }
 
-/// The size of the terminal.
+/// The terminal's size.
 fn size() -> Size {
     let size = rustix::termios::tcgetwinsize(io::stderr()).map(|size| (size.ws_col, size.ws_row));
     let (columns, rows) = size.ok().filter(|(columns, rows)| *columns > 0 && *rows > 0).unwrap_or(DEFAULT_SIZE);
     Size { columns: usize::from(columns), rows: usize::from(rows) }
 }
 
-/// The warning in a line, without the words before it.
+/// The text of a warning in a line, without its prefix.
 fn warning_of(text: &str) -> &str {
     let behind = |word: &&str| text.find(*word).map(|at| at + word.len());
     text[["warning: ", "WARN "].iter().filter_map(behind).min().unwrap_or(0)..].trim()
 }
 
-/// A message as it is written, with the newline at its end: on one line, or with further lines indented.
+/// A message as written, with a final newline: on one line, or with further lines indented.
 fn message(text: &str, is_one_line: bool) -> String {
     let text = neutral(text.trim_end_matches(['\n', '\r']));
     format!("{}\n", text.replace('\n', if is_one_line { "\\n" } else { "\n  " }))
 }
 
-/// The text with its control characters made visible, and those that end a line or change the direction of writing. JSON means the same
-/// afterwards.
+/// Makes control characters visible, and characters that end a line or change the writing direction. JSON keeps its meaning.
 fn neutral(text: &str) -> Cow<'_, str> {
     if !text.contains(is_control) {
         return Cow::Borrowed(text);
@@ -228,11 +232,11 @@ fn is_control(c: char) -> bool {
     (c.is_control() && c != '\n' && c != '\t') || is_separator || changes_direction
 }
 
-/// Standard error as the target of log lines. Colours are given here, since lines come with escape codes removed.
+/// Writer of log lines to standard error. Colours are added here, as escape codes in lines are removed.
 #[derive(Debug, Clone, Copy)]
 pub struct Log;
 
-/// A log line of a level.
+/// One log line with its level.
 #[derive(Debug)]
 pub struct LogLine(Option<tracing::Level>);
 

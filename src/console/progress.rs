@@ -1,4 +1,4 @@
-//! Progress of long work: a bar where a person may look, elsewhere a line every few seconds.
+//! Progress of long work: a bar on a terminal, elsewhere a line every few seconds.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -7,53 +7,53 @@ use std::time::{Duration, Instant};
 use super::bars::BarState;
 use super::{is_shown, say, show};
 
-/// Bars are shown anew no more often than this, but for a new or a finished one.
+/// Minimum interval between two redraws of the bars, except for new and finished bars.
 const FRAME_INTERVAL: Duration = Duration::from_millis(100);
-/// Work that is done sooner has no bar where it comes at every step: it would flicker.
+/// Work that ends sooner than this shows no bar if it repeats every step, as the bar would flicker.
 const PATIENCE: Duration = Duration::from_millis(300);
-/// The least between two lines about the same work.
+/// Minimum interval between two progress lines about the same work.
 const LINE_INTERVAL: Duration = Duration::from_secs(5);
 
 static IS_HIDDEN: AtomicBool = AtomicBool::new(false);
 static NEXT_KEY: AtomicU64 = AtomicU64::new(0);
 static LIVE: Mutex<Live> = Mutex::new(Live { bars: Vec::new(), shown: None });
 
-/// Bars of this process, in the order in which they began.
+/// The bars of this process, in the order in which they started.
 #[derive(Debug)]
 struct Live {
     bars: Vec<BarState>,
     shown: Option<Instant>,
 }
 
-/// Leaves the progress of long work to another process: the rank that was started first tells it.
+/// Shows no progress of long work in this process; the first rank shows it.
 pub fn hide_progress() {
     IS_HIDDEN.store(true, Ordering::Relaxed);
 }
 
-/// Takes all bars away.
+/// Removes all bars.
 pub fn clear_progress() {
     let mut live = LIVE.lock().unwrap_or_else(PoisonError::into_inner);
     live.bars.clear();
     show(Vec::new());
 }
 
-/// A bar of this process, which goes when it is dropped.
+/// A bar of this process, removed when the handle is dropped.
 #[derive(Debug)]
 pub(super) struct BarHandle(u64);
 
 impl BarHandle {
-    /// Nothing is shown before the first [`BarHandle::show`]. The process's id tells its bars from those of others.
+    /// A handle that shows nothing before the first [`BarHandle::show`]. The process id distinguishes its bar from those of other processes.
     pub fn new() -> Self {
         let count = NEXT_KEY.fetch_add(1, Ordering::Relaxed);
         Self((u64::from(std::process::id()) << 32) + count)
     }
 
-    /// A bar to be shown by this handle.
+    /// A bar that belongs to this handle.
     pub fn bar(&self, name: &str, unit: &str) -> BarState {
         BarState::new(self.0, name, unit)
     }
 
-    /// Shows the bar: at once, or as soon as it is time to.
+    /// Updates the bar: at once, or when the next redraw is due.
     pub fn show(&self, bar: BarState, at_once: bool) {
         let mut live = LIVE.lock().unwrap_or_else(PoisonError::into_inner);
         let place = live.bars.iter_mut().find(|own| own.key == self.0);
@@ -68,7 +68,7 @@ impl BarHandle {
         }
     }
 
-    /// Takes the bar away.
+    /// Removes the bar.
     pub fn take_away(&self) {
         let mut live = LIVE.lock().unwrap_or_else(PoisonError::into_inner);
         let before = live.bars.len();
@@ -85,7 +85,7 @@ impl Drop for BarHandle {
     }
 }
 
-/// Long work under way, which any thread may tell of. Its bar goes when the work is done or this is dropped.
+/// Progress of long work that any thread may report. Its bar is removed when the work is done or this is dropped.
 #[derive(Debug)]
 pub struct Progress {
     handle: BarHandle,
@@ -93,43 +93,43 @@ pub struct Progress {
     unit: &'static str,
     unit_size: u64,
     has_lines: bool,
-    /// The bar is shown once the work has taken so long.
+    /// The bar is shown once the work has taken this long.
     patience: Duration,
     start: Instant,
     last_line: Mutex<Option<Instant>>,
 }
 
 impl Progress {
-    /// Work called `name`, counted in `unit`s.
+    /// Progress of work called `name`, counted in `unit`s.
     pub fn new(name: &'static str, unit: &'static str) -> Self {
         let (handle, start) = (BarHandle::new(), Instant::now());
         let (patience, last_line) = (Duration::ZERO, Mutex::new(None));
         Self { handle, name, unit, unit_size: 1, has_lines: true, patience, start, last_line }
     }
 
-    /// Counts in bytes and shows units of `unit_size` bytes.
+    /// Counts bytes and displays units of `unit_size` bytes.
     fn in_bytes(self, unit_size: u64) -> Self {
         Self { unit_size, ..self }
     }
 
-    /// Shows nothing where nobody looks.
+    /// Shows a bar on a terminal, but no progress lines elsewhere.
     #[must_use]
     pub fn without_lines(self) -> Self {
         Self { has_lines: false, ..self }
     }
 
-    /// Shows nothing of what is done soon.
+    /// Shows nothing if the work ends soon.
     #[must_use]
     pub fn when_slow(self) -> Self {
         Self { patience: PATIENCE, ..self }
     }
 
-    /// So much is done of what is known.
+    /// Reports that `done` of `total` units are done.
     pub fn tell(&self, done: u64, total: u64) {
         self.update(done, Some(total), done >= total);
     }
 
-    /// So much is done, of nobody knows how much.
+    /// Reports that `done` units are done, with an unknown total.
     pub fn count(&self, done: u64, is_over: bool) {
         self.update(done, None, is_over);
     }
@@ -148,7 +148,7 @@ impl Progress {
         }
     }
 
-    /// Bytes in a second, if it is bytes that are counted.
+    /// Bytes per second as text, if bytes are counted.
     fn rate(&self, done: u64) -> Option<String> {
         let units = done as f64 / self.unit_size as f64 / self.start.elapsed().as_secs_f64().max(1e-3);
         (self.unit_size > 1 && done > 0).then(|| format!("{} {}/s", number(units), self.unit))
@@ -164,25 +164,25 @@ impl Progress {
     }
 }
 
-/// Shows how much host memory is pinned, told `(done, total)` in bytes.
+/// Returns a callback that shows how much host memory is pinned, from `(done, total)` in bytes.
 pub fn pinning_progress() -> impl FnMut(usize, usize) {
     let progress = Progress::new("host memory pinned", "GiB").in_bytes(1 << 30);
     move |done, total| progress.tell(done as u64, total as u64)
 }
 
-/// Shows how far a download is, told `(done, total)` in bytes by any thread.
+/// Returns a callback that shows the progress of a download, from `(done, total)` in bytes; any thread may call it.
 pub fn download_progress() -> impl Fn(u64, u64) + Send + Sync {
     let progress = Progress::new("download", "MB").in_bytes(1_000_000);
     move |done, total| progress.tell(done, total)
 }
 
-/// Shows how far work on a model's parts is, told `(done, total)`; nothing where nobody looks.
+/// Returns a callback that shows the progress over the parts of a model, from `(done, total)`, on a terminal only.
 pub fn parts_progress(name: &'static str) -> impl FnMut(usize, usize) {
     let progress = Progress::new(name, "parts").without_lines();
     move |done, total| progress.tell(done as u64, total as u64)
 }
 
-/// Shows how many of a model's `total` units are read, sent or gathered, told after each, where that takes a while.
+/// Returns a callback to be called after each of a model's `total` units is read, sent or gathered; shows a bar if this takes long.
 pub fn units_progress(name: &'static str, total: usize) -> impl FnMut() {
     let (progress, mut num_done) = (Progress::new(name, "parts").when_slow(), 0);
     move || {
@@ -191,7 +191,7 @@ pub fn units_progress(name: &'static str, total: usize) -> impl FnMut() {
     }
 }
 
-/// Shows how much of a checkpoint of `total` bytes is written or read, told of how many more, where that takes a while.
+/// Returns a callback that is given the number of further bytes of a checkpoint of `total` bytes written or read; shows a bar if this takes long.
 pub fn checkpoint_progress(name: &'static str, total: u64) -> impl FnMut(u64) {
     let (progress, mut done) = (Progress::new(name, "MB").in_bytes(1_000_000).when_slow(), 0);
     move |more| {
@@ -200,13 +200,13 @@ pub fn checkpoint_progress(name: &'static str, total: u64) -> impl FnMut(u64) {
     }
 }
 
-/// Shows how many rows are read for `what`, told `(done, is_over)`.
+/// Returns a callback that shows how many rows of `what` are read, from `(done, is_over)`.
 pub fn rows_progress(what: &'static str) -> impl FnMut(usize, bool) {
     let progress = Progress::new(what, "rows read");
     move |done, is_over| progress.count(done as u64, is_over)
 }
 
-/// Three significant digits: 0.0123, 4.5, 12.3k, 1e-6.
+/// A number with three significant digits: 0.0123, 4.5, 12.3k, 1e-6.
 pub fn number(value: f64) -> String {
     let trim = |text: String| match text.contains('.') {
         true => text.trim_end_matches('0').trim_end_matches('.').to_owned(),

@@ -1,5 +1,5 @@
-//! Redaction of secrets in text that is logged or written: values under a secret's name (`api_key = ..`, `"--token", ".."`, `?sig=..`,
-//! `Authorization: ..`), credentials in URLs and commands, and the forms by which issuers make their secrets known.
+//! Redaction of secrets in text that is logged or written: values after the name of a secret (`api_key = ..`, `"--token", ".."`, `?sig=..`,
+//! `Authorization: ..`), credentials in URLs and commands, and tokens of known formats.
 
 mod forms;
 #[cfg(test)]
@@ -15,19 +15,19 @@ use values::hide_values;
 
 const REDACTED: &str = "[redacted]";
 
-/// Names of secrets, in an assignment, an option or an object. `key = 3` and `token: x` are none: these two need a word before them.
+/// Names of secrets in an assignment, an option or an object. `key = 3` and `token: x` do not count: these two need another word in front.
 const NAME: &str = r"[\w.-]*(?:secret|password|passwd)s?(?:[_.-][\w.-]+|\d+)?|[\w.-]*(?:passphrase|passcode|pwd|credentials?|apikeys?)\d*|[\w.-]+(?:token|key)(?:[_-]?\d+)?|[\w.-]*(?:api|access|auth|private)[_-]?(?:keys|tokens)|[\w.-]*_(?:auth|pass|pw|pat|sas|jwt|dsn)";
-/// Names with such an ending that are no secrets: those of vocabularies, tables, data and keyboards.
+/// Names that look like those of secrets but are harmless: of vocabularies, tables, data and keyboards.
 const HARMLESS: &str = "(?:mon|don|tur|hoc|joc|whis|hot)key$|(?:^|[^a-z])(?:[beusp]os|pad|unk|mask|sep|cls|image|video|audio|special|start|end|stop|first|last|next|\
     new|per|max|min|num|an|a|the|each|every|any|this|that|sort|primary|foreign|partition|public|unknown|prompt|response|completion|answer|\
     data|cache|dict|row|column|lookup|group|map|index|config|label|text|message|fn|think|draft|vision)[ _.-]?(?:token|key)$|\
     (?:^|[^a-z])(?:forward|backward|first|second|one|two|each|per|single|num)[ _.-]pass$";
-/// Names of secrets in the query of a URL, where no other word need come before.
+/// Names of secrets in the query of a URL, where no other word is needed in front.
 const QUERY_NAME: &str = "token|key|secret|password|passwd|pwd|pass|sig|signature|auth|credential|jwt|sas";
-/// Headers that are secrets whole, but for the scheme.
+/// Headers whose whole value is secret, except for the scheme.
 const HEADERS: &str = "(?:proxy-)?authorization|(?:set-)?cookie";
 
-/// `text` with its secrets replaced by `[redacted]`. What is redacted already stays as it is.
+/// Replaces the secrets in `text` by `[redacted]`. Applying it twice changes nothing more.
 pub fn redact(text: &str) -> String {
     let text = URL.replace_all(text, format!("${{1}}{REDACTED}@"));
     let text = forms::hide(&text);
@@ -64,7 +64,7 @@ pub fn redact(text: &str) -> String {
     in_percent(&text)
 }
 
-/// Redacts every string of a JSON value, in place. A value under a secret's name is replaced whole, and so is a string that follows an
+/// Redacts every string of a JSON value in place. A value under the name of a secret is replaced completely, and so is a string that follows an
 /// option of such a name.
 pub fn redact_json(value: &mut Value) {
     match value {
@@ -102,7 +102,7 @@ fn is_harmless(name: &str) -> bool {
     HARMLESS_NAME.is_match(name)
 }
 
-/// Redacts percent-encoded assignments, as in a URL that is an argument of another one.
+/// Redacts percent-encoded assignments, as in a URL that is an argument of another URL.
 fn in_percent(text: &str) -> String {
     let decoded = |digits: &Captures| u8::from_str_radix(&digits[1], 16).map_or('?', char::from).to_string();
     let of_piece = |found: &Captures| {
@@ -127,17 +127,17 @@ static OPTION: LazyLock<Regex> = LazyLock::new(|| {
     pattern(&format!(r#"(?i)(?:^|[\s"'\[(,`])(?P<name>--?(?:{NAME}|token|key|pass))(?:\s+|["']\s*,\s*)"#))
 });
 static OPTION_NAME: LazyLock<Regex> = LazyLock::new(|| pattern(&format!("(?i)^--?(?:{NAME}|token|key|pass)$")));
-/// A name and its value as two members of an object.
+/// Matches a name and its value as two members of an object.
 static NAMED: LazyLock<Regex> = LazyLock::new(|| {
     let quote = r#"\\*["']?"#;
     let name = format!("(?P<name>{NAME}|{HEADERS})");
     pattern(&format!(r#"(?i)\b(?:name|key){quote}\s*[=:]\s*{quote}{name}{quote}[\s,;-]+{quote}value{quote}\s*[=:]\s*"#))
 });
-/// A name and its value as two members of a list.
+/// Matches a name and its value as two members of a list.
 static MEMBER: LazyLock<Regex> =
     LazyLock::new(|| pattern(&format!(r#"(?i)[(\[]\s*b?["'](?P<name>{NAME}|{HEADERS})["']\s*,\s*"#)));
 static QUERY: LazyLock<Regex> = LazyLock::new(|| pattern(&format!(r"(?i)[?&][\w.%-]*(?:{QUERY_NAME})=")));
-/// The text up to the last @ of an authority.
+/// Matches the text up to the last @ in the authority of a URL.
 static URL: LazyLock<Regex> =
     LazyLock::new(|| pattern(r#"([A-Za-z][A-Za-z0-9+.-]*(?:://|%3[aA]%2[fF]%2[fF]))[^\s/?#"'<>]+@"#));
 static HEADER: LazyLock<Regex> = LazyLock::new(|| {
@@ -146,7 +146,7 @@ static HEADER: LazyLock<Regex> = LazyLock::new(|| {
         r#"(?i)(?P<before>\b(?:{HEADERS})(?:\\*["'])?\s*[=:]\s*(?:\\*["'])?{scheme})(?P<value>[^\s"'\\\[][^"'\\\r\n]*)"#
     ))
 });
-/// Words behind which a word of random characters is a secret, whatever stands between the two.
+/// Matches words such as `Bearer` after which a random word is a secret.
 static SCHEME: LazyLock<Regex> = LazyLock::new(|| {
     let word = r"token|key|secret|password|passwd|bearer|credential|login|wandb";
     let between = r#"(?:\\*["'])?(?:\s+(?:is|was|provided|given|used|--?[\w-]+))*\s*[=:,]?\s*(?:\\*["'`])?"#;
@@ -154,14 +154,14 @@ static SCHEME: LazyLock<Regex> = LazyLock::new(|| {
         r"(?i)(?P<before>\b(?:(?P<coded>basic|_?auth)|(?:\w+[_-])?(?:{word})){between})(?P<value>[\w+/=.~-]{{8,}})"
     ))
 });
-/// Credentials `user:password` on the command line of a client.
+/// Matches credentials `user:password` on a client's command line.
 static LOGIN: LazyLock<Regex> = LazyLock::new(|| {
     let gap = r#"(?:\s+|=|["']\s*,\s*)?["']?"#;
     let client = format!(r#"\b(?:curl|wget|xh|https?)\b[^\n]*?[\s"',]-[a-z]*u{gap}"#);
     let user = r#"--(?:proxy-)?user(?:\s+|=|["']\s*,\s*)["']?"#;
     pattern(&format!(r#"(?i)(?P<before>{client}|{user})(?P<value>[^\s"':/-][^\s"':/]*:[^\s"']+)"#))
 });
-/// A password on the command line of a client, and in `.netrc`.
+/// Matches a password on a client's command line, and in `.netrc`.
 static FLAG: LazyLock<Regex> = LazyLock::new(|| {
     let flag =
         r"\bsshpass\s+-p\s*|\bmysql\w*\b[^\n]*?\s-p|\bredis-cli\b[^\n]*?\s-a\s+|\bdocker\s+login\b[^\n]*?\s-p\s+";
@@ -172,7 +172,7 @@ static XML: LazyLock<Regex> =
     LazyLock::new(|| pattern(&format!(r"(?i)(?P<before><(?P<name>{NAME})(?:\s[^<>]*)?>)[^<\[]+")));
 static PERCENT: LazyLock<Regex> = LazyLock::new(|| pattern("(?i)%(?:25)*([0-7][0-9a-f])"));
 static ENCODED_WORD: LazyLock<Regex> = LazyLock::new(|| pattern(r#"[^\s"'<>]*%[0-9A-Fa-f]{2}[^\s"'<>]*"#));
-/// A word up to the next of what may separate two assignments.
+/// Matches a word up to the next character that may separate two assignments.
 static ENCODED_PIECE: LazyLock<Regex> =
     LazyLock::new(|| pattern("(?i)(?P<piece>.+?)(?P<end>[&;?]|%(?:25)*(?:26|3b|3f)|$)"));
 static ENCODED_SIGN: LazyLock<Regex> = LazyLock::new(|| pattern("(?i)=|%(?:25)*3[ad]"));

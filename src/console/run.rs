@@ -1,4 +1,4 @@
-//! The progress of a run: its steps, the phase under way and the newest metrics. Bars where a person may look, timestamped lines elsewhere.
+//! Progress display of a run: its steps, the current phase and the newest metrics, as bars on a terminal and as timestamped lines elsewhere.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -11,10 +11,10 @@ use super::bars::{BarState, times};
 use super::progress::{BarHandle, number};
 use super::{is_shown, say};
 
-/// Lines outside a terminal come no closer than this, so that quick steps are left out; the run's last step always gets one.
+/// Minimum interval between step lines outside of a terminal; the last step always gets a line.
 const LINE_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Metrics worth a glance, with the names used for them; a narrow terminal leaves out the last ones.
+/// Metrics that are shown, with their display names; a narrow terminal omits the last ones.
 const SHOWN: [(&str, &str); 7] = [
     ("reward", "reward"),
     ("loss", "loss"),
@@ -25,7 +25,7 @@ const SHOWN: [(&str, &str); 7] = [
     ("eval_reward", "eval reward"),
 ];
 
-/// The display of one run. Ranks other than the first hold a hidden one, so that no caller asks. Clones show the same.
+/// The progress display of a run. On ranks other than 0 it shows nothing, so callers need no check. Clones share one display.
 #[derive(Debug, Clone)]
 pub struct RunDisplay {
     is_first_rank: bool,
@@ -40,9 +40,9 @@ struct RunState {
     step: u64,
     max_steps: u64,
     summary: Vec<String>,
-    /// The line of the newest step, which stays when the bars go.
+    /// The line of the newest step, which remains when the bars are removed.
     last: Option<String>,
-    /// The bar of the steps, and the phase of a step that is under way.
+    /// The bar of the steps, and that of the current phase within a step.
     steps: BarHandle,
     phase: Option<RunningPhase>,
 }
@@ -60,13 +60,12 @@ struct RunningPhase {
 #[derive(Debug)]
 struct Lines {
     last: Cell<Option<Instant>>,
-    /// The line of the newest step, if it was left out.
+    /// The line of the newest step, if it was not printed yet.
     left_out: RefCell<Option<String>>,
 }
 
 impl RunDisplay {
-    /// For a run that is to end with step `max_steps` and has done `done` of them. Shows itself where `is_first_rank`, on
-    /// standard error.
+    /// A display for a run that ends with step `max_steps` and has done `done` steps. It writes to standard error, if `is_first_rank`.
     pub fn new(max_steps: u64, done: u64, is_first_rank: bool) -> Self {
         let (start, summary, steps) = (Instant::now(), Vec::new(), BarHandle::new());
         let state =
@@ -76,7 +75,7 @@ impl RunDisplay {
         Self { is_first_rank, state: Rc::new(RefCell::new(state)), lines }
     }
 
-    /// Starts a phase of `total` parts: completed groups, micro-batches, held-out problems.
+    /// Starts a phase of `total` parts: completed groups, micro-batches or evaluation problems.
     pub fn begin_phase(&self, name: &str, total: usize) {
         let (handle, name) = (BarHandle::new(), name.to_owned());
         let phase = RunningPhase { handle, name, done: 0, total, start: Instant::now(), num_tokens: 0 };
@@ -85,12 +84,12 @@ impl RunDisplay {
         self.show_phase(true);
     }
 
-    /// One part of the phase is done.
+    /// Reports that one part of the phase is done.
     pub fn advance(&self) {
         self.change(|phase| phase.done += 1);
     }
 
-    /// Tokens that a GPU has sampled in the phase so far.
+    /// Reports the number of tokens per GPU that the phase has sampled so far.
     pub fn sampled(&self, num_tokens: usize) {
         self.change(|phase| phase.num_tokens = num_tokens);
     }
@@ -104,7 +103,7 @@ impl RunDisplay {
         self.show_phase(is_over);
     }
 
-    /// A step is done: its number and metrics.
+    /// Reports a finished step with its metrics.
     pub fn finish_step(&self, step: u64, values: &BTreeMap<String, f64>) {
         let mut state = self.state.borrow_mut();
         (state.step, state.summary, state.phase) = (step, summary(values), None);
@@ -125,7 +124,7 @@ impl RunDisplay {
         }
     }
 
-    /// Prints a line above the bars, or with a timestamp where there are none.
+    /// Prints a line above the bars, or with a timestamp if there are no bars.
     pub fn say(&self, text: &str) {
         if self.lines.is_some() {
             say(format_args!("{} {text}", timestamp()));
@@ -134,8 +133,7 @@ impl RunDisplay {
         }
     }
 
-    /// Takes the bars away and leaves the line of the last step, which is printed where lines are, too, if a run ends before its
-    /// time.
+    /// Removes the bars and prints the line of the last step, if a run that ended early has not printed it.
     pub fn finish(&self) {
         if let Some(line) = self.lines.as_ref().and_then(|lines| lines.left_out.take()) {
             self.say(&line);
@@ -203,7 +201,7 @@ fn summary(values: &BTreeMap<String, f64>) -> Vec<String> {
     shown.collect()
 }
 
-/// UTC to the second.
+/// Current time in UTC, to the second.
 fn timestamp() -> String {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     let now = DateTime::from_timestamp(since.as_secs() as i64, 0).unwrap_or_default();

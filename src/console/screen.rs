@@ -1,8 +1,7 @@
-//! The lines at the bottom of the terminal, which indicatif composes on a very wide screen and this file fits to the real one.
+//! The status lines at the bottom of the terminal. indicatif composes them on a very wide virtual screen; this file fits them to the real terminal.
 //!
-//! indicatif counts the rows that it has to erase by the width that the terminal had when they were written, so a window that was made
-//! narrower keeps the remains of lines that wrapped. Here a frame is erased by the width that the terminal has now. A line is a list of
-//! items, the most important one first; a narrow terminal shows as many whole items as it has room for.
+//! indicatif erases lines by the terminal width at the time of writing, so after the window was made narrower, parts of wrapped lines would remain.
+//! This file erases by the current width. A line is a list of items, most important first; a narrow terminal shows as many whole items as fit.
 
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -10,21 +9,21 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use indicatif::TermLike;
 use unicode_width::{UnicodeWidthChar, UnicodeWidthStr};
 
-/// Stands between the items of a line.
+/// Separator of items within a line.
 pub(super) const NEXT_ITEM: char = '\u{1d}';
-/// Columns between the items of a line on the terminal.
+/// Space between the items of a line on the terminal.
 const GAP: &str = "  ";
-/// Columns that indicatif composes lines for; none is as long.
+/// Width of the virtual screen in columns; no line is longer.
 const WIDTH: u16 = 4096;
 
-/// Columns and rows of a terminal.
+/// Size of a terminal in columns and rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Size {
     pub columns: usize,
     pub rows: usize,
 }
 
-/// The screen that indicatif draws on. Clones are the same screen.
+/// The screen that indicatif draws on. Clones share one screen.
 #[derive(Debug, Clone)]
 pub(super) struct Screen {
     frame: Arc<Mutex<ScreenFrame>>,
@@ -33,12 +32,12 @@ pub(super) struct Screen {
 }
 
 impl Screen {
-    /// A screen on a terminal of `size` that `put` writes to.
+    /// A screen on a terminal of `size`; `put` writes to it.
     pub fn new(size: fn() -> Size, put: fn(&str)) -> Self {
         Self { frame: Arc::default(), size, put }
     }
 
-    /// Writes all that `draw` changes at once.
+    /// Runs `draw` and writes all its changes to the terminal at once.
     pub fn at_once(&self, draw: impl FnOnce()) {
         self.frame().num_holders += 1;
         draw();
@@ -57,20 +56,20 @@ impl Screen {
         self.frame.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The lines on the terminal.
+    /// The lines currently on the terminal.
     #[cfg(test)]
     pub fn lines(&self) -> Vec<String> {
         self.frame().drawn.clone()
     }
 }
 
-/// Every drawing of indicatif writes all lines and flushes, so its movements of the cursor say nothing new.
+/// Cursor movements are ignored: indicatif writes all lines and flushes with every drawing.
 impl TermLike for Screen {
     fn width(&self) -> u16 {
         WIDTH
     }
 
-    /// Rows but the one where the next message begins.
+    /// Rows of the terminal, except the one where the next message begins.
     fn height(&self) -> u16 {
         (self.size)().rows.saturating_sub(1).try_into().unwrap_or(u16::MAX)
     }
@@ -118,19 +117,19 @@ impl TermLike for Screen {
 
 #[derive(Debug, Default)]
 struct ScreenFrame {
-    /// Text of the drawing under way: each line filled up with spaces to [`WIDTH`] columns.
+    /// Text of the current drawing: every line is padded with spaces to [`WIDTH`] columns.
     composed: String,
-    /// Lines that are wanted.
+    /// Lines that should be on the terminal.
     lines: Vec<String>,
     /// Lines that are on the terminal.
     drawn: Vec<String>,
-    /// Drawings under way whose end writes them.
+    /// Number of open [`Screen::at_once`] calls; the last one writes the changes.
     num_holders: usize,
 }
 
 impl ScreenFrame {
-    /// The text that takes the drawn lines away and draws the wanted ones on a terminal of so many columns. The last column stays free: some
-    /// terminals begin a new line behind it.
+    /// The text that erases the drawn lines and draws the new ones on a terminal with `columns` columns. The last column stays free, as some
+    /// terminals begin a new line after it.
     fn update(&mut self, columns: usize) -> String {
         let lines: Vec<String> = self.lines.iter().map(|line| fit(line, columns.saturating_sub(1))).collect();
         if lines == self.drawn {
@@ -146,7 +145,7 @@ impl ScreenFrame {
     }
 }
 
-/// The lines of a text that fills each one up to [`WIDTH`] columns.
+/// Splits a text of lines padded to [`WIDTH`] columns.
 fn lines(text: &str) -> Vec<String> {
     let (mut lines, mut column): (Vec<String>, usize) = (Vec::new(), 0);
     for c in text.chars().filter(|c| *c != '\r') {
@@ -161,7 +160,7 @@ fn lines(text: &str) -> Vec<String> {
     lines.iter().map(|line| line.trim_end().to_owned()).filter(|line| !line.is_empty()).collect()
 }
 
-/// The line on a terminal with so many columns: whole items, or a part of the first.
+/// Fits a line to a terminal with `columns` columns: whole items, or a part of the first.
 fn fit(line: &str, columns: usize) -> String {
     let mut items = line.split(NEXT_ITEM).map(str::trim).filter(|item| !item.is_empty());
     let Some(first) = items.next() else { return String::new() };
@@ -175,7 +174,7 @@ fn fit(line: &str, columns: usize) -> String {
     fitted
 }
 
-/// The beginning of a text that takes at most so many columns.
+/// The beginning of a text that takes at most `columns` columns.
 fn cut(text: &str, columns: usize) -> String {
     let mut left = columns;
     let fits = |c: &char| {

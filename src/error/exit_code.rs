@@ -2,42 +2,42 @@
 
 use super::Error;
 
-/// Process exit codes, as the launcher and the worker return them.
+/// Exit codes of the launcher and of its workers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[repr(u8)]
 pub enum ExitCode {
-    /// All done.
+    /// Success.
     Done = 0,
     /// The configuration is wrong.
     Configuration = 2,
     /// Data or model files are wrong.
     Files = 3,
-    /// The machine lacks something.
+    /// The machine or launching program lacks something that is required.
     Environment = 4,
     /// No usable checkpoint.
     Checkpoint = 5,
-    /// A rank died, or could not be reached.
+    /// A rank died or could not be reached.
     RankDied = 10,
     /// Out of memory, on the device or the host.
     OutOfMemory = 11,
     /// Storage failed or is full.
     Storage = 12,
-    /// Too many non-finite losses or gradients, or a model that `verify` finds different.
+    /// Too many non-finite losses or gradients, or `verify` found a model that differs from transformers.
     Numerics = 13,
-    /// A reward's workers fail again and again, or rewards score nothing.
+    /// A reward's workers keep failing, or no reward gives a score.
     RewardService = 14,
     /// No progress for the configured time.
     Hang = 15,
-    /// Sampler and trainer are not equal in a run that asks for that.
+    /// With `exact = true`, sampler and trainer do not agree bit for bit.
     Unequal = 16,
-    /// Preempted; the state was saved.
+    /// Stopped by a signal; a checkpoint was saved.
     Preempted = 75,
-    /// A second signal ended it at once, as a shell counts an interrupt.
+    /// Ended at once by a second signal (130, as shells report an interrupt).
     Interrupted = 130,
 }
 
 impl ExitCode {
-    /// Every code, for parsing what a worker left behind.
+    /// All exit codes, to parse the report of a worker.
     pub const ALL: [ExitCode; 14] = [
         ExitCode::Done,
         ExitCode::Configuration,
@@ -55,14 +55,14 @@ impl ExitCode {
         ExitCode::Interrupted,
     ];
 
-    /// The code with this number, if it is one of ours.
+    /// The exit code with this number; `None` for a number that the program does not use.
     pub fn from_number(number: i32) -> Option<Self> {
         Self::ALL.into_iter().find(|code| *code as i32 == number)
     }
 }
 
 impl Error {
-    /// The process exit code that stands for this error.
+    /// The process exit code for this error.
     pub fn exit_code(&self) -> ExitCode {
         match self {
             Error::UnknownKeys(_) | Error::InvalidValue { .. } | Error::ConfigSyntax { .. } => ExitCode::Configuration,

@@ -1,11 +1,10 @@
-//! How libraries and drivers say that there was no memory. Their words are all that libtorch passes on.
+//! Recognizes out-of-memory errors of libraries and drivers by their messages: libtorch passes on nothing else.
 
-/// libtorch's allocators, which name the size.
+/// Out-of-memory messages of libtorch's allocators, which name the size.
 const SIZED: [&str; 2] = ["can't allocate memory: you tried to allocate ", "CUDA out of memory. Tried to allocate "];
 
-/// Others, which name none: libtorch of an allocation outside of its cache (`CUDA error: out of memory`), the driver, the
-/// runtime, the compiler of kernels, cuBLAS, cuBLASLt and cuDNN, whose handles and workspaces take memory on first use. NCCL
-/// says it through the runtime.
+/// Out-of-memory messages without a size: of libtorch outside of its cache (`CUDA error: out of memory`), the CUDA driver and runtime, NVRTC, cuBLAS,
+/// cuBLASLt and cuDNN, whose handles and workspaces take memory on first use. NCCL reports it through the runtime.
 const UNSIZED: [&str; 9] = [
     "CUDA error: out of memory",
     "CUDA out of memory",
@@ -18,13 +17,13 @@ const UNSIZED: [&str; 9] = [
     "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
 ];
 
-/// The bytes that were asked for, 0 where `message` does not say; `None` if it does not tell of missing memory.
+/// The bytes that an out-of-memory message says were requested, 0 if it names no size; `None` for any other message.
 pub(super) fn requested_bytes(message: &str) -> Option<usize> {
     let sized = SIZED.iter().find_map(|phrase| bytes(message.split_once(phrase)?.1));
     sized.or_else(|| UNSIZED.iter().any(|phrase| message.contains(phrase)).then_some(0))
 }
 
-/// A size with its unit, as libtorch writes it: `4096 bytes`, `1.50 GiB`.
+/// Parses a size with its unit as libtorch writes it, in bytes: `4096 bytes`, `1.50 GiB`.
 fn bytes(size: &str) -> Option<usize> {
     let (number, unit) = size.split_once(' ')?;
     let scale = ["bytes", "KiB", "MiB", "GiB"].iter().position(|name| unit.starts_with(name))? as i32;

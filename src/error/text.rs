@@ -1,17 +1,17 @@
-//! Parts of messages.
+//! Helpers that build parts of error messages.
 
 use std::any::Any;
 use std::fmt;
 
-/// Most faults of a configuration that one message lists.
+/// Maximum number of configuration errors that one message lists.
 pub(crate) const MAX_LISTED: usize = 20;
 
-/// `5 bytes`, or `more` where nobody says how many.
+/// A size for messages: `5 bytes`, or `more` if the size is 0 (unknown).
 pub(super) fn amount(bytes: usize) -> String {
     if bytes == 0 { "more".to_owned() } else { format!("{bytes} bytes") }
 }
 
-/// An error of the operating system, with the limit to raise where a file may not be so large.
+/// The text of an operating system error; for a file that is too large it adds the limit to raise (`ulimit -f`).
 pub(crate) fn explained(error: &std::io::Error) -> String {
     match error.raw_os_error() {
         Some(libc::EFBIG) => {
@@ -26,7 +26,7 @@ pub(crate) fn explained(error: &std::io::Error) -> String {
     }
 }
 
-/// The first [`MAX_LISTED`] of a list, one a line, and how many more there are.
+/// The first [`MAX_LISTED`] entries, one per line, and how many more there are.
 pub(super) fn lines(list: &[impl fmt::Display]) -> String {
     let mut lines: Vec<_> = list.iter().take(MAX_LISTED).map(ToString::to_string).collect();
     if list.len() > MAX_LISTED {
@@ -35,7 +35,7 @@ pub(super) fn lines(list: &[impl fmt::Display]) -> String {
     lines.join("\n")
 }
 
-/// The message of a panic.
+/// The text that a panic carries.
 pub fn panic_message(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
     text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "(no message)".to_owned())

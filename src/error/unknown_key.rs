@@ -1,20 +1,20 @@
-//! Keys of a configuration that nothing reads.
+//! Configuration keys that the program does not know.
 
 use std::fmt;
 
-/// Keys of another trainer in one file from which on the command that translates all of them is named.
+/// Number of keys of another trainer in one file from which on the error names the command that translates the whole file.
 const MANY: usize = 2;
-/// How the advice on a key of another trainer begins.
+/// Prefix of the advice for a key of another trainer.
 pub(crate) const OF_ANOTHER_TRAINER: &str = "here: ";
 
-/// A key that no part of the program reads.
+/// A configuration key that the program does not know.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct UnknownKey {
     /// File and line (`run.toml:12`) or `command line`.
     pub origin: String,
     /// The key as written.
     pub key: String,
-    /// The known key that is close to it, or what takes the place of another program's key.
+    /// The closest known key, or the equivalent of another trainer's key.
     pub advice: Option<String>,
 }
 
@@ -25,7 +25,7 @@ impl fmt::Display for UnknownKey {
     }
 }
 
-/// The command that translates a file with keys of another trainer; empty where there is none.
+/// Names the command that translates a file with keys of another trainer; empty without such a file.
 pub(super) fn hint(keys: &[UnknownKey]) -> String {
     let of_another = |key: &&UnknownKey| key.advice.as_ref().is_some_and(|it| it.starts_with(OF_ANOTHER_TRAINER));
     let files: Vec<&str> = keys.iter().filter(of_another).filter_map(UnknownKey::file).collect();
@@ -41,7 +41,7 @@ pub(super) fn hint(keys: &[UnknownKey]) -> String {
 }
 
 impl UnknownKey {
-    /// The file that the key is in.
+    /// The configuration file that contains the key; `None` for the command line.
     fn file(&self) -> Option<&str> {
         let is_line = |line: &str| line.parse::<usize>().is_ok();
         let file =

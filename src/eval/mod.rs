@@ -1,5 +1,5 @@
-//! Evaluation on held-out problems: avg@n, pass@k, maj@n and the mean reward, with standard errors. Some of the rewards decide
-//! whether a sample is solved; their weights do not.
+//! Evaluation on held-out problems: avg@n, pass@k, maj@n and the mean reward, with standard errors. The deciding rewards determine whether a sample
+//! is solved, whatever their weights.
 
 mod references;
 
@@ -16,38 +16,38 @@ use crate::metrics::MetricValues;
 use crate::ranks::{Collective, ReduceOp, World, all_gather_json, all_reduce_f64};
 use crate::types::{Prompt, RolloutGroup, Trajectory};
 
-/// The step in the random keys of evaluations: none that training reaches, the same every time, so that two evaluations
-/// of the same weights sample the same tokens.
+/// The generation step in random keys of evaluations. Training never reaches it, and it is constant, so that two evaluations of the same weights
+/// sample the same tokens.
 pub const SAMPLING_STEP: u64 = u64::MAX;
 
-/// A deciding reward of at least this is its full mark.
+/// A deciding reward of at least this value counts as 1.
 const SOLVED: f32 = 0.999;
 
-/// This rank's share of the rows.
+/// The rows that this rank evaluates.
 pub fn share_of(dataset: &Dataset, world: &World) -> Vec<Prompt> {
     world.place().share(dataset.len()).map(|row| dataset.prompt(row).clone()).collect()
 }
 
-/// Sums over all ranks of one evaluation.
+/// The results of one evaluation, summed over all ranks.
 #[derive(Debug, Clone, PartialEq)]
 pub struct EvalOutcome {
-    /// The weighted reward over all samples: its mean is avg@n.
+    /// Statistics of the weighted reward over all samples; its mean is avg@n.
     pub reward: BatchStats,
-    /// Each reward over all samples.
+    /// Statistics of each reward over all samples.
     pub rewards: Vec<BatchStats>,
-    /// Mean reward of each problem, over problems: its spread gives the standard error.
+    /// Statistics of each problem's mean reward over problems, for the standard error.
     pub problems: BatchStats,
-    /// Index of every reward that decides whether a sample is solved.
+    /// Indices of the rewards that decide whether a sample is solved.
     pub solved_by: Vec<usize>,
     /// pass@k over problems for k = 1, 2, 4 .. n.
     pub pass: Vec<(usize, BatchStats)>,
-    /// Length in tokens over all samples.
+    /// Statistics of completion lengths in tokens, over all samples.
     pub lengths: BatchStats,
-    /// Samples cut by a length limit.
+    /// Number of samples that were cut off by a length limit.
     pub num_truncated: f64,
 }
 
-/// A number with its standard error, as printed.
+/// A mean with its standard error.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Estimate {
     /// Mean over problems.
@@ -57,15 +57,15 @@ pub struct Estimate {
 }
 
 impl Estimate {
-    /// The estimate of a mean over problems.
+    /// Computes the estimate from statistics over problems.
     pub fn of(stats: &BatchStats) -> Self {
         Self { mean: stats.mean(), standard_error: stats.std() / stats.count.sqrt() }
     }
 }
 
 impl EvalOutcome {
-    /// Adds up scored groups of every rank; collective over `group`. Completions whose reward failed are left out. A sample is
-    /// solved where all rewards of `solved_by` that apply to it are at their full mark of 1.
+    /// Computes the outcome from the scored groups of all ranks; collective over `group`. Completions whose reward failed are left out. A sample is
+    /// solved if all rewards of `solved_by` that apply to it are 1.
     pub fn of(groups: &[RolloutGroup], solved_by: &[usize], group: &dyn Collective) -> Result<Self> {
         let verdicts: Vec<Vec<bool>> = groups.iter().map(|group| verdicts(group, solved_by)).collect();
         let completions = || groups.iter().flat_map(|group| &group.completions);
@@ -99,7 +99,7 @@ impl EvalOutcome {
         })
     }
 
-    /// Metrics by TRL's names with the prefix `eval_`.
+    /// The metrics of the evaluation, with TRL's names and the prefix `eval_`.
     pub fn metrics(&self, reward_names: &[String]) -> MetricValues {
         let mut values = MetricValues::new();
         let mut set = |name: String, value: f64| _ = values.insert(format!("eval_{name}"), value);
@@ -119,11 +119,11 @@ impl EvalOutcome {
     }
 }
 
-/// One number of each sample or problem of a rank; `None` where it has none.
+/// One value per sample or problem of a rank; `None` where there is none.
 type SampleValues = Vec<Option<f32>>;
 
-/// Statistics of each list over all ranks. Ranks have consecutive problems, so that the values lie in one order, and the bits of a
-/// result do not depend on the number of ranks. Collective over `group`.
+/// Statistics of each list over all ranks; collective over `group`. As ranks have consecutive problems, the values are summed in one order, and the
+/// result does not depend on the number of ranks.
 fn stats_of_all_ranks(values: &[SampleValues], group: &dyn Collective) -> Result<Vec<BatchStats>> {
     let mut all = vec![SampleValues::new(); values.len()];
     for of_rank in all_gather_json::<_, Vec<SampleValues>>(group, "gather an evaluation", values)? {
@@ -132,13 +132,13 @@ fn stats_of_all_ranks(values: &[SampleValues], group: &dyn Collective) -> Result
     Ok(all.into_iter().map(BatchStats::of).collect())
 }
 
-/// Mean reward of a problem's samples; `None` if all failed.
+/// Mean reward of a problem's samples; `None` if all rewards failed.
 fn mean_reward(group: &RolloutGroup) -> Option<f32> {
     let rewards = BatchStats::of_group(group);
     (rewards.count > 0.0).then(|| rewards.mean() as f32)
 }
 
-/// Whether a sample is solved; `None` where a reward failed, or where none of `solved_by` applies.
+/// Whether a sample is solved; `None` if a reward failed or none of `solved_by` applies.
 fn is_solved(completion: &Trajectory, solved_by: &[usize]) -> Option<bool> {
     completion.reward?;
     let mut marks = solved_by.iter().filter_map(|&index| completion.rewards[index]).peekable();
@@ -146,13 +146,13 @@ fn is_solved(completion: &Trajectory, solved_by: &[usize]) -> Option<bool> {
     Some(marks.all(|mark| mark >= SOLVED))
 }
 
-/// Verdicts of the samples that have one.
+/// Whether each sample is solved, for samples where this is known.
 pub fn verdicts(group: &RolloutGroup, solved_by: &[usize]) -> Vec<bool> {
     group.completions.iter().filter_map(|completion| is_solved(completion, solved_by)).collect()
 }
 
-/// The unbiased estimate of the chance that one of k samples solves the problem, from n samples of which c do:
-/// `1 - C(n - c, k) / C(n, k)` (arXiv 2107.03374). `None` below k samples.
+/// Unbiased estimate of the probability that at least one of k samples solves the problem, from n samples of which c do: `1 - C(n - c, k) / C(n, k)`
+/// (arXiv 2107.03374). `None` with fewer than k samples.
 pub fn pass_at_k(is_solved: &[bool], k: usize) -> Option<f32> {
     let (n, solved) = (is_solved.len(), is_solved.iter().filter(|is_solved| **is_solved).count());
     if n < k {
@@ -163,7 +163,7 @@ pub fn pass_at_k(is_solved: &[bool], k: usize) -> Option<f32> {
     Some((1.0 - all_fail) as f32)
 }
 
-/// maj@n over the problems of all ranks; collective over `group`.
+/// Statistics of maj@n over the problems of all ranks; collective over `group`.
 pub fn majority(
     groups: &[RolloutGroup],
     solved_by: &[usize],
@@ -174,8 +174,8 @@ pub fn majority(
     Ok(stats_of_all_ranks(&[values], group)?.remove(0))
 }
 
-/// Whether the answer that most samples give solves the problem; of equally frequent ones the share that do. A sample
-/// without an answer has no vote. `None` without a sample that has a verdict.
+/// Whether the most frequent answer solves the problem; with equally frequent answers, the fraction of them that does. Samples without an answer do
+/// not vote. `None` if no sample is known to be solved or not.
 fn maj_at_n(group: &RolloutGroup, solved_by: &[usize], answer_of: &impl Fn(&str) -> Option<String>) -> Option<f32> {
     let mut votes: BTreeMap<String, (usize, bool)> = BTreeMap::new();
     let verdict = |completion| Some((completion, is_solved(completion, solved_by)?));
@@ -226,7 +226,7 @@ mod tests {
         assert_eq!(pass_at_k(&[true], 2), None);
     }
 
-    /// With rewards [format, answer] the answer decides, whatever the weighted sum is.
+    /// With the rewards [format, answer], the answer decides whatever the weighted sum is.
     #[test]
     fn a_sample_is_solved_if_the_deciding_rewards_give_1() {
         let sample = |rewards: [Option<f32>; 2]| Trajectory {

@@ -1,15 +1,15 @@
-//! Reference answers that nothing can be compared with, counted when a data set is loaded, and tests that say nothing of a program.
+//! Checks of a data set when it is loaded: reference answers that cannot be parsed, and code tests that a program without output would pass.
 
 use crate::data::Dataset;
 use crate::error::{Error, Result};
 use crate::ranks::{ReduceOp, World, all_reduce_f64, first_text};
 use crate::reward::RewardPool;
 
-/// The notice for a data set some of whose reference answers a reward cannot compare with; each rank asks about its share.
-/// Collective over the world.
+/// The notice about reference answers that a reward cannot parse, if there are any; each rank checks its share of the rows. Collective over the
+/// world.
 ///
 /// # Errors
-/// [`Error::Environment`] where math-verify is missing; [`Error::BadFile`] for a row whose tests a program passes that does nothing.
+/// [`Error::Environment`] where math-verify is missing; [`Error::BadFile`] for a row whose tests a program without output would pass.
 pub fn unreadable_notice(name: &str, dataset: &Dataset, rewards: &RewardPool, world: &World) -> Result<Option<String>> {
     let own = &dataset.prompts()[world.place().share(dataset.len())];
     let empty = rewards.row_of_empty_tests(own).map(|place| (own[place].id + 1).to_string());

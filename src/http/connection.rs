@@ -1,8 +1,7 @@
-//! One connection: whether it waits for its client, and whether its client still waits for an answer.
+//! One connection: whether it waits for its client, and whether the client still waits for an answer.
 //!
-//! A client may close its own direction once it has asked (RFC 9112, 9.6) and still read the answer. To this end of the connection that
-//! looks like a client that is gone, until something is sent: a client that is gone refuses it. So it is sent an interim answer, which
-//! every client of HTTP/1.1 skips.
+//! A client may close its sending direction after a request and still read the answer (RFC 9112, 9.6). The server cannot tell this from a client that
+//! is gone until it sends something, so it sends an interim answer, which every HTTP/1.1 client skips: a client that is gone rejects it.
 
 use std::io;
 use std::pin::{Pin, pin};
@@ -16,21 +15,21 @@ use rustix::net::{RecvFlags, recv};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 
-/// Sent to a client that has closed its own direction, while it waits.
+/// Interim answer that probes a client which has closed its sending direction.
 const INTERIM_ANSWER: &[u8] = b"HTTP/1.1 100 Continue\r\n\r\n";
 
-/// State of a connection that its task and the server's loop share.
+/// Connection state that the connection's task and the server's loop share.
 #[derive(Debug)]
 pub(super) struct ClientConnection {
     stream: TcpStream,
-    /// The turn at which it began to wait for bytes of its client; 0 while it does not.
+    /// Counter value at which the connection began to wait for bytes from its client; 0 while it does not wait.
     waits_since: AtomicU64,
-    /// Whether a whole request has no answer yet, and its client knows interim answers.
+    /// Whether a complete request is still unanswered and its client understands interim answers.
     is_unanswered: AtomicBool,
     takes_interim_answers: AtomicBool,
 }
 
-/// Counts the turns at which connections begin to wait.
+/// Counter that orders the moments at which connections begin to wait.
 static TURNS: AtomicU64 = AtomicU64::new(1);
 
 impl ClientConnection {
@@ -39,23 +38,23 @@ impl ClientConnection {
         Self { stream, waits_since, is_unanswered: false.into(), takes_interim_answers: false.into() }
     }
 
-    /// A number that is the smaller, the longer it has waited for its client; `None` while an answer is under way.
+    /// Smaller for connections that have waited longer for their client; `None` while an answer is being computed.
     pub fn waits_since(&self) -> Option<u64> {
         Some(self.waits_since.load(Ordering::Relaxed)).filter(|turn| *turn != 0)
     }
 
-    /// Notes that the answer to a request is being made.
+    /// Notes that computing an answer has begun.
     pub fn begin(&self, version: Version) {
         self.is_unanswered.store(true, Ordering::Relaxed);
         self.takes_interim_answers.store(version >= Version::HTTP_11, Ordering::Relaxed);
     }
 
-    /// Notes that the answer is there to be written.
+    /// Notes that the answer is complete and being written.
     pub fn end(&self) {
         self.is_unanswered.store(false, Ordering::Relaxed);
     }
 
-    /// Whether nobody waits for the answer that is being made. A client of HTTP/1.0 is taken to wait.
+    /// Whether the client is gone while its answer is being computed. HTTP/1.0 clients are assumed to wait.
     fn is_abandoned(&self) -> bool {
         if !self.is_unanswered.load(Ordering::Relaxed) {
             return false;
@@ -69,7 +68,7 @@ impl ClientConnection {
         }
     }
 
-    /// Polls the connection's own `work` to its end, and every `look` whether anybody waits for it.
+    /// Polls the connection's `work` to its end, and every `look` checks whether the client still waits.
     pub async fn attend(self: Arc<Self>, work: impl Future, look: Duration) {
         let mut work = pin!(work);
         let mut looks = tokio::time::interval(look);
@@ -88,7 +87,7 @@ impl ClientConnection {
     }
 }
 
-/// The bytes of a connection, as hyper reads and writes them.
+/// The byte stream of a connection, as hyper reads and writes it.
 #[derive(Debug)]
 pub(super) struct ConnectionBytes(pub Arc<ClientConnection>);
 

@@ -1,8 +1,8 @@
-//! Who may ask a server: nobody through a stranger's web page.
+//! Protects a server against requests from foreign web pages.
 //!
-//! A browser sends what any page asks for, to this machine's own addresses, too. Three things tell such a request: the `Host` that it was
-//! sent to, where the page's own name was made to lead here (DNS rebinding); the `Origin` of the page; and the content types that a page
-//! may send anywhere without asking first.
+//! A browser sends requests of any web page, also to addresses of this machine. Such requests are recognized by three headers: `Host`, if a foreign
+//! name was made to resolve to this server (DNS rebinding); the `Origin` of the page; and content types that a page may send anywhere without a
+//! preflight request.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -21,19 +21,19 @@ const FOR_ALLOWED_ORIGINS: [(HeaderName, &str); 3] = [
     (header::ACCESS_CONTROL_MAX_AGE, "600"),
 ];
 
-/// The hosts and origins whose requests are answered.
+/// The hosts and origins from which requests are accepted.
 #[derive(Debug, Clone, Default)]
 pub struct Guard {
-    /// Names of the server beside its addresses and those that are always this machine's.
+    /// Names of the server, besides its address and the names that always mean this machine.
     hosts: Vec<String>,
     origins: Vec<String>,
     is_open_to_any_host: bool,
 }
 
-/// A status and its reason.
+/// Status and reason of a refused request.
 type GuardRefusal = (StatusCode, String);
 
-/// A guard, and what makes the answer of a refusal.
+/// A guard with the function that builds the response for a refused request.
 #[derive(Debug, Clone)]
 struct Guarded {
     guard: Guard,
@@ -41,20 +41,21 @@ struct Guarded {
 }
 
 impl Guard {
-    /// Guards a server that listens at `host`; `hosts` are further names of it, `origins` those of pages that may ask (`*`: any).
+    /// A guard for a server that listens at `host`. `hosts` are further names of the server, `origins` those of pages that may send requests (`*`:
+    /// any page).
     pub fn new(host: &str, hosts: &[String], origins: &[String]) -> Self {
         let own = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
         let hosts = hosts.iter().map(String::as_str).chain([host, own.trim_end(), "localhost"]).map(str::to_owned);
         Self { hosts: hosts.collect(), origins: origins.to_vec(), is_open_to_any_host: false }
     }
 
-    /// Lets requests in by whatever name: those of a server with a key, which no stranger's page has.
+    /// Accepts any `Host`, for a server with an API key, which foreign web pages do not have.
     #[must_use]
     pub fn open_to_any_host(self) -> Self {
         Self { is_open_to_any_host: true, ..self }
     }
 
-    /// `router` behind this guard. `refuse` makes the answer of a refusal.
+    /// Wraps `router` with this guard. `refuse` builds the response for a refused request.
     pub fn before(self, router: Router, refuse: fn(StatusCode, String) -> Response) -> Router {
         router.layer(middleware::from_fn_with_state(Arc::new(Guarded { guard: self, refuse }), answer))
     }
@@ -76,7 +77,7 @@ impl Guard {
         }
     }
 
-    /// The origin, if it is another one than the server's own and may ask.
+    /// The request's origin, if it is a foreign one that is allowed.
     fn check_origin<'a>(&self, headers: &'a HeaderMap) -> Result<Option<&'a HeaderValue>, GuardRefusal> {
         let Some(origin) = headers.get(header::ORIGIN) else { return Ok(None) };
         let text = origin.to_str().unwrap_or("?");
@@ -121,7 +122,7 @@ async fn answer(State(guarded): State<Arc<Guarded>>, request: Request, next: Nex
     response
 }
 
-/// Refuses a body of a type that a page may send anywhere without asking first, and of none.
+/// Refuses a request body without a content type, or with one that a web page may send anywhere without a preflight request.
 ///
 /// # Errors
 /// What is expected.
@@ -134,17 +135,17 @@ pub fn check_json_type(headers: &HeaderMap) -> Result<(), String> {
     }
 }
 
-/// A `Host` without its port, and without the dot that may end a name.
+/// The name in a `Host` header, without port and trailing dot.
 fn name_of(host: &str) -> &str {
     let is_port = |rest: &str| rest.bytes().all(|byte| byte.is_ascii_digit());
     let name = host.rsplit_once(':').filter(|(_, rest)| is_port(rest)).map_or(host, |(name, _)| name);
     name.strip_suffix('.').unwrap_or(name)
 }
 
-/// Reads an origin as browsers write it: `*`, or scheme, name and port.
+/// Parses an origin as browsers write it: `*`, or scheme, name and port.
 ///
 /// # Errors
-/// The form that is expected.
+/// The expected form.
 pub fn parse_origin(text: &str) -> Result<String, String> {
     let is_origin = text.split_once("://").is_some_and(|(scheme, place)| {
         !scheme.is_empty() && !place.is_empty() && !place.contains(['/', '?', '#', '@', ' ', '*'])

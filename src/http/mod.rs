@@ -1,10 +1,10 @@
-//! A server of HTTP on a thread of its own: its address, how many connections there may be, how long they may be idle, who may ask, and
-//! the server's end. Knows nothing of what is asked.
+//! An HTTP server on its own thread: its address, limits on connections and idle time, protection against foreign web pages, and shutdown.
+//! Independent of what is served.
 //!
 //! | file | what it is |
 //! |---|---|
-//! | `guard` | who may ask: hosts, origins, content types |
-//! | `connection` | one connection: whether it waits for its client, and whether that still waits |
+//! | `guard` | accepted hosts, origins and content types |
+//! | `connection` | one connection: whether it waits for its client, and whether the client still waits |
 
 mod connection;
 mod guard;
@@ -36,14 +36,14 @@ use crate::error::{Error, Result};
 /// Limits of a server.
 #[derive(Debug, Clone, Copy)]
 struct Limits {
-    /// Most connections at once. For another one, the one is closed that has waited longest for its client.
+    /// Maximum number of connections. For one more, the connection that has waited longest for its client is closed.
     max_connections: usize,
-    /// How often it is looked whether a client still waits for its answer.
+    /// Interval at which a connection checks whether its client still waits.
     look: Duration,
 }
 
 impl Limits {
-    /// The limits within the descriptors that this process may have, of which half are for other things.
+    /// Limits derived from the process's limit on file descriptors, of which half are left for other purposes.
     fn of_process() -> Self {
         let descriptors = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
         let half = descriptors.map_or(usize::MAX, |most| usize::try_from(most / 2).unwrap_or(usize::MAX));
@@ -51,18 +51,18 @@ impl Limits {
     }
 }
 
-/// How long a connection may take for a request's head, and be idle between two requests.
+/// Time limit for reading a request's head and for idling between two requests.
 const HEAD_TIME: Duration = Duration::from_secs(60);
-/// How long a client may read nothing of what is sent to it.
+/// Time limit for a client that does not read what is sent to it.
 const STALL_TIME: Duration = Duration::from_secs(300);
-/// How long clients may take to read the end of their answers once the server ends.
+/// Time that clients have to read the end of their answers when the server stops.
 const LAST_READ_TIME: Duration = Duration::from_secs(5);
-/// A pause after the system had no descriptor for a connection.
+/// Pause before accepting again after the system ran out of file descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
-/// Threads for work that computes or reads files.
+/// Number of threads for work that computes or reads files.
 const MAX_BLOCKING_THREADS: usize = 2;
 
-/// A server on a thread of its own.
+/// A running HTTP server with its own thread.
 #[derive(Debug)]
 pub struct HttpServer {
     address: SocketAddr,
@@ -71,10 +71,10 @@ pub struct HttpServer {
 }
 
 impl HttpServer {
-    /// Takes an address, so that a port that is in use is known before anything else is done.
+    /// Binds a listening socket, so that a used port is reported before anything else is done.
     ///
     /// # Errors
-    /// [`Error::Environment`] if it is in use or not this machine's.
+    /// [`Error::Environment`] if the port is in use or the address is not of this machine.
     pub fn bind(host: &str, port: u16) -> Result<TcpListener> {
         let refuse = |error: std::io::Error| Error::Environment {
             message: format!(
@@ -87,10 +87,10 @@ impl HttpServer {
         Ok(listener)
     }
 
-    /// Starts to answer what comes to `listener` by `router`.
+    /// Starts to serve `router` on `listener`.
     ///
     /// # Errors
-    /// [`Error::Environment`] if there is no thread for it.
+    /// [`Error::Environment`] if the thread cannot be started.
     pub fn start(listener: TcpListener, router: Router) -> Result<Self> {
         Self::start_within(listener, router, Limits::of_process())
     }
@@ -118,12 +118,12 @@ impl HttpServer {
         Ok(Self { address, end, thread })
     }
 
-    /// Where it listens.
+    /// The address that the server listens on.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Closes the door; clients have a few seconds to read the end of their answers.
+    /// Stops accepting connections; clients have a few seconds to read the end of their answers.
     pub fn finish(self) {
         drop(self.end);
         let _ = self.thread.join(); // a panic there has been told
@@ -170,7 +170,7 @@ async fn serve(listener: tokio::net::TcpListener, router: Router, limits: Limits
     let _ = tokio::time::timeout(LAST_READ_TIME, graceful.shutdown()).await;
 }
 
-/// The connections of a server, ended ones among them.
+/// The connections of a server, including ended ones.
 #[derive(Debug)]
 struct OpenConnections {
     limits: Limits,
@@ -178,7 +178,7 @@ struct OpenConnections {
 }
 
 impl OpenConnections {
-    /// Whether there may be one more. Those that wait for their clients give way, those with an answer under way do not.
+    /// Whether one more connection fits, after closing one that waits for its client if necessary.
     fn make_room(&mut self) -> bool {
         if self.connections.len() >= self.limits.max_connections {
             self.connections.retain(|(_, task)| !task.is_finished());
@@ -186,7 +186,7 @@ impl OpenConnections {
         self.connections.len() < self.limits.max_connections || self.close_one()
     }
 
-    /// Closes the connection that has waited longest for its client, if any does.
+    /// Closes the connection that has waited longest for its client; false if none waits.
     fn close_one(&mut self) -> bool {
         let waiting = self.connections.iter().enumerate().filter(|(_, (_, task))| !task.is_finished());
         let waiting = waiting.filter_map(|(place, (connection, _))| Some((connection.waits_since()?, place)));
@@ -196,7 +196,7 @@ impl OpenConnections {
     }
 }
 
-/// Ends a connection whose peer takes nothing of what is sent for so long: one that is gone, or that only holds the connection.
+/// Closes a connection after `limit` if its peer does not read what is sent to it.
 fn limit_stalls(stream: impl AsFd, limit: Duration) -> std::io::Result<()> {
     Ok(rustix::net::sockopt::set_tcp_user_timeout(stream, limit.as_millis() as u32)?)
 }
@@ -212,10 +212,10 @@ mod tests {
 
     use super::*;
 
-    /// How long a test waits for what never comes where it fails.
+    /// Longest time that a failing test waits.
     const LONGEST: Duration = Duration::from_secs(60);
 
-    /// A server whose path /slow answers once the semaphore says so, and tells of its beginning and of its end.
+    /// A test server whose path /slow answers when a semaphore permits, and reports when it begins and ends.
     struct SlowServer {
         server: HttpServer,
         may_answer: Arc<Semaphore>,

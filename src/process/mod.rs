@@ -1,5 +1,5 @@
-//! Child processes of any room: how one has ended, the end of its group, pipes that never block; threads that nobody waits for; temporary
-//! folders (`scratch`), which the next start removes if their process was killed.
+//! Child processes: their exit status, killing their process group, non-blocking pipes, detached threads, and temporary folders (`scratch`), which
+//! the next start removes if their process was killed.
 #![allow(unsafe_code)]
 
 mod scratch;
@@ -13,14 +13,14 @@ use std::time::Duration;
 
 pub use scratch::{Scratch, sweep};
 
-/// The program that this process runs, to be started again: the file that was loaded, even if another one now has its name.
+/// Path to start this program again: the file that was loaded, even if it was replaced since.
 pub const PROGRAM: &str = "/proc/self/exe";
 
-/// Starts a thread that nobody waits for. It begins once it is detached: glibc's `pthread_detach` reads the thread's stack after it has
-/// let it go, and a thread that ends at that moment has unmapped it (glibc bug 19951).
+/// Starts a detached thread. The work begins once the thread is detached: glibc's `pthread_detach` reads the thread's stack after detaching it, and a
+/// thread that ends at that moment has unmapped it (glibc bug 19951).
 ///
 /// # Errors
-/// The system's, where it has no thread or no address space for its stack; `work` is dropped then.
+/// The system's error if it has no thread or no address space for the stack; `work` is dropped then.
 pub fn detach(thread: thread::Builder, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
     let (detached, waits) = channel::<()>();
     let begin = move || {
@@ -32,7 +32,7 @@ pub fn detach(thread: thread::Builder, work: impl FnOnce() + Send + 'static) -> 
     Ok(())
 }
 
-/// How a child has ended, as waitid(2) tells it.
+/// How a child has ended, as reported by waitid(2).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ChildEnd {
     /// `si_code`: by an exit, by a signal, ..
@@ -41,7 +41,7 @@ pub struct ChildEnd {
     pub status: i32,
 }
 
-/// How a child has ended; it is not reaped. `None` while it lives.
+/// How a child has ended, without reaping it; `None` while it runs.
 pub fn ended(pid: u32) -> Option<ChildEnd> {
     // SAFETY: a zeroed siginfo is valid, outlives the call and is filled by it; its pid stays 0 if the child lives.
     unsafe {
@@ -52,13 +52,13 @@ pub fn ended(pid: u32) -> Option<ChildEnd> {
     }
 }
 
-/// Kills the process group that a child leads. The child must not be reaped yet, so that the group's id is still its own.
+/// Kills the process group that a child leads. The child must not be reaped yet, so that its id is not reused.
 pub fn kill_group(child: &Child) {
     // SAFETY: plain system call without pointers.
     unsafe { libc::kill(-(child.id() as i32), libc::SIGKILL) };
 }
 
-/// For a child, between fork and exec: closes all files and sockets that it inherited but the standard ones.
+/// In a child between fork and exec: closes all inherited files and sockets except standard input, output and error.
 ///
 /// # Errors
 /// None; the type is that of a `pre_exec` closure.
@@ -68,7 +68,7 @@ pub fn close_on_exec() -> io::Result<()> {
     Ok(())
 }
 
-/// Bytes moved by a read or a write; `None` where the pipe is empty or full for now.
+/// Bytes moved by a non-blocking read or write; `None` if the pipe is empty or full for now.
 ///
 /// # Errors
 /// Every other error of `outcome`.
@@ -79,17 +79,17 @@ pub fn moved(outcome: io::Result<usize>) -> io::Result<Option<usize>> {
     }
 }
 
-/// Makes reads and writes of an open descriptor return at once.
+/// Makes reads and writes of an open descriptor non-blocking.
 ///
 /// # Errors
-/// What the system call returns.
+/// The error of the system call.
 pub fn do_not_block(fd: RawFd) -> io::Result<()> {
     // SAFETY: plain system call without pointers.
     let outcome = unsafe { libc::fcntl(fd, libc::F_SETFL, libc::O_NONBLOCK) };
     if outcome < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// Waits until one of `readable` can be read or one of `writable` be written, or for `limit`; -1 stands for none.
+/// Waits until one of `readable` can be read or one of `writable` can be written, at most for `limit`. Descriptors of -1 are ignored.
 pub fn wait_for(readable: &[RawFd], writable: &[RawFd], limit: Duration) {
     let entry = |fd, events| libc::pollfd { fd, events, revents: 0 };
     let mut fds: Vec<_> = readable.iter().map(|fd| entry(*fd, libc::POLLIN)).collect();

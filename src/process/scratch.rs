@@ -1,5 +1,4 @@
-//! Temporary folders. Each is locked for as long as its process lives, so that the next start can tell the folders of
-//! processes that were killed from those in use, and remove them.
+//! Temporary folders. Each is locked while its process lives, so that the next start can recognize and remove the folders of killed processes.
 
 use std::ffi::OsStr;
 use std::fs::{self, File, OpenOptions};
@@ -13,7 +12,7 @@ use std::sync::Once;
 use rustix::fs::{AtFlags, Dir, FileType, FlockOperation, Mode, OFlags, flock, openat, renameat, statat, unlinkat};
 use rustix::io::Errno;
 
-/// A folder in the system's temporary folder, for this user alone. Dropping it removes it with all that it holds.
+/// A private folder in the system's temporary folder. Dropping it removes it with its contents.
 #[derive(Debug)]
 pub struct Scratch {
     path: PathBuf,
@@ -21,7 +20,7 @@ pub struct Scratch {
 }
 
 impl Scratch {
-    /// Makes an empty folder.
+    /// Creates an empty temporary folder.
     ///
     /// # Errors
     /// The errors of the file system.
@@ -44,7 +43,7 @@ impl Scratch {
         }
     }
 
-    /// The folder.
+    /// Path of the folder.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -58,8 +57,7 @@ impl Drop for Scratch {
     }
 }
 
-/// Removes the temporary folders of this user's processes that were killed; once a process. What cannot be removed stays for
-/// the next start.
+/// Removes the temporary folders of this user's killed processes; runs once per process. What cannot be removed stays for the next start.
 pub fn sweep() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| sweep_in(&std::env::temp_dir()));
@@ -75,7 +73,7 @@ fn sweep_in(parent: &Path) {
     }
 }
 
-/// Removes a folder of this user whose lock nobody holds.
+/// Removes a folder of this user if no process holds its lock.
 fn remove_if_dead(path: &Path) -> io::Result<()> {
     let folder = open_folder(path)?;
     let is_own = folder.metadata()?.uid() == rustix::process::geteuid().as_raw();
@@ -85,7 +83,7 @@ fn remove_if_dead(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Where every folder's name begins: a file system may be shared with hosts whose locks are not seen here.
+/// Prefix of every folder's name. It names the host, as a file system may be shared with hosts whose locks are not visible here.
 fn prefix() -> String {
     let host = fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     format!("colo-grpo-{}-", host.trim())
@@ -99,7 +97,7 @@ fn open_folder(path: &Path) -> io::Result<File> {
     OpenOptions::new().read(true).custom_flags(libc::O_DIRECTORY | libc::O_NOFOLLOW).open(path)
 }
 
-/// Removes a folder with all that it holds, however deep and whatever its permissions; follows no link.
+/// Removes a folder with its contents, whatever its depth and permissions, without following links.
 ///
 /// # Errors
 /// The errors of the file system.
@@ -112,7 +110,7 @@ pub fn remove_tree(path: &Path) -> io::Result<()> {
     fs::remove_dir(path)
 }
 
-/// Removes files and empties folders one level deep. Returns whether anything was there.
+/// Removes files and empties folders one level deep. Returns whether there was anything to remove.
 fn remove_entries(root: &File, folder: &File, num_moved: &mut u64) -> io::Result<bool> {
     let mut has_entries = false;
     for entry in Dir::read_from(folder)? {
@@ -153,7 +151,7 @@ fn move_up(root: &File, folder: &File, name: &OsStr, num_moved: &mut u64) -> io:
     }
 }
 
-/// Opens a folder within another one, whatever its permissions.
+/// Opens a folder inside another one, whatever its permissions.
 fn open_within(folder: &File, name: &OsStr) -> io::Result<File> {
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let handle = File::from(openat(folder, name, flags, Mode::empty())?);
@@ -161,12 +159,12 @@ fn open_within(folder: &File, name: &OsStr) -> io::Result<File> {
     File::open(alias(&handle))
 }
 
-/// Gives this user all permissions of a folder.
+/// Gives this user all permissions on a folder.
 fn unlock(folder: &File) -> io::Result<()> {
     fs::set_permissions(alias(folder), fs::Permissions::from_mode(0o700))
 }
 
-/// A name of exactly this open folder.
+/// A path that refers to exactly this open folder.
 fn alias(folder: &File) -> String {
     format!("/proc/self/fd/{}", folder.as_raw_fd())
 }

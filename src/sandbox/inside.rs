@@ -1,5 +1,5 @@
-//! The steps of a forked process before it becomes the program: it enters namespaces of its own, sees nothing but the
-//! system's files and an empty folder, gives up its identity, takes limits and filters upon itself.
+//! The steps of a forked process before it becomes the sandboxed program: it enters its own namespaces, sees only system files and an empty folder,
+//! drops its identity, and applies limits and filters to itself.
 #![allow(unsafe_code)]
 
 use std::ffi::CString;
@@ -14,22 +14,22 @@ use super::layers::{self, DEVICES};
 use super::{PROGRAM_FILE, Pipes, Sandbox};
 use crate::config::SandboxLayer;
 
-/// The program's user and group: in the user namespace; outside of one, nobody, where this process may choose.
+/// User and group id of the program inside the user namespace.
 pub(super) const INNER_ID: u32 = 1000;
 pub(super) const NOBODY: u32 = 65534;
-/// Word to the sandbox that ids are to be mapped.
+/// Message with which the process asks the sandbox to map its ids.
 pub(super) const ASKS_FOR_IDS: &str = "ids\n";
 
-/// Where the program writes, if it sees a root of its own.
+/// The program's working folder, if it has its own root file system.
 const WORK: &str = "/work";
-/// Size of everything that the program writes, in bytes.
+/// Maximum size in bytes of all files that the program writes.
 const WORK_BYTES: u64 = 64 << 20;
-/// Files and folders that it may make, whose places in memory its size does not count.
+/// Maximum number of files and folders that the program creates; their inodes take memory that their size does not count.
 const WORK_FILES: u64 = 4096;
 const MAX_FILE_BYTES: u64 = 16 << 20;
 const MAX_OPEN_FILES: u64 = 64;
 const MAX_THREADS: u64 = 64;
-/// Signals that wait and timers, which the kernel counts together.
+/// Maximum number of pending signals and timers, which the kernel counts together.
 const MAX_SIGNALS: u64 = 64;
 
 /// Namespaces in the order in which they are entered: the first gives the privilege to enter the others.
@@ -40,9 +40,9 @@ const NAMESPACES: [(SandboxLayer, i32); 4] = [
     (SandboxLayer::PidNamespace, libc::CLONE_NEWPID),
 ];
 
-/// Becomes `program`, which may use so many seconds of processor time, or says on the pipe of reports why not.
+/// Turns this process into `program` with a limit on CPU seconds, or reports on the pipe why it cannot.
 ///
-/// `folder` is its own and empty: where a root of its own is mounted, or else where it writes.
+/// `folder` is empty and belongs to this process: its root file system is mounted there, or else the program writes there.
 pub(super) fn become_program(sandbox: &Sandbox, folder: &Path, program: (&str, u64), mut pipes: Pipes) -> ! {
     if let Err(reason) = enter(sandbox, folder, program, &mut pipes) {
         let _ = pipes.report.write_all(reason.as_bytes());
@@ -51,7 +51,7 @@ pub(super) fn become_program(sandbox: &Sandbox, folder: &Path, program: (&str, u
     unsafe { libc::_exit(1) }
 }
 
-/// Returns only if something failed.
+/// Enters the sandbox and executes the program; returns only on failure.
 fn enter(
     sandbox: &Sandbox,
     folder: &Path,
@@ -107,7 +107,7 @@ fn enter(
     Err(format!("{interpreter}: {error}; reward.code.command names one that any user may run"))
 }
 
-/// The error that names every layer that is missing and may not be; of those that may be, some must not be missing together.
+/// The error that names every missing layer that `reward.code.may_lack` does not permit. Some permitted layers must not be missing together.
 fn refuse_missing(
     missing: &[(SandboxLayer, io::Error)],
     may_lack: &[SandboxLayer],
@@ -145,13 +145,13 @@ fn die_with_parent() {
     unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL, 0, 0, 0) };
 }
 
-/// Has the sandbox map the ids of the new user namespace, which takes privileges outside of it.
+/// Asks the sandbox to map the ids of the new user namespace, which needs privileges outside of it.
 fn map_ids(pipes: &mut Pipes) -> io::Result<()> {
     pipes.report.write_all(ASKS_FOR_IDS.as_bytes())?;
     pipes.go.read_exact(&mut [0])
 }
 
-/// Goes on as the first process of the new namespace, whose end ends all others; the one before waits for it.
+/// Continues as the first process of the new PID namespace, whose end kills all others; the parent waits for it.
 fn become_first_process() -> Result<(), String> {
     // SAFETY: this process has one thread; the child goes on with a copy of everything.
     let pid = unsafe { libc::fork() };
@@ -177,8 +177,7 @@ fn become_first_process() -> Result<(), String> {
     }
 }
 
-/// Makes `root` its own: a small file system in memory with the readable paths, some devices and an empty folder, which is
-/// returned.
+/// Makes `root` the root file system: a small in-memory file system with the readable paths, some devices and an empty folder. Returns that folder.
 fn change_root(sandbox: &Sandbox, root: &Path) -> io::Result<PathBuf> {
     mount(None, Path::new("/"), None, libc::MS_REC | libc::MS_PRIVATE, None)?;
     let options = format!("size={WORK_BYTES},nr_inodes={WORK_FILES},mode=755");
@@ -209,7 +208,7 @@ fn change_root(sandbox: &Sandbox, root: &Path) -> io::Result<PathBuf> {
     Ok(PathBuf::from(WORK))
 }
 
-/// Makes `path` appear below `root`, not to be written; a link stays a link.
+/// Makes `path` visible below `root`, read-only; a link stays a link.
 fn show(path: &Path, root: &Path) -> io::Result<()> {
     let target = inner(root, path);
     if target.symlink_metadata().is_ok() {
@@ -249,7 +248,7 @@ fn show(path: &Path, root: &Path) -> io::Result<()> {
     if outcome != 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// An absolute path below another root.
+/// The place of an absolute path below another root.
 fn inner(root: &Path, path: &Path) -> PathBuf {
     root.join(path.strip_prefix("/").unwrap_or(path))
 }
@@ -275,7 +274,7 @@ fn text(path: &Path) -> io::Result<CString> {
     CString::new(path.as_os_str().as_bytes()).map_err(io::Error::other)
 }
 
-/// Becomes a user without privileges: exec drops what capabilities are left.
+/// Becomes a user without privileges; exec drops the remaining capabilities.
 fn give_up_identity(has_user_namespace: bool) -> io::Result<()> {
     // SAFETY: plain system calls on this process alone.
     let is_root = unsafe { libc::geteuid() } == 0;
@@ -298,7 +297,7 @@ fn give_up_identity(has_user_namespace: bool) -> io::Result<()> {
     Ok(())
 }
 
-/// Limits this process: to less where this machine's own limit is lower, unless `reward.code` promises more.
+/// Applies the resource limits to this process. A lower limit of the machine is kept, unless `reward.code` promises more.
 fn limit(sandbox: &Sandbox, cpu_seconds: u64) -> Result<(), String> {
     let memory = ("ulimit -v", "reward.code.memory_bytes");
     let time = ("ulimit -t", "the CPU time of reward.code.timeout_s");
@@ -334,7 +333,7 @@ fn limit(sandbox: &Sandbox, cpu_seconds: u64) -> Result<(), String> {
     Ok(())
 }
 
-/// The program's input and output are the pipes, its errors go nowhere, and it inherits nothing else.
+/// Connects the program's input and output to the pipes, discards its error output and closes everything else.
 fn connect(pipes: &Pipes) -> io::Result<()> {
     let nothing = fs::OpenOptions::new().write(true).open("/dev/null")?;
     for (from, to) in [(pipes.input.as_raw_fd(), 0), (pipes.output.as_raw_fd(), 1), (nothing.as_raw_fd(), 2)] {

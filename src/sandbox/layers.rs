@@ -1,4 +1,4 @@
-//! The walls that the kernel puts up at a process's own request: Landlock's rules and the filter of system calls.
+//! Restrictions that a process applies to itself: Landlock rules and the seccomp filter of system calls.
 #![allow(unsafe_code)]
 
 use std::collections::BTreeMap;
@@ -20,8 +20,8 @@ use crate::config::SandboxLayer;
 /// Devices that a program may write to.
 pub(super) const DEVICES: [&str; 4] = ["/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"];
 
-/// Commands of fcntl that a program may give: descriptors, flags, locks, the size of a pipe. Others send signals to somebody
-/// (F_SETOWN), watch files (F_NOTIFY, F_SETLEASE) or enlarge what the kernel keeps (F_SETPIPE_SZ).
+/// fcntl commands that a program may use: descriptors, flags, locks, pipe size. Others send signals to other processes (F_SETOWN), watch files
+/// (F_NOTIFY, F_SETLEASE) or enlarge kernel buffers (F_SETPIPE_SZ).
 const FCNTL_COMMANDS: [i32; 10] = [
     libc::F_DUPFD,
     libc::F_GETFD,
@@ -34,9 +34,9 @@ const FCNTL_COMMANDS: [i32; 10] = [
     libc::F_DUPFD_CLOEXEC,
     libc::F_GETPIPE_SZ,
 ];
-/// Commands of fcntl that succeed and do nothing: no process is there to be locked out, and the kernel keeps locks without a limit.
+/// fcntl commands that succeed without effect: there is no other process to lock out, and the kernel keeps locks without a limit.
 const GRANTED_FCNTL_COMMANDS: [i32; 2] = [libc::F_SETLK, libc::F_SETLKW];
-/// Commands of ioctl that a program may give: those of every descriptor, and the question whether it is a terminal.
+/// ioctl commands that a program may use: those of every descriptor, and the query whether it is a terminal.
 const IOCTL_COMMANDS: [u64; 7] = [
     libc::FIOCLEX,
     libc::FIONCLEX,
@@ -46,7 +46,7 @@ const IOCTL_COMMANDS: [u64; 7] = [
     libc::TIOCGWINSZ,
     0x802c_542a, // TCGETS2
 ];
-/// Options of prctl that a program may give: names of threads, and questions.
+/// prctl options that a program may use: thread names and queries.
 const PRCTL_OPTIONS: [i32; 12] = [
     libc::PR_SET_NAME,
     libc::PR_GET_NAME,
@@ -61,22 +61,21 @@ const PRCTL_OPTIONS: [i32; 12] = [
     libc::PR_GET_NO_NEW_PRIVS,
     libc::PR_GET_THP_DISABLE,
 ];
-/// The bits of a socket's type that say its kind, and every kind but SOCK_STREAM.
+/// The bits of a socket's type that give its kind, and all kinds except SOCK_STREAM.
 const SOCKET_KINDS: u32 = 0xf;
 const OTHER_THAN_STREAM: [u32; 15] = [0, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15];
 
-/// The first system call that no interpreter needs: `mount_setattr`, of Linux 5.12. From here on numbers are those of every
-/// architecture. Among them are Landlock's own, whose rules are kernel memory without a limit, `memfd_secret`, and whatever
-/// kernels to come add. On x86 the x32 convention offers all calls again under numbers that are higher still.
+/// The first system call number that no interpreter needs: `mount_setattr` of Linux 5.12. From here on numbers are the same for all architectures.
+/// Among them are Landlock's own calls, whose rules take kernel memory without a limit, `memfd_secret`, and calls of future kernels. On x86 the x32
+/// convention repeats all calls under even higher numbers.
 const FIRST_NEW_CALL: u32 = 442;
 
-/// Version of Landlock that first governs truncation (Linux 6.2).
+/// First Landlock version that restricts truncation (Linux 6.2).
 pub(super) const FIRST_WITH_TRUNCATE: libc::c_long = 3;
 
-/// System calls refused with EPERM: network, tracing, mounting, namespaces, kernel keys, programs and filters, other processes,
-/// ways out of the process group that is killed, what Landlock does not govern of files (modes, owners, times, attributes, locks,
-/// word of what happens to them), memory and queues that outlive the process, are others' or count towards no limit. Pairs of
-/// connected sockets within the process stay allowed: event loops are woken by them.
+/// System calls that fail with EPERM: network, tracing, mounts, namespaces, kernel keys, programs and filters, other processes, leaving the killed
+/// process group, what Landlock does not restrict of files (modes, owners, times, attributes, locks, notifications), and memory and queues that
+/// outlive the process, belong to others or count towards no limit. Connected socket pairs within the process stay allowed, as event loops use them.
 const REFUSED: &[i64] = &[
     libc::SYS_socket,
     libc::SYS_connect,
@@ -213,7 +212,7 @@ const REFUSED: &[i64] = &[
     libc::SYS_ioperm,
 ];
 
-/// Whichever of Landlock and seccomp this kernel does not offer, with the reason.
+/// Which of Landlock and seccomp this kernel does not offer, with the reason.
 pub(super) fn missing() -> Vec<(SandboxLayer, io::Error)> {
     let mut missing = Vec::new();
     if let Err(error) = landlock_version() {
@@ -227,7 +226,7 @@ pub(super) fn missing() -> Vec<(SandboxLayer, io::Error)> {
     missing
 }
 
-/// The version of this kernel's Landlock, or why there is none.
+/// Landlock version of this kernel, or the error if there is none.
 pub(super) fn landlock_version() -> io::Result<libc::c_long> {
     const VERSION: libc::c_ulong = 1; // LANDLOCK_CREATE_RULESET_VERSION
     // SAFETY: asks for the version; there is no structure to point to.
@@ -237,12 +236,11 @@ pub(super) fn landlock_version() -> io::Result<libc::c_long> {
     }
 }
 
-/// Restricts this process to reading and running what is below `readable` and `work` and writing to [`DEVICES`], and lets it open
-/// no TCP
-/// connection; as far as this kernel's Landlock goes. Where `may_write`, it writes below `work`, too.
+/// Restricts this process to reading and executing what is below `readable` and `work` and to writing [`DEVICES`], and forbids TCP connections, as
+/// far as this kernel's Landlock supports it. With `may_write` it may also write below `work`.
 ///
 /// # Errors
-/// What the kernel refused, or that it enforces nothing.
+/// The kernel's refusal, or that Landlock is not enforced.
 pub(super) fn restrict_files<'a>(
     readable: impl Iterator<Item = &'a PathBuf>,
     work: &Path,
@@ -269,11 +267,11 @@ pub(super) fn restrict_files<'a>(
     }
 }
 
-/// Makes the system calls of [`REFUSED`] and all from [`FIRST_NEW_CALL`] on fail in this process, and so new processes and signals
-/// to others.
+/// Makes the system calls of [`REFUSED`] and all from [`FIRST_NEW_CALL`] on fail in this process, and with them new processes and signals to other
+/// processes.
 ///
 /// # Errors
-/// What the kernel refused.
+/// The kernel's refusal.
 pub(super) fn restrict_calls() -> Result<(), String> {
     let every = |calls: &[i64]| calls.iter().map(|call| (*call, Vec::new())).collect::<BTreeMap<_, _>>();
     let mut refused = every(REFUSED);
@@ -305,7 +303,7 @@ fn failed(error: impl Display) -> String {
     format!("seccomp: {error}")
 }
 
-/// A call whose argument at `index` compares so with any of `values`; as the kernel, it reads 32 bits of it.
+/// A seccomp rule for calls whose argument at `index` compares with one of `values`; like the kernel, it compares 32 bits.
 fn argument(index: u8, operator: SeccompCmpOp, values: &[u32]) -> Result<Vec<SeccompRule>, String> {
     let rule = |value: &u32| {
         let operator = operator.clone();
@@ -315,7 +313,7 @@ fn argument(index: u8, operator: SeccompCmpOp, values: &[u32]) -> Result<Vec<Sec
     values.iter().map(rule).collect::<Result<_, _>>().map_err(failed)
 }
 
-/// A call whose argument at `index` is none of `values`.
+/// A seccomp rule for calls whose argument at `index` is none of `values`.
 fn other_than(index: u8, values: &[u32]) -> Result<SeccompRule, String> {
     let differs =
         |value: &u32| SeccompCondition::new(index, SeccompCmpArgLen::Dword, SeccompCmpOp::Ne, u64::from(*value));
@@ -329,7 +327,7 @@ fn compiled(calls: BTreeMap<i64, Vec<SeccompRule>>, errno: i32) -> Result<BpfPro
     BpfProgram::try_from(filter).map_err(failed)
 }
 
-/// Refuses all numbers from [`FIRST_NEW_CALL`] on, as a kernel does that does not know them.
+/// A filter that refuses all numbers from [`FIRST_NEW_CALL`] on with the error of an unknown call.
 fn no_new_calls() -> BpfProgram {
     let statement = |code: u32, jt, jf, k| sock_filter { code: code as u16, jt, jf, k };
     vec![

@@ -1,12 +1,13 @@
-//! The sandbox for programs that a model wrote: each runs in a process of its own, to its end or to a limit, behind every wall
-//! that the kernel offers; or it stays, and answers one request after the other. Knows nothing of rewards. The process that calls it must have one thread, because it forks.
+//! The sandbox for programs written by a model. A program runs in its own process behind every protection that the kernel offers, to its end or to a
+//! limit; or it stays and answers requests one by one. Independent of rewards. The calling process must have only one thread, because the sandbox
+//! forks.
 //!
 //! | file | what it is |
 //! |---|---|
-//! | `session` | a program that stays |
+//! | `session` | a program that answers several requests |
 //! | `readable` | the list of paths that a program can read |
 //! | `inside` | what the forked process does before it becomes the program: namespaces, mounts, limits |
-//! | `layers` | Landlock's rules and the filter of system calls |
+//! | `layers` | Landlock rules and the seccomp filter of system calls |
 #![allow(unsafe_code)]
 
 mod inside;
@@ -30,52 +31,52 @@ use crate::process::{ChildEnd, do_not_block, ended, moved, wait_for};
 pub use readable::Readable;
 pub use session::SandboxSession;
 
-/// The program's file, in the folder that it is started in.
+/// Name of the program's file in its start folder.
 const PROGRAM_FILE: &str = "main.py";
 
-/// Most bytes that a program may write.
+/// Maximum number of bytes that a program may write to standard output.
 const MAX_OUTPUT_BYTES: usize = 1 << 20;
-/// Longest time until the sandbox stands.
+/// Time limit for setting up the sandbox.
 const SETUP: Duration = Duration::from_secs(10);
-/// Time between two looks whether a program has ended that has closed its output.
+/// Interval of checks whether a program that closed its output has ended.
 const LOOK: Duration = Duration::from_millis(1);
 
-/// A program that was started, with its pipes.
+/// A started program with its pipes.
 #[derive(Debug)]
 struct Started {
     process: Process,
     input: PipeWriter,
     output: PipeReader,
-    /// The program's own, until it has ended.
+    /// The program's own folder, kept until it has ended.
     folder: TempDir,
 }
 
-/// A sandbox that has been tried.
+/// A sandbox that has run an empty program successfully.
 #[derive(Debug)]
 pub struct Sandbox {
     settings: CodeConfig,
-    /// The interpreter's own path, its arguments and the program's file.
+    /// Path of the interpreter, its arguments and the program's file.
     command: Vec<CString>,
     /// Paths that the program may read.
     readable: Readable,
 }
 
-/// The result of a program.
+/// The outcome of a program.
 #[derive(Debug)]
 pub struct SandboxRun {
-    /// It ended by itself, with status 0.
+    /// Whether it ended by itself with exit status 0.
     pub succeeded: bool,
     /// The program's standard output.
     pub output: Vec<u8>,
 }
 
-/// The ends of a run's pipes that belong to its process.
+/// The pipe ends that belong to the sandboxed process.
 struct Pipes {
     input: PipeReader,
     output: PipeWriter,
-    /// Word that ids are mapped.
+    /// Receives the message that the ids are mapped.
     go: PipeReader,
-    /// Carries the reason why the process cannot become the program; closed by exec.
+    /// Sends the reason why the process cannot become the program; closed by exec.
     report: PipeWriter,
 }
 
@@ -83,7 +84,7 @@ impl Sandbox {
     /// Finds the interpreter and runs an empty program.
     ///
     /// # Errors
-    /// The layers that are missing, by name; what else keeps a program from being run.
+    /// The names of missing layers, or another reason why no program can run.
     pub fn new(settings: &CodeConfig) -> Result<Self, String> {
         let readable = Readable::new(settings)?;
         let interpreter = readable.interpreter.to_string_lossy().into_owned();
@@ -100,10 +101,10 @@ impl Sandbox {
         }
     }
 
-    /// Runs `program` with `input` until `deadline` at the latest; what it started and wrote is gone afterwards.
+    /// Runs `program` with `input` at most until `deadline`; afterwards its processes and files are removed.
     ///
     /// # Errors
-    /// What kept the program from being run, or its folder from being removed; never what the program did.
+    /// Why the program could not be run or its folder not removed; never a failure of the program itself.
     pub fn run(&self, program: &str, input: &[u8], deadline: Instant) -> Result<SandboxRun, String> {
         let Started { process, input: input_end, output, folder } = self.start(program, self.cpu_seconds())?;
         let run = process.follow(input_end, output, input, deadline);
@@ -112,12 +113,12 @@ impl Sandbox {
         Ok(run)
     }
 
-    /// Processor time of a program that runs for the longest time.
+    /// CPU time limit in seconds of a program that runs for the longest time allowed.
     fn cpu_seconds(&self) -> u64 {
         self.settings.timeout_s.ceil() as u64 + 1
     }
 
-    /// Starts `program`, which may use `cpu_seconds` of processor time.
+    /// Starts `program` with a limit of `cpu_seconds` of CPU time.
     fn start(&self, program: &str, cpu_seconds: u64) -> Result<Started, String> {
         let failed = |error: io::Error| format!("cannot use the pipes of the sandbox: {error}");
         let (inner_input, input_end) = io::pipe().map_err(failed)?;
@@ -141,14 +142,14 @@ impl Sandbox {
     }
 }
 
-/// The process that a run is, and leads the group of; not reaped before it is dropped, so that the group's id stays its own.
+/// The process of a run, leader of its process group. It is not reaped before it is dropped, so that the group's id is not reused.
 #[derive(Debug)]
 struct Process {
     pid: libc::pid_t,
 }
 
 impl Process {
-    /// Serves the process until it has become the program.
+    /// Handles the requests of the process until it has become the program.
     fn follow_setup(&self, report: &mut PipeReader, go: &mut PipeWriter) -> Result<(), String> {
         let mut said = Vec::new();
         let mut part = [0; 1024];
@@ -171,8 +172,7 @@ impl Process {
         }
     }
 
-    /// Maps the program's id to nobody's, and root's to itself while the sandbox is built; without privileges, to this
-    /// process's own.
+    /// Maps the program's user id to nobody's, and root's to itself while the sandbox is built; without privileges, maps to this process's own user.
     fn map_ids(&self) -> io::Result<()> {
         // SAFETY: plain system calls without arguments.
         let (uid, gid) = unsafe { (libc::geteuid(), libc::getegid()) };
@@ -189,7 +189,7 @@ impl Process {
         write("uid_map", mapped(uid))
     }
 
-    /// Feeds the program and reads what it writes, until it ends or reaches a limit.
+    /// Writes the input and reads the output of the program until it ends or reaches a limit.
     fn follow(
         self,
         input: PipeWriter,
@@ -225,7 +225,7 @@ impl Process {
         Ok(SandboxRun { succeeded, output: written })
     }
 
-    /// Waits for the end of a program that has closed its output.
+    /// Waits for the end of a program that has closed its output; whether it succeeded.
     fn succeeds(&self, deadline: Instant) -> bool {
         while Instant::now() < deadline {
             if let Some(end) = ended(self.pid as u32) {
@@ -238,7 +238,7 @@ impl Process {
 }
 
 impl Drop for Process {
-    /// Kills what is left, also by a leader that has ended; the first process of a namespace takes all others with it.
+    /// Kills the remaining processes of the group, also if its leader has ended; the first process of a PID namespace takes all others with it.
     fn drop(&mut self) {
         // SAFETY: the own child, not yet reaped, and the group that it made; waited for, as it cannot refuse.
         unsafe {

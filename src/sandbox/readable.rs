@@ -1,4 +1,4 @@
-//! The paths that a program in the sandbox can read: a list, made once, of which nothing is left out.
+//! The complete list of paths that a sandboxed program can read.
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
@@ -10,18 +10,17 @@ use std::process::Command;
 
 use crate::config::CodeConfig;
 
-/// Libraries of the system, and what they read, for every program.
+/// System libraries and their settings, readable by every program.
 const LIBRARIES: [&str; 8] =
     ["/usr/lib", "/usr/lib32", "/usr/lib64", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo"];
-/// Folders that other interpreters than Python read: nobody can ask these for their paths.
+/// Folders for interpreters other than Python, which cannot be asked for their paths.
 const OTHERS: [&str; 8] =
     ["/usr/bin", "/usr/sbin", "/bin", "/sbin", "/usr/libexec", "/usr/local/lib", "/usr/share", "/etc/alternatives"];
-/// Most links that a path may lead through, as for the kernel.
+/// Maximum number of links in a path, as in the kernel.
 const MAX_LINKS: usize = 40;
 
-/// Asks a Python for its executable and, line by line, for the paths that are its own: the standard library, the packages of its
-/// environment, that environment's settings and the libraries of its installation. Folders that somebody's `.pth` file adds to
-/// `sys.path` are not among them.
+/// Python program that prints the interpreter's executable and its own paths, one per line: the standard library, the packages and settings of its
+/// environment, and the libraries of its installation. Folders that a `.pth` file adds to `sys.path` are not included.
 const QUESTION: &str = r#"
 import glob, os, site, sys, sysconfig
 lib = os.path.join(sys.base_prefix, "lib")
@@ -35,21 +34,21 @@ own += [lib] if os.path.isdir(os.path.join(sys.base_prefix, "conda-meta")) else 
 print(sys.executable, *own, sep="\n")
 "#;
 
-/// The paths that a program can read.
+/// The paths that a sandboxed program can read.
 #[derive(Debug)]
 pub struct Readable {
-    /// The interpreter's path.
+    /// Path of the interpreter.
     pub(super) interpreter: PathBuf,
-    /// Files and folders without a link on the way, and the links that lead to them; a folder before what is below it. A link shows
-    /// nothing but where it leads.
+    /// Files and folders without links in their paths, and the links that lead to them; a folder comes before its contents. A link shows only its
+    /// target.
     paths: Vec<PathBuf>,
 }
 
 impl Readable {
-    /// Finds the interpreter and lists its paths, the system's and those of `reward.code.readable`.
+    /// Finds the interpreter and lists its paths, those of the system and those of `reward.code.readable`.
     ///
     /// # Errors
-    /// An interpreter that is not there, or does not say where it is; what is to be readable and is not there.
+    /// An interpreter that does not exist or does not report its path; a path to be readable that does not exist.
     pub fn new(settings: &CodeConfig) -> Result<Self, String> {
         let name = &settings.command.0[0];
         let is_python = Path::new(name).file_name().is_some_and(|file| file.to_string_lossy().starts_with("python"));
@@ -66,18 +65,18 @@ impl Readable {
         Ok(Self { interpreter, paths: paths.into_iter().collect() })
     }
 
-    /// All paths, links among them.
+    /// All readable paths, including links.
     pub fn paths(&self) -> &[PathBuf] {
         &self.paths
     }
 
-    /// Files and folders alone.
+    /// Files and folders, without links.
     pub(super) fn without_links(&self) -> impl Iterator<Item = &PathBuf> {
         self.paths.iter().filter(|path| !path.is_symlink())
     }
 
-    /// The path of the list by which a program could read `path`, or would once it is there. Files are compared by what they are,
-    /// so that no other name for them, by links or mounts, hides one.
+    /// The readable path through which a program could read `path`, now or once it exists. Files are compared by identity, so that links and mounts
+    /// cannot hide one.
     pub fn shows(&self, path: &Path) -> Option<&Path> {
         let path = std::path::absolute(path).ok()?;
         let there = path.ancestors().find_map(|path| path.canonicalize().ok())?;
@@ -86,12 +85,12 @@ impl Readable {
     }
 }
 
-/// Device and number of a file.
+/// Device and inode number of a file.
 fn identity(path: &Path) -> Option<(u64, u64)> {
     path.metadata().ok().map(|file| (file.dev(), file.ino()))
 }
 
-/// Adds a path to `found` as it is without links, and each link that leads there.
+/// Adds to `found` the path without links, and every link on the way.
 fn follow(path: &Path, found: &mut BTreeSet<PathBuf>) -> io::Result<()> {
     let mut real = PathBuf::from("/");
     let parts =
@@ -121,7 +120,7 @@ fn follow(path: &Path, found: &mut BTreeSet<PathBuf>) -> io::Result<()> {
     Ok(())
 }
 
-/// A Python's path and what else is its own. What is found by its name may be a link, a script or a virtual environment.
+/// A Python interpreter's path and its own paths. The interpreter found by name may be a link, a script or part of a virtual environment.
 fn ask_python(name: &str) -> Result<(PathBuf, Vec<PathBuf>), String> {
     let output = Command::new(name).args(["-I", "-c", QUESTION]).output();
     let output = output.map_err(|error| format!("reward.code.command: cannot start {name}: {error}"))?;
@@ -134,7 +133,7 @@ fn ask_python(name: &str) -> Result<(PathBuf, Vec<PathBuf>), String> {
     Ok((executable, lines.collect()))
 }
 
-/// The path of a program that the variable PATH leads to.
+/// The path of a program found through the variable PATH.
 fn find_program(name: &str) -> Result<(PathBuf, Vec<PathBuf>), String> {
     let folders = std::env::var_os("PATH").unwrap_or_default();
     let candidates = std::env::split_paths(&folders).map(|folder| folder.join(name));

@@ -1,5 +1,4 @@
-//! A program in the sandbox that answers one request after the other. Between two of them it is stopped, so that it computes nothing that
-//! nobody asked for.
+//! A sandboxed program that answers requests one by one. Between requests it is stopped, so that it computes nothing on its own.
 #![allow(unsafe_code)]
 
 use std::io::{Read, Write};
@@ -8,24 +7,24 @@ use std::os::fd::{AsRawFd, RawFd};
 use super::{Sandbox, Started};
 use crate::process::{do_not_block, moved};
 
-/// Longest runs whose processor time a session may use up over all its requests.
+/// CPU time limit of a session over all its requests, as a multiple of the longest run.
 const MAX_CPU_RUNS: u64 = 100;
 
-/// A program that stays, with its pipes. Dropping it kills it; what it wrote is gone then.
+/// A running sandboxed program with its pipes. Dropping it kills it and removes its files.
 #[derive(Debug)]
 pub struct SandboxSession {
     started: Started, // its process is killed before its folder goes
-    /// Requests that are not written yet.
+    /// Bytes of requests that are not written yet.
     unsent: Vec<u8>,
-    /// Bytes of the program that nobody has taken yet.
+    /// Bytes received from the program that were not taken yet.
     pub received: Vec<u8>,
 }
 
 impl Sandbox {
-    /// Starts `program` to be asked by its standard input.
+    /// Starts `program`, to receive requests on standard input.
     ///
     /// # Errors
-    /// What kept the program from being run.
+    /// Why the program could not be started.
     pub fn open(&self, program: &str) -> Result<SandboxSession, String> {
         let started = self.start(program, MAX_CPU_RUNS * self.cpu_seconds())?;
         let both = [started.input.as_raw_fd(), started.output.as_raw_fd()];
@@ -37,7 +36,7 @@ impl Sandbox {
 }
 
 impl SandboxSession {
-    /// Lets the program go on, with a request.
+    /// Continues the program with a request.
     pub fn ask(&mut self, request: &[u8]) {
         self.unsent.extend_from_slice(request);
         self.signal(libc::SIGCONT);
@@ -48,17 +47,17 @@ impl SandboxSession {
         self.signal(libc::SIGSTOP);
     }
 
-    /// The descriptor that the program's answers come from.
+    /// The descriptor to read the program's answers from.
     pub fn readable(&self) -> RawFd {
         self.started.output.as_raw_fd()
     }
 
-    /// The descriptor that requests go to; -1 if there is nothing to write.
+    /// The descriptor to write requests to; -1 if there is nothing to write.
     pub fn writable(&self) -> RawFd {
         if self.unsent.is_empty() { -1 } else { self.started.input.as_raw_fd() }
     }
 
-    /// Moves the bytes that can be moved now; false once the program has closed either end.
+    /// Moves the bytes that can be moved now; returns false once the program has closed either end.
     pub fn transfer(&mut self) -> bool {
         if !self.unsent.is_empty() {
             match moved(self.started.input.write(&self.unsent)) {
@@ -76,7 +75,7 @@ impl SandboxSession {
         }
     }
 
-    /// Sends a signal to the program's whole group, which nothing in it can leave.
+    /// Sends a signal to the program's whole process group, which none of its processes can leave.
     fn signal(&self, signal: libc::c_int) {
         // SAFETY: plain system call; the group is led by an own child that is not reaped.
         unsafe { libc::kill(-self.started.process.pid, signal) };

@@ -1,21 +1,20 @@
-//! A trajectory in a file.
+//! The file format of a trajectory, as stored in checkpoints.
 
 use super::{FinishReason, RoutedExperts, Trajectory};
 
-/// The form in a file of a [`Trajectory`] that is under way: its numbers as eight hexadecimal digits each, short, on one line, and
-/// exact.
+/// The stored form of an unfinished [`Trajectory`]: numbers as eight hexadecimal digits each on one line, which is compact and exact.
 #[derive(serde::Serialize, serde::Deserialize)]
 pub(super) struct PackedTrajectory {
     token_ids: String,
     rollout_logprobs: String,
     finish_reason: Option<FinishReason>,
-    /// Lengths of the turns and of the context between them, by turns; empty where all tokens were sampled.
+    /// Lengths of the sampled turns and of the context between them, in turn; empty if all tokens were sampled.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     turns: Vec<usize>,
-    /// Each version with its number of tokens.
+    /// Weight versions as runs: each version with its number of tokens.
     #[serde(default)]
     weight_versions: Vec<(u64, usize)>,
-    /// Experts of a token, and those of all tokens, four hexadecimal digits each.
+    /// Number of experts per token, and the experts of all tokens as four hexadecimal digits each.
     #[serde(default, skip_serializing_if = "is_empty")]
     routed_experts: (usize, String),
 }
@@ -24,12 +23,12 @@ fn is_empty((per_token, _): &(usize, String)) -> bool {
     *per_token == 0
 }
 
-/// Each value with the number of times that it follows itself.
+/// Run-length encoding: each value with its number of consecutive repetitions.
 fn runs<T: Copy + PartialEq>(values: &[T]) -> Vec<(T, usize)> {
     values.chunk_by(T::eq).map(|run| (run[0], run.len())).collect()
 }
 
-/// So many hexadecimal digits of each number, without anything between: a trajectory has hundreds of thousands of experts.
+/// Writes each number as `each` hexadecimal digits without separators, as a trajectory can have hundreds of thousands of experts.
 fn digits(each: u32, numbers: impl ExactSizeIterator<Item = u32>) -> String {
     let mut text = String::with_capacity(each as usize * numbers.len());
     for number in numbers {
@@ -40,14 +39,14 @@ fn digits(each: u32, numbers: impl ExactSizeIterator<Item = u32>) -> String {
     text
 }
 
-/// Reads back numbers that [`digits`] has written; `None` if a number is cut short or has another character.
+/// Parses numbers written by [`digits`]; `None` if a number is cut short or contains another character.
 fn numbers(text: &str, each: usize) -> Option<Vec<u32>> {
     let digit = |number: u32, byte: &u8| Some(number << 4 | char::from(*byte).to_digit(16)?);
     let numbers = text.as_bytes().chunks(each);
     numbers.map(|own| if own.len() == each { own.iter().try_fold(0, digit) } else { None }).collect()
 }
 
-/// `None` where they are more than a number holds: such a file would have a sum that wraps around, and runs that no memory holds.
+/// The sum of `lens`; `None` on overflow, as in a damaged file.
 fn total(mut lens: impl Iterator<Item = usize>) -> Option<usize> {
     lens.try_fold(0_usize, usize::checked_add)
 }

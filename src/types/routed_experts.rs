@@ -1,40 +1,40 @@
-//! Which experts a sampler's tokens went to.
+//! Records which experts the sampler's router chose for each token.
 
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Experts of the first tokens of a sequence, in the order of layers and choices.
+/// The chosen experts of the first tokens of a sequence, ordered by token, layer and choice.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct RoutedExperts {
-    /// Experts of a token in all layers; 0 where there are none.
+    /// Number of experts per token over all layers; 0 if none are recorded.
     pub per_token: usize,
-    /// Token by token: hundreds of bytes each, so that copies of a sequence share them.
+    /// Expert indices, token by token. Copies of a sequence share them, as they take hundreds of bytes per token.
     pub experts: Arc<Vec<u16>>, // [tokens, per_token]
 }
 
 impl RoutedExperts {
-    /// The experts of the token at `position`, where they are known.
+    /// The recorded experts of the token at `position`, if there are any.
     pub fn of(&self, position: usize) -> Option<&[u16]> {
         self.experts.get(position * self.per_token..(position + 1) * self.per_token).filter(|own| !own.is_empty())
     }
 
-    /// The experts of the tokens at `positions`, up to the first that are not known.
+    /// The recorded experts of the tokens at `positions`, up to the first token without a record.
     pub fn within(&self, positions: Range<usize>) -> &[u16] {
         let known = self.num_tokens();
         &self.experts[positions.start.min(known) * self.per_token..positions.end.min(known) * self.per_token]
     }
 
-    /// Tokens whose experts are known.
+    /// Number of tokens whose experts are recorded.
     pub fn num_tokens(&self) -> usize {
         self.experts.len().checked_div(self.per_token).unwrap_or(0)
     }
 
-    /// The experts of the first `num_tokens` tokens, no more than are known.
+    /// The recorded experts of the first `num_tokens` tokens, or of fewer if fewer are recorded.
     pub(crate) fn first(&self, num_tokens: usize) -> Self {
         Self { per_token: self.per_token, experts: self.experts[..num_tokens * self.per_token].to_vec().into() }
     }
 
-    /// Appends the experts of the token at `position`, if it is the next one.
+    /// Appends the experts of the token at `position`, if this is the next token to record.
     pub fn push(&mut self, position: usize, own: &[u16]) {
         if self.num_tokens() == position {
             self.per_token = own.len();

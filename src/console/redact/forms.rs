@@ -1,4 +1,4 @@
-//! Secrets that their issuers made to be known by their form.
+//! Secrets that are recognized by the format of their issuer.
 
 use std::sync::LazyLock;
 
@@ -6,7 +6,7 @@ use regex::{Captures, Regex};
 
 use super::{REDACTED, pattern};
 
-/// Forms that any word may begin with, so that they also need a digit or letters of both cases.
+/// Token prefixes that ordinary words may share, so the rest must also contain a digit or letters of both cases.
 const PLAIN: &[&str] = &[
     "sk-[A-Za-z0-9_-]{16,}",                       // OpenAI, Anthropic, OpenRouter and others
     "[prs]k-lf-[A-Za-z0-9-]{16,}",                 // Langfuse
@@ -41,18 +41,18 @@ const PLAIN: &[&str] = &[
     r"pat[A-Za-z0-9]{14}\.[0-9a-f]{64}",                                 // Airtable
     r"eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{4,}(?:\.[A-Za-z0-9_-]*){0,3}", // JSON web tokens
 ];
-/// Forms that nothing else has.
+/// Token formats that nothing else has.
 const CERTAIN: &[&str] = &[
     // AWS: the id, and the secret beside it.
     r#"(?:AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{12,}(?:[\s:,;/|"'=]{1,4}(?:[\w-]+["']?\s*[=:]\s*["']?)?[A-Za-z0-9/+]{40})?"#,
 ];
-/// Blocks of private keys, up to the end of the text where their end is cut off.
+/// Matches blocks of private keys, up to the end of the text if the block is cut off.
 const BLOCK: &str =
     "-----BEGIN [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----(?s:.*?)(?:-----END [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----|$)";
-/// Addresses that are secrets from here on.
+/// Matches webhook URLs, whose path is secret.
 const WEBHOOK: &str = r#"(hooks\.slack\.com/(?:services|workflows)/|discord(?:app)?\.com/api/webhooks/|webhook\.office\.com/)[^\s"'<>\[]+"#;
 
-/// `text` without secrets of a known form.
+/// Removes tokens of known formats from `text`.
 pub(super) fn hide(text: &str) -> String {
     let text = BLOCKS.replace_all(text, REDACTED);
     let text = WEBHOOKS.replace_all(&text, format!("${{1}}{REDACTED}"));
@@ -64,13 +64,13 @@ pub(super) fn hide(text: &str) -> String {
     text.into_owned()
 }
 
-/// Whether a word may be random characters: sixteen in a row, with digits and letters, or letters of both cases in between.
+/// Whether a word may be random characters: sixteen in a row with digits and letters, or letters of both cases mixed.
 pub(super) fn is_random(word: &str) -> bool {
     word.split(|letter: char| !letter.is_ascii_alphanumeric() && !"+=".contains(letter))
         .any(|run| run.len() >= 16 && run.contains(|letter: char| letter.is_ascii_alphabetic()) && is_mixed(run))
 }
 
-/// Whether a word may be credentials in base 64, as of a `Basic` header: whole groups of four, in both cases.
+/// Whether a word may be base64 credentials, as in a `Basic` header: whole groups of four characters in both cases.
 pub(super) fn is_coded(word: &str) -> bool {
     word.len() >= 8
         && word.len().is_multiple_of(4)
@@ -78,7 +78,7 @@ pub(super) fn is_coded(word: &str) -> bool {
         && is_mixed(word.get(1..).unwrap_or(""))
 }
 
-/// Digits, or letters of both cases: a name such as sk-learn-contributions has neither.
+/// Whether a word has digits, or letters of both cases: an ordinary name such as sk-learn-contributions has neither.
 fn is_mixed(word: &str) -> bool {
     let has = |kind: fn(&char) -> bool| word.chars().any(|letter| kind(&letter));
     has(char::is_ascii_digit) || (has(char::is_ascii_lowercase) && has(char::is_ascii_uppercase))

@@ -1,4 +1,4 @@
-//! Texts with secrets in all their forms, and texts that must stay.
+//! Texts with secrets in all notations, and texts that must stay.
 
 use super::{redact, redact_json};
 
@@ -94,7 +94,7 @@ fn redaction_keeps_json_valid() {
     assert_eq!(value, expected);
 }
 
-/// Every form, each with a secret in place of `§` that must be gone.
+/// Every notation, each with a secret in the place of `§` that must be removed.
 #[test]
 fn every_notation_of_a_secret_is_redacted() {
     let letters = "ZxKqPwLmRtVbNcYdFgHjSeTuAiOkBvCzMn"; // as Hugging Face's, without a digit

@@ -1,13 +1,13 @@
-//! The extent of a value behind the name of a secret: quoted, a word, a call, a list, a block or the rest of a line.
+//! Finds where a value after the name of a secret ends: a quoted text, a word, a call, a list, a block or the rest of a line.
 
 use regex::{Captures, Regex};
 
 use super::REDACTED;
 
-/// Values that tell nothing.
+/// Values that are not secret.
 const EMPTY: [&str; 7] = ["none", "null", "true", "false", "undefined", "''", "\"\""];
 
-/// Replaces the values that begin where `names` ends, if `is_secret` of the match and the text behind it.
+/// Replaces the values that begin where a match of `names` ends, if `is_secret` accepts the match and the text after it.
 pub(super) fn hide_values(text: &str, names: &Regex, is_secret: impl Fn(&Captures, &str) -> bool) -> String {
     let (mut out, mut done, mut at) = (String::with_capacity(text.len()), 0, 0);
     while let Some(found) = names.captures_at(text, at) {
@@ -31,8 +31,8 @@ pub(super) fn hide_values(text: &str, names: &Regex, is_secret: impl Fn(&Capture
     out + &text[done..]
 }
 
-/// Bytes of the value at the start of `text`, and the quotation mark to write it in; of one whose unquoted text takes the
-/// rest of its line, where `takes_line`.
+/// Length in bytes of the value at the start of `text`, and the quotation mark to keep. With `takes_line`, an unquoted value extends to the end of
+/// its line.
 fn extent(text: &str, takes_line: bool) -> (usize, &str) {
     let bare = text.trim_start_matches(['b', 'r', 'u', 'f', 'B', 'R', 'U', 'F']);
     let prefix = text.len() - bare.len();
@@ -51,7 +51,7 @@ fn extent(text: &str, takes_line: bool) -> (usize, &str) {
     }
 }
 
-/// Bytes of a text in quotation marks, up to its end where none closes it.
+/// Length in bytes of a quoted text, up to the end of the text if the quotation mark is never closed.
 fn quoted<'a>(text: &'a str, mark: &'a str) -> (usize, &'a str) {
     let triple = mark.repeat(3);
     let mark = if mark.len() == 1 && text.starts_with(&triple) { &text[..3] } else { mark };
@@ -67,21 +67,20 @@ fn quoted<'a>(text: &'a str, mark: &'a str) -> (usize, &'a str) {
     (text.len(), mark)
 }
 
-/// Whether a block scalar of YAML begins here.
+/// Whether a YAML block scalar begins here.
 fn is_block(text: &str) -> bool {
     let line = text.lines().next().unwrap_or("");
     matches!(line.trim_end(), "|" | "|-" | "|+" | ">" | ">-" | ">+") && line.len() < text.len()
 }
 
-/// Bytes of a block scalar: its first line and those that are indented.
+/// Length in bytes of a YAML block scalar: its first line and the indented lines.
 fn block(text: &str) -> usize {
     let lines = text.split_inclusive('\n').enumerate();
     let of_block = lines.take_while(|(index, line)| *index == 0 || line.starts_with([' ', '\t']));
     of_block.map(|(_, line)| line.len()).sum::<usize>().saturating_sub(usize::from(text.contains('\n')))
 }
 
-/// Bytes of a word. A comma, a semicolon or an ampersand ends it where another name and its value follow; what stands in
-/// parentheses belongs to a call.
+/// Length in bytes of a word. A comma, semicolon or ampersand ends it if another name and value follow; text in parentheses belongs to a call.
 fn word(text: &str) -> usize {
     let mut depth = 0;
     for (at, letter) in text.char_indices() {
@@ -100,7 +99,7 @@ fn word(text: &str) -> usize {
     text.len()
 }
 
-/// Whether the text behind a separator begins something else than the rest of a word.
+/// Whether the text after a separator begins something other than the rest of a word.
 fn ends_word(rest: &str) -> bool {
     let name =
         rest.len() - rest.trim_start_matches(|letter: char| letter.is_alphanumeric() || "_.-".contains(letter)).len();
