@@ -1,4 +1,4 @@
-//! The shape of an attention: its parameters and how ranks share them, its operations and bytes.
+//! The shape of an attention sublayer: its parameters, how ranks split them, and the bytes and operations it costs.
 
 use super::bytes::ElementBytes;
 use super::heads::SharedHeads;
@@ -8,120 +8,120 @@ use super::param_name::{ParamName, Shapes};
 use crate::config::TargetModule::{KProj, OProj, QProj, VProj};
 use crate::ops::rope::RopeScaling;
 
-/// The norm of queries and keys before rope.
+/// Where queries and keys are normalized before the rotary embedding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum QkNorm {
-    /// Every head by itself.
+    /// Each head is normalized on its own.
     Head,
-    /// All heads of a token together.
+    /// All heads of a token are normalized together.
     All,
 }
 
-/// The rotation of a layer's queries and keys.
+/// The rotary embedding (RoPE) of a layer's queries and keys.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RopeSpec {
-    /// Base of the frequencies.
+    /// Base of the rotary frequencies.
     pub theta: f64,
-    /// Scaling of the frequencies.
+    /// Scaling of the rotary frequencies, for example Llama 3's or YaRN's.
     pub scaling: Option<RopeScaling>,
-    /// Share of a head, its first columns, that is turned.
+    /// Fraction of each head's columns, from the first on, that is rotated.
     pub partial_rotary_factor: f64,
 }
 
 impl RopeSpec {
-    /// Columns of a head that are turned.
+    /// Number of columns of a head that are rotated.
     pub fn columns(&self, head_dim: usize) -> usize {
         (head_dim as f64 * self.partial_rotary_factor) as usize
     }
 }
 
-/// How a layer sees its context.
+/// The mask and the scale of a layer's attention.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Sight {
-    /// [`AttentionSpec::window`]
+    /// The sliding window in tokens; see [`AttentionSpec::window`].
     pub window: Option<usize>,
-    /// [`AttentionSpec::scale`]
+    /// The multiplier of the scores; see [`AttentionSpec::scale`].
     pub scale: f64,
 }
 
-/// The shape of an attention.
+/// The shape of an attention sublayer.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AttentionSpec {
     /// Width of the residual stream.
     pub hidden: usize,
-    /// Query heads.
+    /// Number of query heads.
     pub num_heads: usize,
-    /// Key and value heads.
+    /// Number of key/value heads.
     pub num_kv_heads: usize,
-    /// Width of a head.
+    /// Columns of one head.
     pub head_dim: usize,
-    /// Query, key and value have biases.
+    /// The query, key and value projections have biases.
     pub qkv_bias: bool,
-    /// The projection behind attention has a bias.
+    /// The output projection has a bias.
     pub o_bias: bool,
-    /// Every query head has a sink: a logit that takes part in the softmax with the value 0.
+    /// Every query head has an attention sink: a learned logit that takes part in the softmax with the value 0.
     pub sinks: bool,
-    /// Norms of queries and keys.
+    /// Norms of queries and keys, if there are any.
     pub qk_norm: Option<QkNorm>,
-    /// Every query has a gate beside it, whose sigmoid its output is multiplied by.
+    /// Every query head has a gate; attention's output is multiplied by the gate's sigmoid.
     pub output_gate: bool,
-    /// The rotation of queries and keys; `None` turns nothing.
+    /// The rotary embedding of queries and keys; `None` applies none.
     pub rope: Option<RopeSpec>,
-    /// A token sees itself and the `window - 1` before it; `None` sees all.
+    /// Sliding window: a token attends to itself and the `window - 1` tokens before it. `None` attends to all earlier tokens.
     pub window: Option<usize>,
-    /// Factor of the scores.
+    /// Multiplier of the attention scores.
     pub scale: f64,
 }
 
 impl AttentionSpec {
-    /// The usual factor of the scores, 1 / sqrt(hd).
+    /// The usual multiplier of the scores, 1 / sqrt(head_dim).
     pub fn usual_scale(head_dim: usize) -> f64 {
         (head_dim as f64).powf(-0.5)
     }
 
-    /// What attention over the cache is planned by.
+    /// The window and scale from which the engine plans attention over the KV cache.
     pub fn sight(self) -> Sight {
         Sight { window: self.window, scale: self.scale }
     }
 
-    /// Query heads that share one key and value head.
+    /// Number of query heads that share one key/value head.
     pub fn heads_per_group(self) -> usize {
         self.num_heads / self.num_kv_heads
     }
 
-    /// Whether so many ranks can have slices without copies.
+    /// Whether the heads can be sliced for `tp_size` tensor-parallel ranks without copying weights.
     pub(in crate::model) fn can_slice(self, tp_size: usize) -> bool {
         self.num_heads.is_multiple_of(tp_size)
             && (self.num_kv_heads.is_multiple_of(tp_size) || tp_size.is_multiple_of(self.num_kv_heads))
     }
 
-    /// Whether a rank is the first of those that share its key/value heads.
+    /// Whether `tp_rank` is the first of the ranks that hold the same key/value heads.
     pub fn has_first_of_key(self, tp_rank: usize, tp_size: usize) -> bool {
         tp_rank.is_multiple_of((tp_size / self.num_kv_heads).max(1))
     }
 
-    /// The share of a rank. Ranks share key/value heads when there are fewer heads than ranks.
+    /// The shape of one tensor-parallel rank's slice. Ranks share key/value heads when there are fewer heads than ranks.
     pub fn tp_slice(self, tp_size: usize) -> Self {
         let num_kv_heads = (self.num_kv_heads / tp_size).max(1);
         Self { num_heads: self.num_heads / tp_size, num_kv_heads, ..self }
     }
 
-    /// Elements of a token's queries, and of its keys.
+    /// Elements of one token's queries, and of its keys.
     pub fn widths(self) -> [usize; 2] {
         [self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim]
     }
 
-    /// Elements that the cache has of a token.
+    /// Elements of one token in the KV cache: its key and its value.
     pub fn cached_elements(self) -> usize {
         2 * self.num_kv_heads * self.head_dim
     }
 
-    /// Floating-point operations of a forward for every pair of a query and a key that it sees.
+    /// Floating-point operations of a forward pass for every (query, key) pair that attention computes.
     pub fn flop_per_pair(self) -> usize {
         4 * self.num_heads * self.head_dim
     }
 
-    /// The matrices of attention.
+    /// The weight matrices: QKV and the output projection.
     pub fn linears(self) -> [LinearSpec; 2] {
         let Self { hidden, num_heads, num_kv_heads, head_dim, .. } = self;
         let queries = num_heads / num_kv_heads * self.rows_per_query();
@@ -148,12 +148,12 @@ impl AttentionSpec {
         [qkv, o]
     }
 
-    /// Heads of the projection for one query: itself, and its gate.
+    /// Heads of the QKV projection per query head: the query and, with an output gate, its gate.
     pub(in crate::model) fn rows_per_query(self) -> usize {
         1 + usize::from(self.output_gate)
     }
 
-    /// Weights of the norms of queries and keys, and the sinks.
+    /// Shapes of the parameters that are not matrices: norms of queries and keys, and sinks.
     pub(in crate::model) fn other_shapes(self) -> Shapes {
         let shape = |[q, k]: [usize; 2]| vec![(ParamName::QNorm, vec![q as i64]), (ParamName::KNorm, vec![k as i64])];
         let norms = match self.qk_norm {
@@ -164,7 +164,7 @@ impl AttentionSpec {
         norms.into_iter().chain(self.sinks.then(|| (ParamName::Sinks, vec![self.num_heads as i64]))).collect()
     }
 
-    /// Bytes a token that backward reads of the forward: heads before their norm and after, attention's output and log-sum-exp.
+    /// Bytes per token that backward reads from forward: heads before and after their norm, attention's output and log-sum-exp.
     pub(in crate::model) fn kept_bytes(self, bytes: ElementBytes) -> usize {
         let [queries, keys] = self.widths();
         let qkv = queries + 2 * keys;
@@ -173,15 +173,15 @@ impl AttentionSpec {
         bytes.narrow * (raw + qkv + gated) + self.attended_bytes(bytes)
     }
 
-    /// Bytes a token of attention's output and log-sum-exp.
+    /// Bytes per token of attention's output and log-sum-exp.
     pub(in crate::model) fn attended_bytes(self, bytes: ElementBytes) -> usize {
         bytes.narrow * self.widths()[0] + bytes.wide * self.num_heads
     }
 
-    /// Bytes a token of the fullest moment of backward: the gradients of the block's output, of the residual stream after attention and
-    /// of attention's output; dq, dk and dv; the kernel's float32 sums of dq and, where queries share a key, dk and dv of every
-    /// query head; what completions gave to their prompt, which waits for what they gave to themselves. Or, behind it, the
-    /// gradient of heads and four more rows of the queries for a norm over all of them.
+    /// Peak bytes per token during backward. While the attention kernel runs, these are: the gradients of the block's output, of the residual stream
+    /// after attention and of attention's output; dq, dk and dv; the kernel's float32 sums of dq and, with grouped-query attention, dk and dv of
+    /// every query head; and, if completions share their prompt, the prompt's gradients that wait to be added. Afterwards: the gradient of the heads
+    /// and, for a norm over all heads, four more copies of the queries.
     pub(in crate::model) fn backward_bytes(self, bytes: ElementBytes, shares_prompts: bool) -> usize {
         let [queries, keys] = self.widths().map(|elements| bytes.narrow * elements);
         let (hidden, lse) = (bytes.narrow * self.hidden, bytes.wide * self.num_heads);
@@ -193,7 +193,7 @@ impl AttentionSpec {
         2 * hidden + gate + (queries + kernel + waiting).max(queries + norm)
     }
 
-    /// With key and value heads as often as ranks that share rows have them.
+    /// The shape with key/value heads repeated as often as sequence-parallel ranks hold them.
     pub(in crate::model) fn with_shared_rows(self, num_ranks: usize) -> Self {
         let own = SharedHeads::new(self.num_kv_heads, self.head_dim, self.num_heads, num_ranks).own;
         Self { num_kv_heads: own * num_ranks, ..self }

@@ -1,4 +1,4 @@
-//! The shape of a block: its sublayers and the norms around them, its parameters, and the bytes of its activations.
+//! The shape of a transformer block: its sublayers and their norms, its parameters, and the bytes of its activations.
 
 use super::attention::AttentionSpec;
 use super::bytes::ElementBytes;
@@ -9,67 +9,67 @@ use super::mlp::Mlp;
 use super::param_name::{ParamName, Shapes};
 use crate::config::GradientCheckpointing;
 
-/// The names of the norms around a sublayer.
+/// The names of the two norms of a sublayer.
 #[derive(Debug, Clone, Copy)]
 pub struct NormNames {
     /// The norm of the sublayer's input.
     pub pre: ParamName,
-    /// The norm of the sublayer's output, before the residual stream.
+    /// The norm of the sublayer's output, applied before it is added to the residual stream.
     pub post: ParamName,
 }
 
-/// Norms around the first sublayer.
+/// Names of the norms of the first sublayer (attention or delta net).
 pub const MIXER_NORMS: NormNames = NormNames { pre: ParamName::InputNorm, post: ParamName::MixerPostNorm };
-/// Norms around the second sublayer.
+/// Names of the norms of the second sublayer (MLP or experts).
 pub const MLP_NORMS: NormNames = NormNames { pre: ParamName::PostNorm, post: ParamName::MlpPostNorm };
 
-/// Where the norms of a sublayer are.
+/// Whether a sublayer has a norm on its input, on its output, or on both.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct NormPlaces {
-    /// Before it: of what it reads.
+    /// There is a norm of the sublayer's input.
     pub pre: bool,
-    /// Behind it: of what it adds to the residual stream.
+    /// There is a norm of the sublayer's output, before it is added to the residual stream.
     pub post: bool,
 }
 
 impl NormPlaces {
-    /// Before each sublayer alone, as in most families.
+    /// A norm of each sublayer's input only, as in most families.
     pub const PRE: Self = Self { pre: true, post: false };
-    /// Behind each sublayer alone, as in OLMo 2.
+    /// A norm of each sublayer's output only, as in OLMo 2.
     pub const POST: Self = Self { pre: false, post: true };
-    /// Before and behind each sublayer, as in Gemma 3.
+    /// Norms of each sublayer's input and output, as in Gemma 3.
     pub const BOTH: Self = Self { pre: true, post: true };
 }
 
-/// The description of a block.
+/// The shape of a transformer block.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct BlockSpec {
     /// Width of the residual stream.
     pub hidden: usize,
-    /// The first sublayer.
+    /// The first sublayer: attention or a gated delta net.
     pub mixer: Mixer,
-    /// The second sublayer.
+    /// The second sublayer: a dense MLP or experts.
     pub mlp: Mlp,
-    /// Norms of both.
+    /// Places of the norms in both sublayers.
     pub norms: NormPlaces,
-    /// Factor of what each sublayer adds to the residual stream.
+    /// Multiplier of each sublayer's output before it is added to the residual stream.
     pub residual_scale: f64,
 }
 
 impl BlockSpec {
-    /// A block of attention and a dense MLP of this width, with SiLU.
+    /// A block with attention and a dense SiLU MLP whose inner width is `intermediate`.
     pub fn dense(attention: AttentionSpec, intermediate: usize, norms: NormPlaces) -> Self {
         let hidden = attention.hidden;
         let mlp = Mlp::Dense(DenseSpec::new(hidden, intermediate));
         Self { hidden, mixer: Mixer::Attention(attention), mlp, norms, residual_scale: 1.0 }
     }
 
-    /// The share of a rank.
+    /// The shape of one tensor-parallel rank's slice of the block.
     pub fn tp_slice(self, tp_size: usize) -> Self {
         Self { mixer: self.mixer.tp_slice(tp_size), mlp: self.mlp.tp_slice(tp_size), ..self }
     }
 
-    /// Whether so many ranks can have slices without copies.
+    /// Whether the block can be sliced for `tp_size` tensor-parallel ranks without copying weights.
     pub fn can_slice(self, tp_size: usize) -> bool {
         tp_size > 0 && self.mixer.can_slice(tp_size) && self.mlp.can_slice(tp_size)
     }
@@ -79,12 +79,12 @@ impl BlockSpec {
         matches!(self.mlp, Mlp::Experts(_))
     }
 
-    /// The matrices of the block, in the order of their parameters.
+    /// The weight matrices of the block, in the order of their parameters.
     pub fn linears(self) -> Vec<LinearSpec> {
         self.mixer.linears().into_iter().chain(self.mlp.linears()).collect()
     }
 
-    /// Names and shapes of the block's parameters, in the layout's order.
+    /// Names and shapes of the block's parameters, in the order in which the layout stores them.
     pub(in crate::model) fn shapes(self) -> Shapes {
         let norm = |present: bool, name| present.then(|| (name, vec![self.hidden as i64]));
         let NormNames { pre, post } = MIXER_NORMS;
@@ -97,7 +97,7 @@ impl BlockSpec {
 }
 
 impl BlockSpec {
-    /// Bytes a token of what [`SavedBlock`](crate::model::SavedBlock) keeps.
+    /// Bytes per token of the activations that [`SavedBlock`](crate::model::SavedBlock) keeps for backward.
     pub fn saved_bytes(self, bytes: ElementBytes, keep: GradientCheckpointing) -> usize {
         let x = bytes.residual * self.hidden;
         match keep {
@@ -111,26 +111,26 @@ impl BlockSpec {
         }
     }
 
-    /// Bytes a token of each tensor that `SavedBlock::movable` gives.
+    /// Bytes per token of each tensor that `SavedBlock::movable` returns: the block's input and attention's output.
     pub fn movable_bytes(self, bytes: ElementBytes, keep: GradientCheckpointing) -> [usize; 2] {
         let attended = if keep.keeps_attention() { self.mixer.output_bytes(bytes) } else { 0 };
         [bytes.residual * self.hidden, attended]
     }
 
-    /// Bytes a token of the fullest moment of a forward that no backward follows: its input, the block up to the residual stream
-    /// after the first sublayer, and the MLP's.
+    /// Peak bytes per token of a forward pass without backward: the block's input, the block up to the residual stream after the first sublayer, and
+    /// the larger of the two sublayers' temporaries.
     pub fn forward_bytes(self, bytes: ElementBytes, shares_rows: bool) -> usize {
         let x = bytes.residual * self.hidden;
         let rest = self.mlp.forward_bytes(bytes).max(self.mixer.forward_bytes(bytes, shares_rows));
         x + self.half_bytes(bytes) + rest + 2 * self.output_bytes(bytes) + self.scaled_bytes(bytes)
     }
 
-    /// As one of so many ranks that share rows holds it for each of its own: with heads that several ranks have once for each.
+    /// The shape with the heads that sequence-parallel ranks hold; a head on several ranks counts once for each.
     pub fn with_shared_rows(self, num_ranks: usize) -> Self {
         Self { mixer: self.mixer.with_shared_rows(num_ranks), ..self }
     }
 
-    /// Bytes a token of the fullest moment of a backward, beside what all blocks saved.
+    /// Peak bytes per token of the block's backward, not counting the activations that all blocks saved.
     pub fn backward_bytes(
         self,
         bytes: ElementBytes,
@@ -140,7 +140,7 @@ impl BlockSpec {
     ) -> usize {
         let keeps_gate_up = keep.keeps_gate_up();
         let recomputed = self.recomputed_bytes(bytes, keep);
-        // Gate and up are gone when attention's backward begins; chunks that were kept are not made then.
+        // The gate and up activations are freed before attention's backward begins. Chunks that forward kept are not recomputed then.
         let gone = if keeps_gate_up { self.mlp.kept_bytes(bytes) } else { 0 };
         let there = if keep.keeps_chunks() { self.mixer.chunk_bytes(bytes) } else { 0 };
         let of_mlp = self.mlp.backward_bytes(bytes, keeps_gate_up, drops) + self.output_bytes(bytes);
@@ -149,30 +149,30 @@ impl BlockSpec {
             + of_mlp.max(self.mixer.backward_bytes(bytes, shares_prompts).saturating_sub(gone + there))
     }
 
-    /// Bytes a token where a backward of a format that rounds has the largest matrix rounded, beside what all blocks saved.
+    /// Bytes per token when an FP8 backward has its largest weight matrix quantized, not counting the activations that all blocks saved.
     pub fn input_gradient_bytes(self, bytes: ElementBytes, keep: GradientCheckpointing) -> usize {
         let recomputed = self.recomputed_bytes(bytes, keep);
         let of_mlp = self.mlp.input_gradient_bytes(bytes, keep.keeps_gate_up());
         recomputed + of_mlp + self.output_bytes(bytes)
     }
 
-    /// Bytes of the block up to the residual stream after attention, where backward makes it again, beside what was kept of it.
+    /// Bytes per token that backward recomputes: the block up to the residual stream after attention, less the activations that were kept.
     fn recomputed_bytes(self, bytes: ElementBytes, keep: GradientCheckpointing) -> usize {
         let kept = if keep.keeps_attention() { self.mixer.attended_bytes(bytes) } else { 0 };
         if keep.recomputes_blocks() { self.half_bytes(bytes) - kept } else { 0 }
     }
 
-    /// Bytes of the block up to the residual stream after attention.
+    /// Bytes per token of the block's activations up to the residual stream after attention.
     fn half_bytes(self, bytes: ElementBytes) -> usize {
         bytes.residual * self.hidden + self.mixer.kept_bytes(bytes) + self.output_bytes(bytes)
     }
 
-    /// Bytes of a sublayer's output, or of its gradient, where a factor keeps it apart from the residual stream.
+    /// Bytes per token of a sublayer's output or its gradient, stored apart from the residual stream if `residual_scale` is not 1.
     fn scaled_bytes(self, bytes: ElementBytes) -> usize {
         if self.residual_scale == 1.0 { 0 } else { bytes.narrow * self.hidden }
     }
 
-    /// Bytes of a sublayer's output, where a norm follows it.
+    /// Bytes per token of a sublayer's output if a norm follows it, else 0.
     fn output_bytes(self, bytes: ElementBytes) -> usize {
         if self.norms.post { bytes.narrow * self.hidden } else { 0 }
     }

@@ -1,26 +1,26 @@
-//! Bytes of the numbers that activations are made of.
+//! Bytes per element of the tensors that activations consist of.
 
 use tch::Kind;
 
 use crate::torch::accumulation_kind;
 
-/// Bytes of an element of each kind.
+/// Bytes per element of activations, by their use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ElementBytes {
-    /// Weights and activations.
+    /// Bytes of a weight or an activation.
     pub narrow: usize,
-    /// The accumulation kind.
+    /// Bytes in the accumulation type, for example float32 for bfloat16.
     pub wide: usize,
-    /// The residual stream.
+    /// Bytes in the type of the residual stream.
     pub residual: usize,
-    /// Rows that a product of forward reads: as they are, rounded, or both.
+    /// Bytes of an input of a forward GEMM: in the weights' type, quantized, or both.
     pub read: usize,
-    /// Gradients beside those that are kept as they are: rounded ones.
+    /// Bytes of the quantized copy of a gradient (FP8); 0 if gradients are not quantized.
     pub rounded: usize,
 }
 
 impl ElementBytes {
-    /// For weights of `kind`.
+    /// Sizes for weights of `kind` and a residual stream of `residual`, without quantization.
     pub fn new(kind: Kind, residual: Kind) -> Self {
         let [narrow, wide, residual] = [kind, accumulation_kind(kind), residual].map(|kind| kind.elt_size_in_bytes());
         Self { narrow, wide, residual, read: narrow, rounded: 0 }

@@ -1,4 +1,4 @@
-//! The shape of a gated delta net: its parameters and how ranks share them, its operations and bytes.
+//! The shape of a gated delta net: its parameters, how ranks split them, and the bytes and operations it costs.
 
 use super::bytes::ElementBytes;
 use super::heads::SharedHeads;
@@ -9,10 +9,10 @@ use crate::cuda::kernels::delta_fits;
 use crate::ops::delta_net::DeltaHeads;
 
 const MEAN_TOKENS: usize = DeltaHeads::MEAN_TOKENS;
-/// Numbers that a chunk's kernels keep of a token and value head: decays and write strengths.
+/// Numbers per token and value head that the chunk kernels keep: decays and write strengths.
 const KERNEL_DECAYS: usize = 5;
 
-/// Bytes a token with the padding of last chunks.
+/// Average bytes per token if the last chunk of each sequence is padded to the full chunk length.
 fn padded(of_chunks: usize) -> usize {
     of_chunks * (MEAN_TOKENS + DeltaHeads::CHUNK / 2) / MEAN_TOKENS
 }
@@ -22,31 +22,31 @@ fn padded(of_chunks: usize) -> usize {
 pub struct DeltaNetSpec {
     /// Width of the residual stream.
     pub hidden: usize,
-    /// Heads and the convolution.
+    /// Sizes of the heads and of the convolution.
     pub heads: DeltaHeads,
 }
 
 impl DeltaNetSpec {
-    /// The share of a rank: some key heads with their value heads.
+    /// The shape of one tensor-parallel rank's slice: some key heads, with their value heads.
     pub fn tp_slice(self, tp_size: usize) -> Self {
         let DeltaHeads { num_key_heads, num_value_heads, .. } = self.heads;
         let (num_key_heads, num_value_heads) = (num_key_heads / tp_size, num_value_heads / tp_size);
         Self { heads: DeltaHeads { num_key_heads, num_value_heads, ..self.heads }, ..self }
     }
 
-    /// With key heads as often as ranks that share rows have them.
+    /// The shape with key heads repeated as often as sequence-parallel ranks hold them.
     pub(in crate::model) fn with_shared_rows(self, num_ranks: usize) -> Self {
         let DeltaHeads { num_key_heads, num_value_heads, key_dim, .. } = self.heads;
         let num_key_heads = num_ranks * SharedHeads::new(num_key_heads, key_dim, num_value_heads, num_ranks).own;
         Self { heads: DeltaHeads { num_key_heads, ..self.heads }, ..self }
     }
 
-    /// Channels of queries, and of keys.
+    /// Number of channels of the queries, which equals that of the keys.
     pub(in crate::model) fn keys(self) -> usize {
         self.heads.num_key_heads * self.heads.key_dim
     }
 
-    /// Projections that read the residual stream, and the one behind the gated norm.
+    /// The weight matrices: four projections of the residual stream, and the output projection after the gated norm.
     pub fn linears(self) -> [LinearSpec; 5] {
         let Self { hidden, heads } = self;
         let values = heads.num_value_heads * heads.value_dim;
@@ -71,7 +71,7 @@ impl DeltaNetSpec {
         ]
     }
 
-    /// Parameters with their shapes, in the layout's order.
+    /// Names and shapes of the parameters, in the order in which the layout stores them.
     pub(in crate::model) fn shapes(self) -> Shapes {
         let [projections @ .., out] = self.linears();
         let heads = self.heads;
@@ -86,22 +86,23 @@ impl DeltaNetSpec {
         projections.iter().flat_map(LinearSpec::params).chain(own).chain(out.params()).collect()
     }
 
-    /// Floating-point operations of the rule's forward for one token: reading the state for its key and for its query, decaying it and
-    /// writing to it.
+    /// Floating-point operations of a forward pass of the delta rule for one token: reading the state by key and by query, decaying it, and writing
+    /// to it.
     pub fn flop_per_token(self) -> usize {
         7 * self.heads.num_value_heads * self.heads.key_dim * self.heads.value_dim
     }
 
-    /// Bytes a token that backward reads of the forward: the projections, and what the gated norm gave.
+    /// Bytes per token that backward reads from forward: the projections' outputs and the gated norm's output.
     pub(in crate::model) fn kept_bytes(self, bytes: ElementBytes) -> usize {
         let DeltaHeads { num_value_heads, value_dim, .. } = self.heads;
         bytes.narrow * (self.heads.channels() + 2 * num_value_heads * value_dim + 2 * num_value_heads)
     }
 
-    /// Bytes a token of the fullest moment of forward beside what is kept. By kernels: the sublayer's input, rounded, too, where products are
-    /// rounded, what the convolution gives,
-    /// chunks by themselves, and states of sequences. Composed of libtorch's operations, all of it in the accumulation kind: what the
-    /// convolution gives, its heads, and of whole chunks keys and values in six and four forms, three tables of pairs, and a state.
+    /// Peak bytes per token of temporaries during forward.
+    ///
+    /// With CUDA kernels: the sublayer's input (plus its FP8 copy when training in FP8), the convolution's output, the chunks' own tensors, and the
+    /// states of sequences. Composed of libtorch operations, all in the accumulation type: the convolution's output, its heads, and for whole chunks
+    /// six forms of the keys, four of the values, three tables of pairs, and a state.
     pub(in crate::model) fn forward_bytes(self, bytes: ElementBytes) -> usize {
         let ([keys, values, pairs, states], channels) = (self.elements(), self.heads.channels());
         if self.has_kernels(bytes) {
@@ -112,10 +113,11 @@ impl DeltaNetSpec {
         bytes.wide * (2 * channels + 6 * keys + 4 * values + 3 * pairs + states)
     }
 
-    /// Bytes a token of the fullest moment of backward, with chunks, whether they were kept or are computed again. By kernels that is when
-    /// the gradients of queries, keys and values are made: beside them and what they belong to there are those of the rule's result and of
-    /// the gate, and of chunks the system's results, what was written, its gradient, and two states. Composed, they are the forward's
-    /// tensors and their gradients, and beside them the gradients of the projections.
+    /// Peak bytes per token during backward, including the chunks, whether kept or recomputed.
+    ///
+    /// With CUDA kernels the peak is where the gradients of queries, keys and values are computed. Present then are: these gradients and their
+    /// inputs; the gradients of the rule's result and of the gate; and of the chunks the solution of the triangular system, the written values with
+    /// their gradient, and two states. Composed of libtorch operations: the forward's tensors, their gradients, and the projections' gradients.
     pub(in crate::model) fn backward_bytes(self, bytes: ElementBytes) -> usize {
         let ([keys, values, pairs, states], channels) = (self.elements(), self.heads.channels());
         let streams = 2 * bytes.narrow * self.hidden;
@@ -128,8 +130,10 @@ impl DeltaNetSpec {
         streams + bytes.wide * (3 * channels + rule)
     }
 
-    /// Bytes a token of chunks that a forward keeps, and of the rule's outputs. By kernels chunks have keys, values, two tables of pairs, and
-    /// a state. Composed, they have five forms of keys, three of values, three tables of pairs, and a state.
+    /// Bytes per token of the chunks that forward keeps, and of the delta rule's outputs.
+    ///
+    /// With CUDA kernels a chunk has keys, values, two tables of pairs, and a state. Composed, it has five forms of the keys, three of the values,
+    /// three tables of pairs, and a state.
     pub(in crate::model) fn chunk_bytes(self, bytes: ElementBytes) -> usize {
         let [keys, values, pairs, states] = self.elements();
         if self.has_kernels(bytes) {
@@ -139,8 +143,8 @@ impl DeltaNetSpec {
         bytes.wide * values + padded(bytes.wide * (5 * keys + 3 * values + 3 * pairs + states))
     }
 
-    /// Bytes a token of chunks as kernels have them, with the padding of last chunks and decays beside them, and of the states that
-    /// prompts end with, completions begin with and either has as a result.
+    /// Bytes per token of the chunks that CUDA kernels use, with padding and decays, plus the states at the ends of prompts and at the starts and
+    /// ends of completions.
     fn by_kernels(self, bytes: ElementBytes, of_chunks: usize) -> usize {
         let [.., states] = self.elements();
         padded(of_chunks + self.decay_bytes(bytes)) + 3 * bytes.wide * states * DeltaHeads::CHUNK / MEAN_TOKENS
@@ -150,13 +154,13 @@ impl DeltaNetSpec {
         KERNEL_DECAYS * bytes.wide * self.heads.num_value_heads
     }
 
-    /// Whether a GPU has kernels for heads and weights of this kind; a chip without them needs what composed operations do.
+    /// Whether the CUDA kernels support heads and weights of these sizes. If not, a GPU needs as much memory as the composed operations.
     fn has_kernels(self, bytes: ElementBytes) -> bool {
         let DeltaHeads { key_dim, value_dim, conv_width, .. } = self.heads;
         bytes.narrow < bytes.wide && delta_fits([key_dim, value_dim, conv_width])
     }
 
-    /// Elements a token of the keys and values of all value heads, of pairs within a chunk, and of a chunk's state.
+    /// Elements per token: of the keys and the values of all value heads, of the pairs within a chunk, and of a chunk's state.
     fn elements(self) -> [usize; 4] {
         let DeltaHeads { num_value_heads, key_dim, value_dim, .. } = self.heads;
         let states = (num_value_heads * key_dim * value_dim).div_ceil(DeltaHeads::CHUNK);

@@ -1,4 +1,4 @@
-//! The shape of a dense MLP: its parameters and how ranks share them, and its bytes.
+//! The shape of a dense MLP: its parameters, how ranks split them, and its bytes.
 
 use super::bytes::ElementBytes;
 use super::linear::Projection::Module;
@@ -11,24 +11,24 @@ use crate::ops::swiglu::Activation;
 pub struct DenseSpec {
     /// Width of the residual stream.
     pub hidden: usize,
-    /// Width between its products.
+    /// Width of the hidden layer: outputs of gate and up, inputs of down.
     pub intermediate: usize,
-    /// The function of its gate.
+    /// The activation of the gate.
     pub activation: Activation,
 }
 
 impl DenseSpec {
-    /// With SiLU.
+    /// A dense MLP with SiLU.
     pub fn new(hidden: usize, intermediate: usize) -> Self {
         Self { hidden, intermediate, activation: Activation::Silu }
     }
 
-    /// The share of a rank.
+    /// The shape of one tensor-parallel rank's slice.
     pub fn tp_slice(self, tp_size: usize) -> Self {
         Self { intermediate: self.intermediate / tp_size, ..self }
     }
 
-    /// The matrices of the MLP.
+    /// The weight matrices of the MLP: gate and up, then down.
     pub fn linears(self) -> [LinearSpec; 2] {
         let gate_up = LinearSpec {
             matrix: Matrix::GateUp,
@@ -53,19 +53,19 @@ impl DenseSpec {
         [gate_up, down]
     }
 
-    /// Bytes a token of gate and up, which backward reads.
+    /// Bytes per token of the gate and up outputs, which backward reads.
     pub(in crate::model) fn kept_bytes(self, bytes: ElementBytes) -> usize {
         2 * bytes.narrow * self.intermediate
     }
 
-    /// Bytes a token of the fullest moment of forward: gate and up, and the activation.
+    /// Peak bytes per token during forward: gate and up, and the activation.
     pub(in crate::model) fn forward_bytes(self, bytes: ElementBytes) -> usize {
         (2 * bytes.narrow + bytes.read) * self.intermediate
     }
 
-    /// Bytes a token of the fullest moment of backward: the gradient that comes in and the normalised rows; gate and up, which become
-    /// their gradients in place, unless they were kept; the gradients' rounded copy, of a format that rounds; the activation and its gradient. An
-    /// adapter with dropout drops a copy of the activation, and its own part of the gradient comes in two tensors more.
+    /// Peak bytes per token during backward: the incoming gradient and the normalized rows; gate and up, overwritten by their gradients, unless
+    /// forward kept them; the gradients' quantized copy in FP8; the activation and its gradient. A LoRA adapter with dropout adds a dropped-out copy
+    /// of the activation, and two tensors for its own part of the gradient.
     pub(in crate::model) fn backward_bytes(self, bytes: ElementBytes, keeps_gate_up: bool, drops: bool) -> usize {
         let row = bytes.narrow * self.intermediate;
         let gate_up = if keeps_gate_up { 0 } else { 2 * row };
@@ -74,9 +74,8 @@ impl DenseSpec {
         2 * bytes.narrow * self.hidden + gate_up + rounded + 2 * row + dropped
     }
 
-    /// Bytes a token of the moment at which backward makes the gradient of the normalised rows, in a format that rounds: that gradient, the
-    /// normalised rows and the gradient that came in; the gradients of gate and up, in whose place these were unless they were kept; the
-    /// gradients' rounded copy.
+    /// Bytes per token when an FP8 backward computes the gradient of the normalized rows: that gradient, the normalized rows and the incoming
+    /// gradient; the gradients of gate and up, unless they overwrite kept activations; and the gradients' quantized copy.
     pub(in crate::model) fn input_gradient_bytes(self, bytes: ElementBytes, keeps_gate_up: bool) -> usize {
         let gate_up = if keeps_gate_up { 0 } else { 2 * bytes.narrow * self.intermediate };
         3 * bytes.narrow * self.hidden + gate_up + 2 * bytes.rounded * self.intermediate

@@ -1,4 +1,4 @@
-//! The shape of a set of experts, and of one that every token goes to: their parameters and how ranks share them, and their bytes.
+//! The shape of a mixture of experts and its shared expert: parameters, how ranks split them, and bytes.
 
 use super::bytes::ElementBytes;
 use super::dense::DenseSpec;
@@ -7,33 +7,33 @@ use super::param_name::{ParamName, Shapes};
 use crate::model::correction;
 use crate::ops::router::{RouterOptions, RouterScores};
 
-/// The shape of a set of experts.
+/// The shape of a mixture of experts.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ExpertsSpec {
-    /// Each of them.
+    /// The shape of each expert.
     pub expert: DenseSpec,
-    /// How many there are.
+    /// Number of experts in the layer.
     pub num_experts: usize,
-    /// How many of them a rank has: all, or its share.
+    /// Number of experts on this rank: all, or with expert parallelism its share.
     pub own: usize,
-    /// Ranks share experts, each whole, and not every expert.
+    /// Ranks split the experts by whole experts (expert parallelism).
     pub is_parallel: bool,
-    /// How tokens choose among them.
+    /// How a token's experts are chosen.
     pub router: RouterOptions,
-    /// An expert that every token goes to, beside those that it chooses.
+    /// The shared expert, which processes every token in addition to the chosen experts.
     pub shared: Option<SharedExpertSpec>,
     /// The output of the shared expert is multiplied by the sigmoid of a gate.
     pub gates_shared: bool,
-    /// The router has a bias, and so have both matrices of every expert.
+    /// The router and both matrices of every expert have biases.
     pub has_biases: bool,
 }
 
-/// The shape of a shared expert.
+/// The shape of a shared expert, which processes every token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SharedExpertSpec(pub DenseSpec);
 
 impl ExpertsSpec {
-    /// The share of a rank: a part of every expert, or some experts whole; of the shared one a part.
+    /// The shape of one rank's slice: a slice of every expert or, with expert parallelism, some whole experts. The shared expert is always sliced.
     pub fn tp_slice(self, tp_size: usize) -> Self {
         let shared = self.shared.map(|SharedExpertSpec(expert)| SharedExpertSpec(expert.tp_slice(tp_size)));
         if self.is_parallel {
@@ -42,14 +42,14 @@ impl ExpertsSpec {
         Self { expert: self.expert.tp_slice(tp_size), shared, ..self }
     }
 
-    /// Whether so many ranks can have slices without copies.
+    /// Whether the experts can be sliced for `tp_size` tensor-parallel ranks without copying weights.
     pub(in crate::model) fn can_slice(self, tp_size: usize) -> bool {
         let shared = if self.is_parallel { self.num_experts } else { self.expert.intermediate };
         shared.is_multiple_of(tp_size)
             && self.shared.is_none_or(|SharedExpertSpec(expert)| expert.intermediate.is_multiple_of(tp_size))
     }
 
-    /// The sizes that ranks have shares of, in words.
+    /// The sizes that ranks split, as text for error messages.
     pub(in crate::model) fn sizes(self) -> String {
         let own = match self.is_parallel {
             true => format!("{} experts", self.num_experts),
@@ -63,7 +63,7 @@ impl ExpertsSpec {
         }
     }
 
-    /// The two matrices of an expert, each as many times as there are experts; then those of the shared one.
+    /// The weight matrices: gate-up and down of all experts, each stacked, then those of the shared expert.
     pub fn linears(self) -> Vec<LinearSpec> {
         let split = |linear: &LinearSpec| if self.is_parallel { TpSplit::Experts } else { linear.split };
         let bias = |linear: &LinearSpec| match linear.matrix {
@@ -80,7 +80,7 @@ impl ExpertsSpec {
         self.expert.linears().map(own).into_iter().chain(shared).collect()
     }
 
-    /// The weights of the router, its bias or correction, and those of the shared expert's gate.
+    /// Shapes of the other weights: the router, its bias or correction, and the shared expert's gate.
     pub(in crate::model) fn other_shapes(self) -> Shapes {
         let router = (ParamName::Router, vec![self.num_experts as i64, self.expert.hidden as i64]);
         let is_corrected = matches!(self.router.scores, RouterScores::Sigmoid { .. });
@@ -90,20 +90,20 @@ impl ExpertsSpec {
         std::iter::once(router).chain(bias).chain(is_corrected.then_some(correction)).chain(gate).collect()
     }
 
-    /// Weights of a layer that a token does not use.
+    /// Number of weights in a layer that one token does not use.
     pub fn num_idle_params(self) -> usize {
         let idle = self.num_experts - self.router.num_experts_per_tok;
         idle * self.expert.linears().iter().map(|linear| linear.rows() * linear.columns).sum::<usize>()
     }
 
-    /// Bytes a token of gate and up, and of the routing, which backward reads.
+    /// Bytes per token that backward reads: gate and up, and the routing.
     pub(in crate::model) fn kept_bytes(self, bytes: ElementBytes) -> usize {
         let shared = self.shared.map_or(0, |shared| shared.kept_bytes(bytes));
         self.router.num_experts_per_tok * self.expert.kept_bytes(bytes) + self.routing_bytes(bytes) + shared
     }
 
-    /// Bytes a token of the fullest moment of forward: gate and up and the activation, and beside them either the rows that go in and
-    /// the activation's half, or the rows that come out.
+    /// Peak bytes per token during forward: gate and up, and the activation; in addition either the gathered input rows and half of the activation,
+    /// or the output rows.
     pub(in crate::model) fn forward_bytes(self, bytes: ElementBytes) -> usize {
         let rows =
             self.router.num_experts_per_tok * (self.expert.forward_bytes(bytes) + bytes.narrow * self.expert.hidden);
@@ -111,8 +111,8 @@ impl ExpertsSpec {
         rows + self.routing_bytes(bytes) + 3 * bytes.wide * self.expert.hidden + shared
     }
 
-    /// Bytes a token of the fullest moment of backward: what a dense MLP of all rows needs, the rows that go in and their gradients, of a
-    /// format that rounds these twice, and the sum of these.
+    /// Peak bytes per token during backward: a dense MLP's for all routed rows, the input rows with their gradients (twice if FP8 quantizes them),
+    /// and the summed gradient.
     pub(in crate::model) fn backward_bytes(self, bytes: ElementBytes, keeps_gate_up: bool) -> usize {
         let row = self.expert.backward_bytes(bytes, keeps_gate_up, false) + bytes.rounded * self.expert.hidden;
         let rows = self.router.num_experts_per_tok * row;
@@ -120,16 +120,16 @@ impl ExpertsSpec {
         rows + 2 * self.routing_bytes(bytes) + 3 * bytes.wide * self.expert.hidden + shared
     }
 
-    /// Bytes a token of probabilities, and of choices with their weights and places.
+    /// Bytes per token of the router's probabilities, and of the chosen experts with their weights and positions.
     fn routing_bytes(self, bytes: ElementBytes) -> usize {
         const INDEX_BYTES: usize = 8;
-        let hot = if self.has_biases { bytes.narrow * self.num_experts } else { 0 }; // of a row, for the biases
+        let hot = if self.has_biases { bytes.narrow * self.num_experts } else { 0 }; // one-hot rows, for the bias gradients
         bytes.wide * self.num_experts + self.router.num_experts_per_tok * (bytes.wide + 5 * INDEX_BYTES + hot)
     }
 }
 
 impl SharedExpertSpec {
-    /// The matrices of the expert.
+    /// The weight matrices of the shared expert.
     pub(in crate::model) fn linears(self) -> [LinearSpec; 2] {
         self.0.linears().map(|linear| {
             let (matrix, names) = match linear.matrix {
@@ -141,22 +141,22 @@ impl SharedExpertSpec {
         })
     }
 
-    /// The weight of the gate.
+    /// Name and shape of the gate's weight.
     pub(in crate::model) fn gate_shape(self) -> (ParamName, Vec<i64>) {
         (ParamName::SharedGate, vec![1, self.0.hidden as i64])
     }
 
-    /// Bytes a token of gate and up, and of the gate's sigmoid, which backward reads.
+    /// Bytes per token that backward reads: gate and up, and the sigmoid of the gate.
     pub(in crate::model) fn kept_bytes(self, bytes: ElementBytes) -> usize {
         self.0.kept_bytes(bytes) + bytes.wide
     }
 
-    /// Bytes a token of the fullest moment of forward: gate and up, the activation, and the output in both kinds.
+    /// Peak bytes per token during forward: gate and up, the activation, and the output in both the weights' and the accumulation type.
     pub(in crate::model) fn forward_bytes(self, bytes: ElementBytes) -> usize {
         self.0.forward_bytes(bytes) + (bytes.narrow + bytes.wide) * self.0.hidden
     }
 
-    /// Bytes a token of the fullest moment of backward: a dense MLP's, and the activation once more, times the sigmoid.
+    /// Peak bytes per token during backward: a dense MLP's, plus a copy of the activation multiplied by the sigmoid.
     pub(in crate::model) fn backward_bytes(self, bytes: ElementBytes, keeps_gate_up: bool) -> usize {
         self.0.backward_bytes(bytes, keeps_gate_up, false) + bytes.narrow * self.0.intermediate
     }

@@ -1,20 +1,20 @@
-//! The families of decoders by name. What a family has is in its own file (`families`).
+//! The model families by name. The details of each family are in its own file in `families`.
 
-/// Calls a macro with all families: the name of each, and its file.
+/// Calls the macro `$call` with a list of all families: each family's variant and its module.
 macro_rules! families {
     ($call:ident) => {
         $call! {
             /// Qwen2 and Qwen2.5.
             Qwen2: qwen2,
-            /// Qwen2 with experts.
+            /// Qwen2 MoE.
             Qwen2Moe: qwen2_moe,
             /// Qwen3.
             Qwen3: qwen3,
-            /// Qwen3 with experts.
+            /// Qwen3 MoE.
             Qwen3Moe: qwen3_moe,
-            /// Qwen3.5 and 3.6, text.
+            /// Qwen3.5 and Qwen3.6, text part.
             Qwen3_5: qwen3_5,
-            /// Qwen3.5 and 3.6 with experts, text.
+            /// Qwen3.5 and Qwen3.6 MoE, text part.
             Qwen3_5Moe: qwen3_5_moe,
             /// Qwen3-Next.
             Qwen3Next: qwen3_next,
@@ -28,13 +28,13 @@ macro_rules! families {
             SmolLm3: smollm3,
             /// Granite 3.
             Granite: granite,
-            /// Gemma 3, text.
+            /// Gemma 3, text part.
             Gemma3: gemma3,
-            /// GLM-4 of 2024.
+            /// GLM-4, released in 2024.
             Glm: glm,
-            /// GLM-4 of 2025.
+            /// GLM-4, released in 2025.
             Glm4: glm4,
-            /// GLM-4.5 and 4.6.
+            /// GLM-4.5 and GLM-4.6.
             Glm4Moe: glm4_moe,
             /// Ministral.
             Ministral: ministral,
@@ -49,7 +49,7 @@ pub(in crate::model) use families;
 
 macro_rules! declare {
     ($($(#[$doc:meta])* $name:ident: $file:ident,)*) => {
-        /// Architectures served by the one decoder.
+        /// The supported model families. All run on the same decoder implementation.
         #[derive(Debug, Clone, Copy, PartialEq, Eq)]
         pub enum Family {
             $($(#[$doc])* $name,)*

@@ -1,29 +1,29 @@
-//! Heads of one kind, as ranks that share rows have them.
+//! How sequence-parallel ranks split heads, and repeat them if there are too few.
 
-/// Heads of one kind, as the ranks of a group share them.
+/// Key or value heads split over the ranks of a sequence-parallel group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::model) struct SharedHeads {
-    /// Of all ranks together.
+    /// Number of distinct heads in the model.
     pub total: usize,
-    /// Of each rank.
+    /// Number of heads on each rank.
     pub own: usize,
     /// Elements of a head.
     pub width: usize,
 }
 
-/// Heads that follow one another on a rank and in the model.
+/// A run of heads that are consecutive both on a rank and in the model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::model) struct HeadRun {
-    /// The first one's place among the rank's.
+    /// Index of the first head on the rank.
     pub slot: usize,
-    /// The first one's place in the model.
+    /// Index of the first head in the model.
     pub head: usize,
-    /// How many they are.
+    /// Number of heads.
     pub len: usize,
 }
 
 impl SharedHeads {
-    /// Heads that `queries` heads read, of which each of `num_ranks` has an equal share.
+    /// Splits `total` heads over `num_ranks` ranks, if the `queries` query heads that read them are split evenly.
     pub(in crate::model) fn new(total: usize, width: usize, queries: usize, num_ranks: usize) -> Self {
         let of_rank = queries / num_ranks;
         let own = match (total.is_multiple_of(num_ranks), num_ranks.is_multiple_of(total)) {
@@ -34,7 +34,7 @@ impl SharedHeads {
         Self { total, own, width }
     }
 
-    /// Runs of a rank's heads.
+    /// The heads on `rank`, as runs of consecutive heads.
     pub(in crate::model) fn runs(self, rank: usize, num_ranks: usize) -> Vec<HeadRun> {
         let mut runs: Vec<HeadRun> = Vec::new();
         for slot in 0..self.own {
@@ -47,7 +47,7 @@ impl SharedHeads {
         runs
     }
 
-    /// Whether several ranks have some of the heads.
+    /// Whether some heads are on more than one rank.
     pub(in crate::model) fn repeats(self, num_ranks: usize) -> bool {
         self.own * num_ranks > self.total
     }

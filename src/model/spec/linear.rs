@@ -1,57 +1,57 @@
-//! The matrices of a block by name: what each is made of on disk, and how ranks share it.
+//! The weight matrices of a block by name, the checkpoint tensors each consists of, and how ranks split it.
 
 use tch::Tensor;
 
 use super::param_name::{ParamName, Shapes};
 use crate::config::TargetModule;
 
-/// The module of a block that treats every token by itself.
+/// Name in checkpoints of the sublayer that processes each token separately.
 pub(in crate::model) const MLP: &str = "mlp";
 
-/// The matrices of a block.
+/// The weight matrices of a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Matrix {
-    /// Query, key and value.
+    /// Query, key and value projections.
     Qkv,
-    /// Attention output.
+    /// Attention's output projection.
     O,
-    /// Gate and up.
+    /// Gate and up projections.
     GateUp,
-    /// Down.
+    /// Down projection.
     Down,
-    /// Gate and up of a shared expert.
+    /// Gate and up projections of a shared expert.
     SharedGateUp,
-    /// Down of a shared expert.
+    /// Down projection of a shared expert.
     SharedDown,
-    /// Queries, keys and values of a gated delta net.
+    /// Query, key and value projections of a gated delta net.
     DeltaQkv,
-    /// Gate of a gated delta net's norm.
+    /// Projection to the gate of a gated delta net's norm.
     DeltaZ,
-    /// Write strengths of a gated delta net.
+    /// Projection to the write strengths of a gated delta net.
     DeltaB,
-    /// Decays of a gated delta net.
+    /// Projection to the decays of a gated delta net.
     DeltaA,
-    /// Output of a gated delta net.
+    /// Output projection of a gated delta net.
     DeltaOut,
 }
 
-/// A matrix of a checkpoint.
+/// One projection as a checkpoint stores it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Projection {
-    /// One that can have an adapter.
+    /// A module that LoRA can adapt.
     Module(TargetModule),
-    /// A shared expert's, by its name there.
+    /// A shared expert's projection, by its name in the checkpoint.
     SharedExpert(&'static str),
 }
 
 impl Projection {
-    /// Whether it is one of these.
+    /// Whether the projection is one of `modules`.
     pub(in crate::model) fn is_one_of(self, modules: &[TargetModule]) -> bool {
         matches!(self, Projection::Module(module) if modules.contains(&module))
     }
 }
 
-/// The module of a block that has a projection.
+/// Name in checkpoints of the sublayer that contains a module, for example `self_attn`.
 pub(in crate::model) fn room(module: TargetModule) -> &'static str {
     use TargetModule::{
         DownProj, GateProj, InProjA, InProjB, InProjQkv, InProjZ, KProj, OProj, OutProj, QProj, UpProj, VProj,
@@ -64,7 +64,7 @@ pub(in crate::model) fn room(module: TargetModule) -> &'static str {
 }
 
 impl Matrix {
-    /// The parameter of the weight.
+    /// The name of the weight parameter.
     pub(in crate::model) fn weight(self) -> ParamName {
         match self {
             Matrix::Qkv => ParamName::Qkv,
@@ -81,7 +81,7 @@ impl Matrix {
         }
     }
 
-    /// Parameters of the adapter beside it, A and B, where it can have one.
+    /// Names of the LoRA parameters A and B of this matrix, if it can have an adapter.
     pub(in crate::model) fn adapter(self) -> Option<[ParamName; 2]> {
         match self {
             Matrix::Qkv => Some([ParamName::QkvA, ParamName::QkvB]),
@@ -97,79 +97,79 @@ impl Matrix {
         }
     }
 
-    /// Whether a format that rounds also rounds the products of this matrix in training. The write strengths and decays of a gated delta net
-    /// stay as they are: they have one row a head.
+    /// Whether FP8 training quantizes this matrix's GEMMs. The write strengths and decays of a gated delta net are not quantized: they have only one
+    /// row per head.
     pub(crate) fn is_rounded(self) -> bool {
         !matches!(self, Matrix::DeltaB | Matrix::DeltaA)
     }
 }
 
-/// The shape of a matrix. Its rows are [groups, heads, inner], and a projection is some consecutive heads of every group.
+/// The shape of a matrix. Its rows are [groups, heads, inner]; a projection is a range of consecutive heads in every group.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LinearSpec {
-    /// Which matrix of its block.
+    /// The name of the matrix in its block.
     pub matrix: Matrix,
-    /// Groups of rows.
+    /// Number of groups of rows.
     pub groups: usize,
-    /// Rows of a head.
+    /// Rows per head.
     pub inner: usize,
-    /// Columns.
+    /// Number of columns: inputs of the GEMM.
     pub columns: usize,
-    /// Projections as a checkpoint has them, with their heads in a group.
+    /// The checkpoint's projections, each with its number of heads per group.
     pub projections: Vec<(Projection, usize)>,
-    /// How tensor-parallel ranks share the matrix.
+    /// How tensor-parallel ranks split the matrix.
     pub split: TpSplit,
-    /// The bias, where there is one.
+    /// The name of the bias parameter, if there is one.
     pub bias: Option<ParamName>,
-    /// The number of experts that have such a matrix, one after the other.
+    /// Number of experts, whose matrices are stacked; `None` without experts.
     pub experts: Option<usize>,
 }
 
-/// How tensor-parallel ranks share a matrix.
+/// How tensor-parallel ranks split a matrix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TpSplit {
     /// By rows: each rank computes some of the outputs.
     Rows,
-    /// By columns: the ranks' products add up to the output.
+    /// By columns: the outputs of the ranks are summed.
     Columns,
-    /// By experts: each rank has some of them whole.
+    /// By experts: each rank has some whole experts.
     Experts,
-    /// By rows of queries, of keys and of values, one after the other.
+    /// By rows within each of the sections queries, keys and values.
     RowSections {
-        /// Rows of queries, and of keys.
+        /// Rows of the query section, which equal those of the key section.
         keys: usize,
     },
 }
 
 impl LinearSpec {
-    /// Heads of a group.
+    /// Number of heads in a group.
     pub fn heads(&self) -> usize {
         self.projections.iter().map(|(_, heads)| heads).sum()
     }
 
-    /// Rows of the matrix: outputs of the product.
+    /// Number of rows of the matrix: outputs of the GEMM.
     pub fn rows(&self) -> usize {
         self.groups * self.heads() * self.inner
     }
 
-    /// The index of each expert that has such a matrix; `None` alone where there are no experts.
+    /// The index of each expert that has such a matrix; a single `None` without experts.
     pub(in crate::model) fn each_expert(&self) -> Vec<Option<usize>> {
         self.experts.map_or_else(|| vec![None], |experts| (0..experts).map(Some).collect())
     }
 
-    /// Shape of the weight: [N, K], or [E, N, K] of experts.
+    /// Shape of the weight: [N, K], or [E, N, K] for E experts.
     pub(in crate::model) fn shape(&self) -> Vec<i64> {
         self.experts.into_iter().chain([self.rows(), self.columns]).map(|size| size as i64).collect()
     }
 
-    /// The weight and the bias with their shapes.
+    /// Names and shapes of the weight and the bias.
     pub(in crate::model) fn params(&self) -> Shapes {
         let (weight, shape) = (self.matrix.weight(), self.shape());
         let bias = self.bias.map(|bias| (bias, shape[..shape.len() - 1].to_vec()));
         std::iter::once((weight, shape)).chain(bias).collect()
     }
 
-    /// Rows [groups, heads of the projection, inner, ..] of a projection, as a view of the matrix or of its bias.
+    /// A view of one projection's rows in the matrix or in its bias: [groups, heads of the projection, inner, ..].
     pub(in crate::model) fn rows_of(&self, projection: usize, whole: &Tensor) -> Tensor {
         let rows = [self.groups, self.heads(), self.inner].map(|size| size as i64);
         let first: usize = self.projections[..projection].iter().map(|(_, heads)| heads).sum();

@@ -1,4 +1,4 @@
-//! The shape of the sublayer in which tokens see one another: attention, or a gated delta net.
+//! The shape of the sublayer that mixes information between tokens: attention or a gated delta net.
 
 use super::attention::AttentionSpec;
 use super::bytes::ElementBytes;
@@ -6,17 +6,17 @@ use super::delta_net::DeltaNetSpec;
 use super::linear::LinearSpec;
 use super::param_name::Shapes;
 
-/// The sublayer in which tokens see one another.
+/// The sublayer that mixes information between tokens.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Mixer {
-    /// Full attention, or within a window.
+    /// Softmax attention, full or within a sliding window.
     Attention(AttentionSpec),
-    /// A gated delta net, whose sequences have a state in place of keys and values.
+    /// A gated delta net: linear attention with a fixed-size state per sequence in place of keys and values.
     DeltaNet(DeltaNetSpec),
 }
 
 impl Mixer {
-    /// The share of a rank.
+    /// The shape of one tensor-parallel rank's slice.
     pub(in crate::model) fn tp_slice(self, tp_size: usize) -> Self {
         match self {
             Self::Attention(attention) => Self::Attention(attention.tp_slice(tp_size)),
@@ -24,7 +24,7 @@ impl Mixer {
         }
     }
 
-    /// Whether so many ranks can have slices without copies.
+    /// Whether the sublayer can be sliced for `tp_size` tensor-parallel ranks without copying weights.
     pub(in crate::model) fn can_slice(self, tp_size: usize) -> bool {
         match self {
             Self::Attention(attention) => attention.can_slice(tp_size),
@@ -32,7 +32,7 @@ impl Mixer {
         }
     }
 
-    /// Whether so many ranks that share rows can have equal parts of the heads.
+    /// Whether `num_ranks` sequence-parallel ranks can split the heads evenly.
     pub(in crate::model) fn can_share_rows(self, num_ranks: usize) -> bool {
         match self {
             Self::Attention(attention) => attention.num_heads.is_multiple_of(num_ranks),
@@ -40,7 +40,7 @@ impl Mixer {
         }
     }
 
-    /// The sizes that ranks have shares of, in words.
+    /// The sizes that ranks split, as text for error messages.
     pub(in crate::model) fn sizes(self) -> String {
         match self {
             Self::Attention(AttentionSpec { num_heads, num_kv_heads, .. }) => {
@@ -53,7 +53,7 @@ impl Mixer {
         }
     }
 
-    /// The matrices of the sublayer.
+    /// The weight matrices of the sublayer.
     pub fn linears(self) -> Vec<LinearSpec> {
         match self {
             Self::Attention(attention) => attention.linears().into(),
@@ -61,7 +61,7 @@ impl Mixer {
         }
     }
 
-    /// Parameters with their shapes, in the layout's order.
+    /// Names and shapes of the parameters, in the order in which the layout stores them.
     pub(in crate::model) fn shapes(self) -> Shapes {
         match self {
             Self::Attention(attention) => {
@@ -72,7 +72,7 @@ impl Mixer {
         }
     }
 
-    /// Elements that the cache has of a token.
+    /// Elements per token in the KV cache; 0 for a gated delta net.
     pub fn cached_elements(self) -> usize {
         match self {
             Self::Attention(attention) => attention.cached_elements(),
@@ -80,7 +80,7 @@ impl Mixer {
         }
     }
 
-    /// Floating-point operations of a forward for every pair of a query and a key that it sees.
+    /// Floating-point operations of a forward pass for every (query, key) pair that attention computes.
     pub fn flop_per_pair(self) -> usize {
         match self {
             Self::Attention(attention) => attention.flop_per_pair(),
@@ -88,7 +88,7 @@ impl Mixer {
         }
     }
 
-    /// Floating-point operations of a forward for every token, beside those of products and of pairs.
+    /// Floating-point operations of a forward pass per token, not counting GEMMs and (query, key) pairs.
     pub fn flop_per_token(self) -> usize {
         match self {
             Self::Attention(_) => 0,
@@ -96,7 +96,7 @@ impl Mixer {
         }
     }
 
-    /// Bytes a token that backward reads of the forward.
+    /// Bytes per token that backward reads from forward.
     pub(in crate::model) fn kept_bytes(self, bytes: ElementBytes) -> usize {
         match self {
             Self::Attention(attention) => attention.kept_bytes(bytes),
@@ -104,7 +104,7 @@ impl Mixer {
         }
     }
 
-    /// Bytes a token of attention's output and log-sum-exp.
+    /// Bytes per token of attention's output and log-sum-exp.
     pub(in crate::model) fn attended_bytes(self, bytes: ElementBytes) -> usize {
         match self {
             Self::Attention(attention) => attention.attended_bytes(bytes),
@@ -112,7 +112,7 @@ impl Mixer {
         }
     }
 
-    /// Bytes a token of attention's output.
+    /// Bytes per token of attention's output.
     pub(in crate::model) fn output_bytes(self, bytes: ElementBytes) -> usize {
         match self {
             Self::Attention(attention) => bytes.narrow * attention.widths()[0],
@@ -120,7 +120,7 @@ impl Mixer {
         }
     }
 
-    /// As one of so many ranks that share rows has its heads, for each of its own rows.
+    /// The shape with the heads that sequence-parallel ranks hold, repeated heads included.
     pub(in crate::model) fn with_shared_rows(self, num_ranks: usize) -> Self {
         match self {
             Self::Attention(attention) => Self::Attention(attention.with_shared_rows(num_ranks)),
@@ -128,8 +128,8 @@ impl Mixer {
         }
     }
 
-    /// Bytes a token of the fullest moment of forward, beside what is kept. Where ranks share the rows, attention's output is there three
-    /// times: by heads, as it has come from all ranks, and by rows.
+    /// Peak bytes per token of temporaries during forward. With sequence parallelism three copies of attention's output exist: split by heads, as
+    /// received from all ranks, and split by rows.
     pub(in crate::model) fn forward_bytes(self, bytes: ElementBytes, shares_rows: bool) -> usize {
         match self {
             Self::Attention(attention) if shares_rows => 2 * bytes.narrow * attention.widths()[0],
@@ -138,7 +138,7 @@ impl Mixer {
         }
     }
 
-    /// Bytes a token of what `gradient_checkpointing = "keep_chunks"` keeps beside.
+    /// Additional bytes per token that `gradient_checkpointing = "keep_chunks"` keeps.
     pub(in crate::model) fn chunk_bytes(self, bytes: ElementBytes) -> usize {
         match self {
             Self::Attention(_) => 0,
@@ -146,7 +146,7 @@ impl Mixer {
         }
     }
 
-    /// Bytes a token of the fullest moment of backward.
+    /// Peak bytes per token during backward.
     pub(in crate::model) fn backward_bytes(self, bytes: ElementBytes, shares_prompts: bool) -> usize {
         match self {
             Self::Attention(attention) => attention.backward_bytes(bytes, shares_prompts),

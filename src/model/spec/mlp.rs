@@ -1,4 +1,4 @@
-//! The shape of the sublayer that treats every token by itself: one MLP for all of them, or experts.
+//! The shape of the sublayer that processes each token separately: a dense MLP or a mixture of experts.
 
 use super::bytes::ElementBytes;
 use super::dense::DenseSpec;
@@ -7,17 +7,17 @@ use super::linear::LinearSpec;
 use super::param_name::Shapes;
 use crate::ops::swiglu::Activation;
 
-/// The sublayer that treats every token by itself.
+/// The sublayer that processes each token separately.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Mlp {
-    /// One MLP for all tokens.
+    /// A dense MLP.
     Dense(DenseSpec),
-    /// Some of several for each token.
+    /// A mixture of experts.
     Experts(ExpertsSpec),
 }
 
 impl Mlp {
-    /// The share of a rank.
+    /// The shape of one rank's slice.
     pub(in crate::model) fn tp_slice(self, tp_size: usize) -> Self {
         match self {
             Mlp::Dense(dense) => Mlp::Dense(dense.tp_slice(tp_size)),
@@ -25,7 +25,7 @@ impl Mlp {
         }
     }
 
-    /// The function of its gates.
+    /// The activation of the gates.
     pub fn activation(self) -> Activation {
         match self {
             Mlp::Dense(dense) => dense.activation,
@@ -33,7 +33,7 @@ impl Mlp {
         }
     }
 
-    /// With this function of all gates.
+    /// The shape with `activation` in all gates.
     pub(in crate::model) fn activated_by(self, activation: Activation) -> Self {
         let of = |dense: DenseSpec| DenseSpec { activation, ..dense };
         match self {
@@ -45,7 +45,7 @@ impl Mlp {
         }
     }
 
-    /// Whether so many ranks can have slices without copies.
+    /// Whether the sublayer can be sliced for `tp_size` tensor-parallel ranks without copying weights.
     pub(in crate::model) fn can_slice(self, tp_size: usize) -> bool {
         match self {
             Mlp::Dense(dense) => dense.intermediate.is_multiple_of(tp_size),
@@ -53,7 +53,7 @@ impl Mlp {
         }
     }
 
-    /// The sizes that ranks have shares of, in words.
+    /// The sizes that ranks split, as text for error messages.
     pub(in crate::model) fn sizes(self) -> String {
         match self {
             Mlp::Dense(dense) => format!("intermediate size {}", dense.intermediate),
@@ -61,7 +61,7 @@ impl Mlp {
         }
     }
 
-    /// The matrices of the MLP.
+    /// The weight matrices of the MLP.
     pub(in crate::model) fn linears(self) -> Vec<LinearSpec> {
         match self {
             Mlp::Dense(dense) => dense.linears().into(),
@@ -69,7 +69,7 @@ impl Mlp {
         }
     }
 
-    /// The weights that are no matrices of experts: the router's and a gate's, where there are any.
+    /// Shapes of the weights that are not in `linears`: the router's and the shared expert's gate, if there are any.
     pub(in crate::model) fn other_shapes(self) -> Shapes {
         match self {
             Mlp::Dense(_) => Shapes::new(),
@@ -77,7 +77,7 @@ impl Mlp {
         }
     }
 
-    /// Bytes a token of what `gradient_checkpointing = "none"` keeps.
+    /// Bytes per token that `gradient_checkpointing = "none"` keeps.
     pub(in crate::model) fn kept_bytes(self, bytes: ElementBytes) -> usize {
         match self {
             Mlp::Dense(dense) => dense.kept_bytes(bytes),
@@ -85,7 +85,7 @@ impl Mlp {
         }
     }
 
-    /// Bytes a token of the fullest moment of forward.
+    /// Peak bytes per token during forward.
     pub(in crate::model) fn forward_bytes(self, bytes: ElementBytes) -> usize {
         match self {
             Mlp::Dense(dense) => dense.forward_bytes(bytes),
@@ -93,7 +93,7 @@ impl Mlp {
         }
     }
 
-    /// Bytes a token of the fullest moment of backward.
+    /// Peak bytes per token during backward.
     pub(in crate::model) fn backward_bytes(self, bytes: ElementBytes, keeps_gate_up: bool, drops: bool) -> usize {
         match self {
             Mlp::Dense(dense) => dense.backward_bytes(bytes, keeps_gate_up, drops),
@@ -101,8 +101,7 @@ impl Mlp {
         }
     }
 
-    /// Bytes a token of the moment at which backward makes the gradient of the normalised rows, in a format that rounds; 0 of experts, which
-    /// do not train in such a format.
+    /// Bytes per token when an FP8 backward computes the gradient of the normalized rows; 0 for experts, which are not trained in FP8.
     pub(in crate::model) fn input_gradient_bytes(self, bytes: ElementBytes, keeps_gate_up: bool) -> usize {
         match self {
             Mlp::Dense(dense) => dense.input_gradient_bytes(bytes, keeps_gate_up),

@@ -1,14 +1,14 @@
-//! The shape of a network: everything about a model that is not a weight, and how many bytes and operations that makes.
+//! The shape of a model: everything except the weights, and the bytes and operations that follow from it.
 //!
-//! | file | what it is |
+//! | file | content |
 //! |---|---|
-//! | `family` | the names of families |
-//! | `param_name`, `linear` | parameters and matrices by name, with their shapes |
-//! | `attention`, `delta_net`, `mixer` | the first sublayer |
+//! | `family` | names of model families |
+//! | `param_name`, `linear` | names and shapes of parameters and matrices |
+//! | `attention`, `delta_net`, `mixer` | the first sublayer of a block |
 //! | `dense`, `experts`, `mlp` | the second sublayer |
-//! | `block` | both, with their norms |
-//! | `bytes`, `heads` | bytes of numbers; heads that ranks share |
-//! | `served` | what ranks and GPUs serve |
+//! | `block` | both sublayers, with their norms |
+//! | `bytes`, `heads` | bytes per element; heads that ranks split |
+//! | `served` | which sizes ranks and GPUs support |
 
 mod attention;
 mod block;
@@ -89,18 +89,18 @@ pub struct ModelSpec {
     pub eos_token_ids: Vec<u32>,
     /// Type of the weights on disk.
     pub dtype: Kind,
-    /// Files of the model have a vision tower, too, which is kept as it is: the model is what their `text_config` describes.
+    /// The checkpoint also has a vision tower, which stays unchanged. This spec describes the checkpoint's `text_config`.
     pub is_text_part: bool,
 }
 
 impl ModelSpec {
-    /// Number of weights; a tied head counts once. The largest number there is where there are more.
+    /// Number of weights; a tied head counts once. Saturates at `usize::MAX`.
     pub fn num_params(&self) -> usize {
         let numels = self.units().flat_map(|unit| self.shapes(unit)).map(|(_, shape)| product(&shape));
         numels.fold(0, usize::saturating_add)
     }
 
-    /// Number of weights that one token is computed with: of experts, those of one choice.
+    /// Number of weights that compute one token: of the experts, only those that a router chooses for it.
     pub fn num_active_params(&self) -> usize {
         let idle = |block: &BlockSpec| match block.mlp {
             Mlp::Dense(_) => 0,
@@ -109,7 +109,7 @@ impl ModelSpec {
         self.num_params() - self.layers.iter().map(idle).sum::<usize>()
     }
 
-    /// Number of weights that so many tokens together are computed with, where routers choose evenly.
+    /// Expected number of weights that compute a batch of `tokens` tokens, if routers choose experts uniformly.
     pub fn num_params_hit(&self, tokens: f64) -> f64 {
         let idle = |block: &BlockSpec| match block.mlp {
             Mlp::Dense(_) => 0.0,
@@ -121,18 +121,18 @@ impl ModelSpec {
         self.num_params() as f64 - self.layers.iter().map(idle).sum::<f64>()
     }
 
-    /// The number of layers with experts before each layer.
+    /// For each layer, the number of layers with experts before it.
     pub fn places_among_expert_layers(&self) -> Vec<i64> {
         let before = |layer| self.layers[..layer].iter().filter(|block| block.has_experts()).count() as i64;
         (0..self.num_layers()).map(before).collect()
     }
 
-    /// Experts that one token has in all layers.
+    /// Number of experts that one token is routed to, summed over all layers.
     pub fn routed_experts_per_token(&self) -> usize {
         self.num_expert_layers() * self.experts().map_or(0, |experts| experts.router.num_experts_per_tok)
     }
 
-    /// Layers that have experts.
+    /// Number of layers that have experts.
     pub fn num_expert_layers(&self) -> usize {
         self.layers.iter().filter(|block| block.has_experts()).count()
     }
@@ -142,15 +142,15 @@ impl ModelSpec {
         self.layers.len()
     }
 
-    /// The attention of the first layer that has one: all layers with attention have as many heads, as wide.
+    /// The attention of the first layer that has one. All attention layers have the same number and width of heads.
     ///
     /// # Panics
-    /// For a model without attention, which no family describes.
+    /// If the model has no attention layer; every supported family has one.
     pub fn attention(&self) -> AttentionSpec {
         self.attention_specs().next().expect("every family has layers with attention")
     }
 
-    /// The gated delta net of the first layer that has one: all are alike.
+    /// The first layer's gated delta net, if any layer has one. All of them have the same shape.
     pub fn delta_net(&self) -> Option<DeltaNetSpec> {
         self.layers.iter().find_map(|block| match block.mixer {
             Mixer::Attention(_) => None,
@@ -158,7 +158,7 @@ impl ModelSpec {
         })
     }
 
-    /// The experts of the first layer that has some: all are alike.
+    /// The first layer's experts, if any layer has experts. All of them have the same shape.
     pub fn experts(&self) -> Option<ExpertsSpec> {
         self.layers.iter().find_map(|block| match block.mlp {
             Mlp::Dense(_) => None,
@@ -166,7 +166,7 @@ impl ModelSpec {
         })
     }
 
-    /// The MLP of the first layer without experts.
+    /// The MLP of the first layer without experts, if there is one.
     pub fn dense(&self) -> Option<DenseSpec> {
         self.layers.iter().find_map(|block| match block.mlp {
             Mlp::Dense(dense) => Some(dense),
@@ -174,21 +174,21 @@ impl ModelSpec {
         })
     }
 
-    /// With so many layers: the first ones, and from the first on again where there are fewer.
+    /// Returns this spec with `num_layers` layers: the first ones, repeated from the start if there are fewer.
     #[must_use]
     pub fn with_num_layers(self, num_layers: usize) -> Self {
         let layers = self.layers.iter().copied().cycle().take(num_layers).collect();
         Self { layers, ..self }
     }
 
-    /// With every block as `change` leaves it.
+    /// Returns this spec with `change(layer, block)` applied to every block.
     #[must_use]
     pub fn map_blocks(mut self, mut change: impl FnMut(usize, &mut BlockSpec)) -> Self {
         self.layers.iter_mut().enumerate().for_each(|(layer, block)| change(layer, block));
         self
     }
 
-    /// With every attention as `change` leaves it.
+    /// Returns this spec with `change(layer, attention)` applied to every attention sublayer.
     #[must_use]
     pub fn map_attention(self, mut change: impl FnMut(usize, &mut AttentionSpec)) -> Self {
         self.map_blocks(|layer, block| {
@@ -198,7 +198,7 @@ impl ModelSpec {
         })
     }
 
-    /// With all experts as `change` leaves them.
+    /// Returns this spec with `change` applied to the experts of every layer.
     #[must_use]
     pub fn map_experts(self, mut change: impl FnMut(&mut ExpertsSpec)) -> Self {
         self.map_blocks(|_, block| {
@@ -208,7 +208,7 @@ impl ModelSpec {
         })
     }
 
-    /// With a residual stream and dense MLPs of these widths.
+    /// Returns this spec with the given widths of the residual stream and of dense MLPs.
     #[must_use]
     pub fn with_widths(self, hidden: usize, intermediate: usize) -> Self {
         let spec = self.map_blocks(|_, block| {
@@ -228,7 +228,7 @@ impl ModelSpec {
         Self { hidden_size: hidden, ..spec }
     }
 
-    /// Kinds of blocks, by their first layers.
+    /// Groups layers with equal blocks; each group names its first layer and its number of layers.
     pub fn kinds_of_blocks(&self) -> Vec<KindOfBlock> {
         let mut kinds: Vec<KindOfBlock> = Vec::new();
         for (layer, block) in self.layers.iter().enumerate() {
@@ -240,17 +240,17 @@ impl ModelSpec {
         kinds
     }
 
-    /// The distinct rotations of layers with attention.
+    /// The distinct rotary embeddings of attention layers; `None` is a layer without one.
     pub fn rotations(&self) -> Vec<Option<RopeSpec>> {
         self.distinct(|attention| attention.rope)
     }
 
-    /// The distinct windows of layers with attention.
+    /// The distinct sliding windows of attention layers; `None` is full attention.
     pub fn windows(&self) -> Vec<Option<usize>> {
         self.distinct(|attention| attention.window)
     }
 
-    /// The distinct [`AttentionSpec::sight`]s of layers with attention.
+    /// The distinct windows and scales ([`AttentionSpec::sight`]) of attention layers.
     pub fn sights(&self) -> Vec<Sight> {
         self.distinct(AttentionSpec::sight)
     }
@@ -266,7 +266,7 @@ impl ModelSpec {
         all
     }
 
-    /// The factor of rows of a table of `kind`.
+    /// The multiplier of embedding rows, rounded to `kind` if the family does so.
     pub fn embedding_multiplier_in(&self, kind: Kind) -> f64 {
         match self.rounds_embedding_multiplier {
             true => Tensor::from(self.embedding_multiplier).to_kind(kind).double_value(&[]),
@@ -274,7 +274,7 @@ impl ModelSpec {
         }
     }
 
-    /// Rows of an embedding whose table is of `kind`, or their gradient, times the model's factor. [T, D]
+    /// Multiplies embedding rows, or their gradient, by the model's embedding multiplier. `kind` is the type of the table. [T, D]
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].
@@ -283,7 +283,7 @@ impl ModelSpec {
         if factor == 1.0 { Ok(rows) } else { Ok(rows.f_mul_scalar(factor)?) }
     }
 
-    /// Logits over the model's divisor. [C, V]
+    /// Divides logits by `logits_scaling`. [C, V]
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].
@@ -291,12 +291,12 @@ impl ModelSpec {
         if self.logits_scaling == 1.0 { Ok(logits) } else { Ok(logits.f_div_scalar(self.logits_scaling)?) }
     }
 
-    /// How norms of the residual stream and of heads scale.
+    /// The epsilon and weight convention of the RMS norms of the residual stream and of heads.
     pub fn norm(&self) -> NormOptions {
         NormOptions { eps: self.rms_norm_eps, zero_centred: self.zero_centred_norms }
     }
 
-    /// The attention of every layer that has one, in order.
+    /// The attention sublayers, in layer order.
     pub fn attention_specs(&self) -> impl Iterator<Item = AttentionSpec> + '_ {
         self.layers.iter().filter_map(|block| match block.mixer {
             Mixer::Attention(attention) => Some(attention),
@@ -304,42 +304,41 @@ impl ModelSpec {
         })
     }
 
-    /// Layers with attention, in order.
+    /// Indices of the layers with attention, in order.
     pub fn attention_layers(&self) -> impl Iterator<Item = usize> + '_ {
         (0..self.num_layers()).filter(|&layer| matches!(self.layers[layer].mixer, Mixer::Attention(_)))
     }
 
-    /// Floating-point operations of training for every pair of a query and a key that it sees, in all layers: a forward and twice
-    /// that for the gradients.
+    /// Floating-point operations of training for every (query, key) pair, summed over all layers: forward, plus twice as many for gradients.
     pub fn training_flop_per_pair(&self) -> usize {
         self.layers.iter().map(|block| 3 * block.mixer.flop_per_pair()).sum()
     }
 
-    /// Floating-point operations of training for every token beside those of products, in all layers: a forward of the gated delta rule
-    /// and twice that for the gradients.
+    /// Floating-point operations of training per token outside GEMMs, summed over all layers: the gated delta rule's forward, plus twice as many for
+    /// gradients.
     pub fn training_flop_per_token(&self) -> usize {
         self.layers.iter().map(|block| 3 * block.mixer.flop_per_token()).sum()
     }
 
-    /// Elements that the cache has of a token in all layers, on one rank of a tensor-parallel group.
+    /// Elements per token in the KV cache, over all layers and the draft head, on one tensor-parallel rank.
     pub fn cached_elements(&self, tp_size: usize) -> usize {
         let blocks = self.layers.iter().chain(&self.draft_head);
         blocks.map(|block| block.tp_slice(tp_size).mixer.cached_elements()).sum()
     }
 
-    /// Rows of the vocabulary that belong to a rank: contiguous, in rank order, sizes at most one apart.
+    /// The rows of the vocabulary on rank `tp_rank`: contiguous, in rank order, with sizes that differ by at most one.
     pub fn vocab_range(&self, tp_rank: usize, tp_size: usize) -> Range<usize> {
         self.vocab_size * tp_rank / tp_size..self.vocab_size * (tp_rank + 1) / tp_size
     }
 
-    /// Every unit, in order.
+    /// All units of the model, in order.
     pub(in crate::model) fn units(&self) -> impl Iterator<Item = Unit> + use<> {
         let blocks = (0..self.num_layers()).map(Unit::Block);
         let draft_head = self.draft_head.map(|_| Unit::DraftHead);
         std::iter::once(Unit::Embedding).chain(blocks).chain(draft_head).chain([Unit::Head])
     }
 
-    /// The parameters of a unit, with their shapes.
+    /// Names and shapes of a unit's parameters.
     pub(in crate::model) fn shapes(&self, unit: Unit) -> Shapes {
         let [vocab, hidden] = [self.vocab_size, self.hidden_size].map(|size| size as i64);
         match unit {
@@ -353,19 +352,20 @@ impl ModelSpec {
         }
     }
 
-    /// With the head that drafts tokens, if files of the family have one. Its block is that of the model's first layer with attention.
+    /// Returns this spec with a head that drafts tokens, if checkpoints of the family contain one. Its block has the shape of the first attention
+    /// layer.
     #[must_use]
     pub fn with_draft_head(self) -> Self {
         let layer = self.delta_net().and_then(|_| self.attention_layers().next());
         Self { draft_head: layer.map(|layer| self.layers[layer]), ..self }
     }
 
-    /// The head's block as a model of one layer.
+    /// The draft head's block as a model with one layer, if there is a draft head.
     pub fn draft_spec(&self) -> Option<Self> {
         self.draft_head.map(|block| Self { layers: vec![block], draft_head: None, ..self.clone() })
     }
 
-    /// Parameters of the head, in the layout's order; none where there is no head.
+    /// Names and shapes of the draft head's parameters, in the order in which the layout stores them; empty without a draft head.
     fn draft_shapes(&self) -> Shapes {
         let hidden = self.hidden_size as i64;
         let block = self.draft_head.map_or_else(Vec::new, |block| block.shapes());
@@ -375,11 +375,11 @@ impl ModelSpec {
     }
 }
 
-/// Blocks that are alike.
+/// A group of layers whose blocks have the same shape.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KindOfBlock {
-    /// The first layer that has one.
+    /// Index of the first layer in the group.
     pub layer: usize,
-    /// How many layers have one.
+    /// Number of layers in the group.
     pub count: usize,
 }

@@ -1,18 +1,18 @@
-//! The parameters of a model by name, with their shapes, and the units that they belong to.
+//! The names and shapes of a model's parameters, and the units they belong to.
 
 use std::fmt;
 
-/// A part of the model that is gathered, reduced and stepped as a whole.
+/// A part of the model whose parameters are gathered, reduced and updated together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Unit {
-    /// The embedding table (and head, when tied).
+    /// The embedding table, which is also the output head if the two are tied.
     Embedding,
-    /// One transformer block.
+    /// The transformer block of this layer.
     Block(usize),
-    /// The head that drafts tokens.
+    /// The head that drafts tokens for speculative decoding.
     DraftHead,
-    /// Final norm and, unless tied, the head's table.
+    /// The final norm and, unless tied, the output head's table.
     Head,
 }
 
@@ -27,138 +27,138 @@ impl fmt::Display for Unit {
     }
 }
 
-/// The kinds of parameter. The place of one among them is part of the key of its random weights: new ones stand at the end.
+/// The kinds of parameters. A variant's position seeds its random initialization, so new variants go at the end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ParamName {
-    /// [V, D]
+    /// Embedding table. [V, D]
     Embedding,
-    /// `[D]`, before attention
+    /// Norm before attention. `[D]`
     InputNorm,
-    /// [(H + 2 Hkv) hd, D]
+    /// Query, key and value projections. [(H + 2 Hkv) hd, D]
     Qkv,
-    /// [(H + 2 Hkv) hd]
+    /// Bias of the query, key and value projections. [(H + 2 Hkv) hd]
     QkvBias,
-    /// `[hd]`, or [H hd] over all heads
+    /// Norm of queries. `[hd]`, or [H hd] over all heads
     QNorm,
-    /// `[hd]`, or [Hkv hd] over all heads
+    /// Norm of keys. `[hd]`, or [Hkv hd] over all heads
     KNorm,
-    /// [D, H hd]
+    /// Attention's output projection. [D, H hd]
     O,
-    /// `[D]`, before the MLP
+    /// Norm before the MLP. `[D]`
     PostNorm,
-    /// [2 F, D], or [E, 2 I, D] of experts
+    /// Gate and up projections. [2 F, D], or [E, 2 I, D] for experts
     GateUp,
-    /// [D, F], or [E, D, I] of experts
+    /// Down projection. [D, F], or [E, D, I] for experts
     Down,
-    /// `[D]`, before the head
+    /// Norm before the output head. `[D]`
     FinalNorm,
-    /// [V, D]
+    /// Output head. [V, D]
     LmHead,
-    /// [n r, D], see [`LoraSpec`](crate::model::LoraSpec)
+    /// LoRA A of the adapted projections of `Qkv`. [n r, D], see [`LoraSpec`](crate::model::LoraSpec)
     QkvA,
-    /// Rows of the adapted projections of `Qkv`, [.., r]
+    /// LoRA B of the adapted projections of `Qkv`. [rows of these, r]
     QkvB,
-    /// [r, H hd]
+    /// LoRA A of attention's output projection. [r, H hd]
     OA,
-    /// [D, r]
+    /// LoRA B of attention's output projection. [D, r]
     OB,
-    /// [n r, D]
+    /// LoRA A of the adapted projections of `GateUp`. [n r, D]
     GateUpA,
-    /// Rows of the adapted projections of `GateUp`, [.., r]
+    /// LoRA B of the adapted projections of `GateUp`. [rows of these, r]
     GateUpB,
-    /// [r, F]
+    /// LoRA A of the down projection. [r, F]
     DownA,
-    /// [D, r]
+    /// LoRA B of the down projection. [D, r]
     DownB,
-    /// `[D]`, behind attention
+    /// Norm of attention's output. `[D]`
     MixerPostNorm,
-    /// `[D]`, behind the MLP
+    /// Norm of the MLP's output. `[D]`
     MlpPostNorm,
-    /// [E, D], before the experts
+    /// The router before the experts. [E, D]
     Router,
-    /// [2 F, D] of a shared expert
+    /// Gate and up projections of a shared expert. [2 F, D]
     SharedGateUp,
-    /// [D, F] of a shared expert
+    /// Down projection of a shared expert. [D, F]
     SharedDown,
-    /// [1, D], the gate of a shared expert
+    /// The gate of a shared expert. [1, D]
     SharedGate,
-    /// [2 Hk dk + H dv, D] of a gated delta net: queries of all heads, keys, values
+    /// Query, key and value projections of a gated delta net, all heads of each in turn. [2 Hk dk + H dv, D]
     DeltaQkv,
-    /// [H dv, D], the gate of a delta net's norm
+    /// Projection to the gate of a delta net's norm. [H dv, D]
     DeltaZ,
-    /// [H, D], write strengths
+    /// Projection to a delta net's write strengths. [H, D]
     DeltaB,
-    /// [H, D], decays
+    /// Projection to a delta net's decays. [H, D]
     DeltaA,
-    /// [2 Hk dk + H dv, W], the convolution
+    /// A delta net's convolution of width W. [2 Hk dk + H dv, W]
     DeltaConv,
-    /// `[H]`
+    /// Logarithm of a delta net's decay rate (`A_log`). `[H]`
     DeltaALog,
-    /// `[H]`
+    /// Bias of a delta net's decays (`dt_bias`). `[H]`
     DeltaDtBias,
-    /// `[dv]`, the gated norm
+    /// A delta net's gated norm. `[dv]`
     DeltaNorm,
-    /// [D, H dv]
+    /// A delta net's output projection. [D, H dv]
     DeltaOut,
-    /// [r, D]
+    /// LoRA A of `DeltaQkv`. [r, D]
     DeltaQkvLoraA,
-    /// [2 Hk dk + H dv, r]
+    /// LoRA B of `DeltaQkv`. [2 Hk dk + H dv, r]
     DeltaQkvLoraB,
-    /// [r, D]
+    /// LoRA A of `DeltaZ`. [r, D]
     DeltaZLoraA,
-    /// [H dv, r]
+    /// LoRA B of `DeltaZ`. [H dv, r]
     DeltaZLoraB,
-    /// [r, D]
+    /// LoRA A of `DeltaB`. [r, D]
     DeltaBLoraA,
-    /// [H, r]
+    /// LoRA B of `DeltaB`. [H, r]
     DeltaBLoraB,
-    /// [r, D]
+    /// LoRA A of `DeltaA`. [r, D]
     DeltaALoraA,
-    /// [H, r]
+    /// LoRA B of `DeltaA`. [H, r]
     DeltaALoraB,
-    /// [r, H dv]
+    /// LoRA A of `DeltaOut`. [r, H dv]
     DeltaOutLoraA,
-    /// [D, r]
+    /// LoRA B of `DeltaOut`. [D, r]
     DeltaOutLoraB,
-    /// `[3 E]`, what is added to the router's scores where experts are chosen, in three summands; it is not trained
+    /// Correction added to the router's scores when experts are chosen, stored as three summands. It is not trained. `[3 E]`
     RouterCorrection,
-    /// `[H]`, a logit of each query head that takes part in the softmax with the value 0
+    /// Attention sinks: one logit per query head that takes part in the softmax with the value 0. `[H]`
     Sinks,
-    /// `[D]`
+    /// Bias of attention's output projection. `[D]`
     OBias,
-    /// `[E]`, before the experts
+    /// Bias of the router. `[E]`
     RouterBias,
-    /// [E, 2 I] of experts
+    /// Biases of the experts' gate and up projections. [E, 2 I]
     GateUpBias,
-    /// [E, D] of experts
+    /// Biases of the experts' down projections. [E, D]
     DownBias,
-    /// `[D]`, of the draft head: before its projection
+    /// The draft head's norm of embeddings, before its projection. `[D]`
     DraftEmbeddingNorm,
-    /// `[D]`, of the draft head: before its projection
+    /// The draft head's norm of hidden states, before its projection. `[D]`
     DraftHiddenNorm,
-    /// [D, 2 D], of the draft head
+    /// The draft head's projection of embedding and hidden state to the width of the model. [D, 2 D]
     DraftProjection,
 }
 
 impl ParamName {
-    /// Whether it is added to products: weights do not decay there, whatever the shape.
+    /// Whether the parameter is an additive bias. Weight decay never applies to biases, whatever their shape.
     pub fn is_bias(self) -> bool {
         use ParamName::{DownBias, GateUpBias, OBias, QkvBias, RouterBias};
         matches!(self, QkvBias | OBias | RouterBias | GateUpBias | DownBias)
     }
 
-    /// Whether it is a matrix of a block, not an adapter's.
+    /// Whether the parameter is a weight matrix of a block, and not part of a LoRA adapter.
     pub fn is_block_matrix(self) -> bool {
         use ParamName::{DeltaA, DeltaB, DeltaOut, DeltaQkv, DeltaZ, Down, GateUp, O, Qkv};
         matches!(self, Qkv | O | GateUp | Down | DeltaQkv | DeltaZ | DeltaB | DeltaA | DeltaOut)
     }
 }
 
-/// Parameters of a unit with their shapes, in layout order.
+/// Names and shapes of a unit's parameters, in the order in which the layout stores them.
 pub(in crate::model) type Shapes = Vec<(ParamName, Vec<i64>)>;
 
-/// Elements of a shape.
+/// Number of elements of a shape; saturates at `usize::MAX`.
 pub(in crate::model) fn product(shape: &[i64]) -> usize {
     shape.iter().fold(1, |product: usize, &size| product.saturating_mul(size as usize))
 }

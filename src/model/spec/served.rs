@@ -1,4 +1,4 @@
-//! Which models are served: by how many ranks that share their heads or rows, and by the kernels of a GPU. One answer, with its reason.
+//! Which models are supported: how many ranks can split their heads or rows, and which sizes the GPU kernels support, with the reason if not.
 
 use std::path::Path;
 
@@ -20,10 +20,10 @@ use crate::ops::router::RouterScores;
 use crate::ops::swiglu::Activation;
 
 impl ModelSpec {
-    /// Whether all layers can be sliced for `tp_size` ranks without copies.
+    /// Checks that all layers can be sliced for `tp_size` tensor-parallel ranks without copying weights.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`] on `tensor_parallel_size`, with the values that this model can take.
+    /// [`Error::InvalidValue`] for `tensor_parallel_size`, with the values that this model supports.
     pub fn validate_tp(&self, tp_size: usize) -> Result<()> {
         let can_slice = |tp_size| self.layers.iter().all(|block| block.can_slice(tp_size));
         if can_slice(tp_size) {
@@ -44,10 +44,10 @@ impl ModelSpec {
         Err(Error::invalid_value("tensor_parallel_size", tp_size, expected))
     }
 
-    /// Whether so many ranks can share the rows of micro-batches.
+    /// Checks that `size` sequence-parallel ranks can split the rows of micro-batches.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`] on `sequence_parallel_size`, with the values that this model can take.
+    /// [`Error::InvalidValue`] for `sequence_parallel_size`, with the values that this model supports.
     pub fn validate_sequence_parallel(&self, size: usize) -> Result<()> {
         let can_share = |size: usize| size > 0 && self.layers.iter().all(|block| block.mixer.can_share_rows(size));
         if can_share(size) {
@@ -63,11 +63,11 @@ impl ModelSpec {
         Err(Error::invalid_value("sequence_parallel_size", size, expected))
     }
 
-    /// Whether the kernels of a GPU serve all layers with weights of `kind`: those of training, or with the number of its tensor-parallel ranks
-    /// those of an engine.
+    /// Checks that the GPU kernels support all layers with weights of `kind`: the training kernels or, if `engine` holds the engine's tensor-parallel
+    /// size, those of the engine too.
     ///
     /// # Errors
-    /// [`Error::BadFile`] for the model's `config.json`, with the sizes that are served.
+    /// [`Error::BadFile`] for the model's `config.json`, with the supported sizes.
     pub fn validate_gpu(&self, kind: Kind, engine: Option<usize>, folder: &Path) -> Result<()> {
         let kinds = self.kinds_of_blocks();
         match kinds.iter().find_map(|one| self.layers[one.layer].unserved(kind, engine)) {
@@ -78,8 +78,8 @@ impl ModelSpec {
 }
 
 impl BlockSpec {
-    /// Why no kernel serves the block with weights of `kind`, in training or, where an engine's tensor-parallel size is given, in that engine;
-    /// `None` where all do.
+    /// The reason why GPU kernels do not support the block with weights of `kind`, in training or, if `engine` holds its tensor-parallel size, in the
+    /// engine. `None` if they do.
     pub fn unserved(self, kind: Kind, engine: Option<usize>) -> Option<String> {
         let head_dim = match self.mixer {
             Mixer::Attention(attention) => Some(attention.head_dim),
