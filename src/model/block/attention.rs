@@ -1,7 +1,7 @@
-//! Full attention: O(attention(rope(Q x), rope(K x), V x)), with norms of queries and keys where the model has them.
+//! Softmax attention, forward and backward: O(attention(rope(Q x), rope(K x), V x)), with norms of queries and keys if the model has them.
 //!
-//! T tokens, D hidden, H query heads, Hkv key/value heads, G = H / Hkv, hd head width. In a tensor-parallel slice H and Hkv are
-//! this rank's share. Where ranks share the rows, T are a rank's before and behind the scores, and all of them between.
+//! T tokens, D hidden, H query heads, Hkv key/value heads, G = H / Hkv, hd head width. In a tensor-parallel slice H and Hkv count this rank's heads.
+//! With sequence parallelism T counts this rank's tokens before and after the attention scores, and all tokens in between.
 
 use tch::Tensor;
 
@@ -19,20 +19,20 @@ use crate::ops::attention::{Attended, QkvGradients, SavedAttention, packed_backw
 use crate::ops::heads::{self, HeadGradients, HeadNormWeights, Heads, OtherHeads};
 use crate::ops::{exact, linear};
 
-/// Results of an attention that its backward reads.
+/// Activations of an attention forward that its backward reads.
 #[derive(Debug)]
 pub(super) struct AttentionOutput {
     heads: Heads,
-    /// The output's gate, before its sigmoid.
+    /// The gate of the output, before its sigmoid.
     gate: Option<Tensor>, // [T, H, hd]
     o: Tensor,                      // [T, H, hd]
     pub(super) lse: Option<Tensor>, // [T, H]
-    /// Before the norm behind it, if there is one.
+    /// The output before the norm that follows it, if there is one.
     output: Option<Tensor>, // [T, D]
 }
 
 impl AttentionOutput {
-    /// Its output and log-sum-exp, if it gave one.
+    /// Attention's output and log-sum-exp, if the forward computed one.
     pub(super) fn attended(&self) -> Option<Attended> {
         let lse = self.lse.as_ref()?.shallow_clone();
         Some(Attended { o: self.o.shallow_clone(), lse })
@@ -40,7 +40,7 @@ impl AttentionOutput {
 }
 
 impl AttentionSpec {
-    /// The residual stream after it [T, D], and what a backward needs.
+    /// Returns the residual stream after attention [T, D], and the activations that backward needs.
     pub(super) fn forward(
         self,
         ctx: &BlockContext<'_>,
@@ -63,10 +63,10 @@ impl AttentionSpec {
         Ok((h, AttentionOutput { heads, gate, o, lse, output }))
     }
 
-    /// dx, from the gradient of the residual stream after it.
+    /// Returns dx, given the gradient of the residual stream after attention.
     ///
     /// # Panics
-    /// If the attention gave no log-sum-exp, which `block_forward` refuses.
+    /// If the forward computed no log-sum-exp; `block_forward` refuses that case.
     pub(super) fn backward(
         self,
         ctx: &BlockContext<'_>,
@@ -110,7 +110,7 @@ impl AttentionSpec {
         ctx.enter_backward(w, NORMS, &d_normed, (x, dh), rstd.as_ref(), grads)
     }
 
-    /// Attention of this rank's heads, with their sinks.
+    /// Computes attention for this rank's heads, with their sinks.
     fn attend(
         self,
         layer: usize,
@@ -125,7 +125,7 @@ impl AttentionSpec {
         Ok((o, Some(lse)))
     }
 
-    /// Rotated queries, keys and values, and the gates [T, H, hd] where there are some.
+    /// Returns the rotated queries, the rotated keys, the values, and the gates [T, H, hd] if there are any.
     fn project(
         self,
         ctx: &BlockContext<'_>,
@@ -154,7 +154,7 @@ impl AttentionSpec {
         Ok((heads, gate))
     }
 
-    /// The gradient of the projection without gates [T, (H + 2 Hkv) hd].
+    /// Returns the gradient of the QKV projection's output, without gates [T, (H + 2 Hkv) hd].
     fn heads_backward(
         self,
         ctx: &BlockContext<'_>,
@@ -186,7 +186,7 @@ impl AttentionSpec {
         Ok(d_qkv)
     }
 
-    /// A rank's part of a norm's weight, or of the sinks; ranks that share a key/value head share its norm.
+    /// A rank's slice of a head norm's weight or of the sinks. Ranks that hold the same key/value head hold the same slice of the key norm.
     pub(super) fn own_norm(self, name: ParamName, weight: &Tensor, tp_rank: usize, tp_size: usize) -> Tensor {
         let ranks = match name {
             ParamName::Sinks => return part(weight, 0, tp_rank, tp_size),
@@ -201,11 +201,11 @@ impl AttentionSpec {
     }
 }
 
-/// Factors of the norms of queries and keys.
+/// The weights by which the norms of queries and keys scale.
 struct NormScales {
     q: Tensor,
     k: Tensor,
-    /// These are the weights, to which kernels add 1.
+    /// The norms multiply by 1 + weight; kernels add the 1.
     zero_centred: bool,
 }
 

@@ -1,5 +1,5 @@
-//! What all blocks of a pass share, and how a sublayer enters and leaves the residual stream: by a norm, a factor and a sum, each with
-//! its backward.
+//! The inputs that all blocks of a pass share, and the steps by which a sublayer reads the residual stream and adds to it (norm, scale and sum), each
+//! with its backward.
 
 use tch::Tensor;
 
@@ -14,21 +14,21 @@ use crate::ops::rope::RopeRows;
 use crate::ops::router::Routing;
 use crate::ranks::{Collective, ReduceOp};
 
-/// Sees and decides which experts tokens go to, in all layers of a pass.
+/// Observes and can override which experts tokens are routed to, in all layers of a pass.
 pub trait Routes: std::fmt::Debug {
-    /// The experts that tokens go to [T, K], where the router by itself chooses `own`. A backward that computes again asks again.
+    /// Returns the experts to route tokens to [T, K], given the router's own choice `own`. A backward that recomputes the forward calls this again.
     ///
     /// # Errors
     /// Returns the errors of the implementation.
     fn choose(&self, layer: usize, own: Tensor) -> Result<Tensor>;
 
-    /// Tells of a forward's routing, and which experts the router by itself chose [T, K].
+    /// Receives a forward's routing, and the experts that the router itself chose [T, K].
     ///
     /// # Errors
     /// Returns the errors of the implementation.
     fn observe(&self, layer: usize, routing: &Routing, own: &Tensor) -> Result<()>;
 
-    /// The gradient of what the loss reads of a layer's probabilities [T, E], or what broadcasts to it.
+    /// Returns the loss's gradient for a layer's routing probabilities [T, E], or a tensor that broadcasts to that shape.
     ///
     /// # Errors
     /// Returns the errors of the implementation.
@@ -40,20 +40,20 @@ pub trait Routes: std::fmt::Debug {
 pub struct BlockContext<'a> {
     /// The model.
     pub spec: &'a ModelSpec,
-    /// Rotations of the tokens' positions.
+    /// Rotary embeddings at the tokens' positions.
     pub ropes: &'a ByRope<RopeRows>,
-    /// The ranks whose slices together make the block; forward only.
+    /// The tensor-parallel ranks whose slices make up the block; forward only.
     pub tp: Option<&'a dyn Collective>,
-    /// Who sees which experts tokens go to, and what the loss makes of it.
+    /// Observer of expert routing, which also supplies the gradient of the loss for it.
     pub routes: Option<&'a dyn Routes>,
-    /// Whether the forward computes by [`crate::ops::exact`].
+    /// Whether the forward uses the bit-exact operations of [`crate::ops::exact`].
     pub(super) exact: bool,
-    /// Factor of what a sublayer of the block at hand adds to the residual stream.
+    /// Multiplier of each sublayer's output in the current block.
     residual_scale: f64,
 }
 
 impl<'a> BlockContext<'a> {
-    /// Makes the context of whole blocks, or with `tp` of their slices.
+    /// Creates the context for whole blocks or, with `tp`, for tensor-parallel slices of them.
     pub fn new(
         spec: &'a ModelSpec,
         ropes: &'a ByRope<RopeRows>,
@@ -63,8 +63,8 @@ impl<'a> BlockContext<'a> {
         Self { spec, ropes, tp, routes, exact: false, residual_scale: 1.0 }
     }
 
-    /// With a forward of which a token has the same bits in the engine and in training. Rotations are those of
-    /// [`Ropes::exact_rows`](crate::model::Ropes::exact_rows), and blocks are in the format [`Exact`](crate::model::Exact).
+    /// Selects a forward that computes the same bits for a token in the engine and in training. Rotary embeddings must come from
+    /// [`Ropes::exact_rows`](crate::model::Ropes::exact_rows), and blocks must be in the format [`Exact`](crate::model::Exact).
     pub fn exactly(self, exact: bool) -> Self {
         Self { exact, ..self }
     }
@@ -73,7 +73,7 @@ impl<'a> BlockContext<'a> {
         Self { residual_scale: block.residual_scale, ..self }
     }
 
-    /// Adds up what ranks have of all heads' queries and keys; a key that ranks share counts once.
+    /// Sums over tensor-parallel ranks a value of all query and key heads; a key head that several ranks hold counts once.
     pub(super) fn sum_over_heads(
         &self,
         attention: AttentionSpec,
@@ -86,14 +86,14 @@ impl<'a> BlockContext<'a> {
         tp.all_reduce(squares, ReduceOp::Sum)
     }
 
-    /// The input of a sublayer [T, D], of the weights' type, and the norm's rstd.
+    /// Returns a sublayer's normalized input [T, D] in the weights' type, and the norm's rstd.
     pub(super) fn enter(&self, w: &BlockParams, norms: NormNames, x: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
         let Some(weight) = w.norm(norms.pre) else { return Ok((x.f_to_kind(w.kind())?, None)) };
         let (normed, rstd) = self.spec.norm().forward(x, weight)?;
         Ok((if self.exact { exact::rms_norm(x, weight, self.spec.norm())? } else { normed }, Some(rstd)))
     }
 
-    /// Normalised rows [T, D], without what a backward needs.
+    /// Normalizes rows [T, D] without keeping anything for backward.
     pub(super) fn norm(&self, w: &BlockParams, name: ParamName, x: &Tensor) -> Result<Tensor> {
         let weight = w.norm(name).expect("a norm of the block");
         if self.exact {
@@ -103,7 +103,7 @@ impl<'a> BlockContext<'a> {
         }
     }
 
-    /// The input of a sublayer for the products of some matrices, rounded by the norm where a format has a kernel for that. [T, D]
+    /// Returns a sublayer's normalized input for the GEMMs of some matrices; the norm also quantizes it if the format has a kernel for that. [T, D]
     pub(super) fn enter_rows(
         &self,
         w: &BlockParams,
@@ -120,7 +120,7 @@ impl<'a> BlockContext<'a> {
         }
     }
 
-    /// dx, from the gradient of what the sublayer reads and that of the residual stream behind it.
+    /// Returns dx, given the gradients of the sublayer's normalized input and of the residual stream after the sublayer.
     pub(super) fn enter_backward(
         &self,
         w: &BlockParams,
@@ -134,7 +134,8 @@ impl<'a> BlockContext<'a> {
         self.spec.norm().backward(d_normed, x, weight, rstd, Some(dy), &mut grads.gradient_of(w, norms.pre)?)
     }
 
-    /// residual + the sublayer's output [T, D], whose last product is that of `linear` and x; and the output before its norm.
+    /// Applies the sublayer's last matrix, `linear`, to `x` and adds the result to `residual` [T, D]. Also returns the sublayer's output before its
+    /// norm.
     pub(super) fn leave(
         &self,
         w: &BlockParams,
@@ -149,7 +150,7 @@ impl<'a> BlockContext<'a> {
         self.add(w, norms, linear.forward_summed(x, None, self.tp)?, residual)
     }
 
-    /// residual + the sublayer's output [T, D], of which every rank has a part; and the output before its norm, of the weights' kind.
+    /// Sums the ranks' partial outputs and adds them to `residual` [T, D]. Also returns the output before its norm, in the weights' type.
     pub(super) fn leave_with(
         &self,
         w: &BlockParams,
@@ -166,7 +167,7 @@ impl<'a> BlockContext<'a> {
         self.add(w, norms, output, residual)
     }
 
-    /// residual + scale * norm(output) [T, D], where there is a norm; and the output, which its backward reads.
+    /// Returns residual + scale * norm(output) [T, D], where the norm may be absent; and the output if the norm's backward needs it.
     fn add(
         &self,
         w: &BlockParams,
@@ -184,7 +185,7 @@ impl<'a> BlockContext<'a> {
         Ok((residual.f_add(&added)?.f_to_kind(residual.kind())?, output))
     }
 
-    /// The gradient of the output before its norm.
+    /// Returns the gradient of the sublayer's output before its norm.
     pub(super) fn leave_backward(
         &self,
         w: &BlockParams,

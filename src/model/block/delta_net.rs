@@ -1,7 +1,7 @@
-//! A gated delta net: O(gated_norm(delta_rule(conv(Q x, K x, V x), a x, b x), z x)). A sequence has a state in place of keys and values.
+//! A gated delta net: O(gated_norm(delta_rule(conv(Q x, K x, V x), a x, b x), z x)). Each sequence has a state in place of keys and values.
 //!
-//! T tokens, D hidden, Hk key heads, H value heads, dk and dv widths of a head, C = 2 Hk dk + H dv channels. Where ranks share the rows, T
-//! are a rank's before and behind the convolution and the rule, and all of them between.
+//! T tokens, D hidden, Hk key heads, H value heads, dk and dv widths of a head, C = 2 Hk dk + H dv channels. With sequence parallelism T counts this
+//! rank's tokens before and after the convolution and the delta rule, and all tokens in between.
 
 use tch::{Kind, Tensor};
 
@@ -16,20 +16,21 @@ use crate::model::spec::{DeltaNetSpec, MIXER_NORMS as NORMS, Matrix, ParamName, 
 use crate::ops::delta_net::{DeltaHeads, DeltaOptions, DeltaRows, DeltaWeights, PackedChunks};
 use crate::ops::try_map;
 
-/// Results of a gated delta net that its backward reads.
+/// Activations of a gated delta net's forward that its backward reads.
 #[derive(Debug)]
 pub(super) struct DeltaOutput {
-    /// Where ranks share the rows, all of them, of this rank's heads.
+    /// The projected rows; with sequence parallelism all rows of this rank's heads.
     rows: DeltaRows,
-    /// None where backward computes them again.
+    /// Intermediate results per chunk; `None` if backward recomputes them.
     chunks: Option<PackedChunks>,
     o: Tensor, // [T, H dv]
-    /// Before the norm behind it, if there is one.
+    /// The output before the norm that follows it, if there is one.
     output: Option<Tensor>, // [T, D]
 }
 
 impl DeltaNetSpec {
-    /// A rank's part of a parameter that is no matrix. Channels of the convolution are copied: queries, keys and values lie apart.
+    /// A tensor-parallel rank's slice of a parameter that is not a matrix. The convolution's channels are copied, as those of queries, keys and
+    /// values are not adjacent.
     pub(super) fn own_part(self, name: ParamName, weight: &Tensor, tp_rank: usize, tp_size: usize) -> Result<Tensor> {
         Ok(match name {
             ParamName::DeltaALog | ParamName::DeltaDtBias => part(weight, 0, tp_rank, tp_size),
@@ -40,7 +41,7 @@ impl DeltaNetSpec {
         })
     }
 
-    /// The residual stream after it [T, D], and what a backward needs.
+    /// Returns the residual stream after the delta net [T, D], and the activations that backward needs.
     pub(super) fn forward(
         self,
         ctx: &BlockContext<'_>,
@@ -74,7 +75,7 @@ impl DeltaNetSpec {
         Ok((h, DeltaOutput { rows, chunks, o, output }))
     }
 
-    /// dx, from the gradient of the residual stream after it.
+    /// Returns dx, given the gradient of the residual stream after the delta net.
     pub(super) fn backward(
         self,
         ctx: &BlockContext<'_>,
@@ -129,12 +130,12 @@ impl DeltaNetSpec {
     }
 }
 
-/// How ranks that share rows share a gated delta net's heads: key heads as its value heads read them.
+/// How sequence-parallel ranks split a gated delta net's heads. A rank holds the key heads that its value heads read.
 struct DeltaExchange<'a> {
     ranks: &'a TokenExchange,
     keys: SharedHeads,
     values: SharedHeads,
-    /// A number for each value head.
+    /// The split of tensors with one number per value head.
     gates: SharedHeads,
 }
 
@@ -162,7 +163,7 @@ impl<'a> DeltaExchange<'a> {
         Ok(rows)
     }
 
-    /// Gradients of the rows, in the kind of these.
+    /// Sends gradients back to the ranks that own the rows, in the type `kind`.
     fn join(&self, d: &DeltaRows, kind: Kind) -> Result<DeltaRows> {
         let join = |t: &Tensor, sections: &[SharedHeads]| self.ranks.to_rows(&t.f_to_kind(kind)?, sections);
         Ok(DeltaRows {
@@ -182,7 +183,7 @@ impl<'a> DeltaExchange<'a> {
         })
     }
 
-    /// Gradients of this rank's part of the weights, before any is added.
+    /// Zeroed gradients for this rank's slice of the weights.
     fn zeros(&self, sums: &DeltaWeights) -> Result<DeltaWeights> {
         let DeltaWeights { conv, a_log, dt_bias, norm } = self.own_weights(sums)?;
         let [conv, a_log, dt_bias] = try_map([conv, a_log, dt_bias], |sum| Ok::<_, Error>(sum.f_zeros_like()?))?;
@@ -196,7 +197,7 @@ impl<'a> DeltaExchange<'a> {
     }
 }
 
-/// The weights that are no matrices, of this rank's heads.
+/// The parameters other than matrices, for this rank's heads.
 fn own_weights(w: &BlockParams, exchange: Option<&DeltaExchange<'_>>) -> Result<DeltaWeights> {
     let whole = w.delta_weights();
     match exchange {
@@ -205,14 +206,14 @@ fn own_weights(w: &BlockParams, exchange: Option<&DeltaExchange<'_>>) -> Result<
     }
 }
 
-/// Parameters that are no matrices, in the order of [`weights`].
+/// Parameters of a delta net other than matrices, in the order that [`weights`] uses.
 const OWN: [ParamName; 4] = [ParamName::DeltaConv, ParamName::DeltaALog, ParamName::DeltaDtBias, ParamName::DeltaNorm];
 
 impl BlockParams {
-    /// Parameters of a gated delta net that are no matrices.
+    /// The parameters of a gated delta net other than matrices.
     ///
     /// # Panics
-    /// If the block has none.
+    /// If the block has no gated delta net.
     pub(crate) fn delta_weights(&self) -> DeltaWeights {
         weights(|name| self.norm(name).expect("a parameter of the block").shallow_clone())
     }

@@ -1,6 +1,6 @@
 //! The dense MLP: D(a(G x) * (U x)) with an activation a.
 //!
-//! T tokens, D hidden, F its width; in a tensor-parallel slice this rank's share.
+//! T tokens, D hidden, F width of the MLP; in a tensor-parallel slice F is this rank's share.
 
 use tch::Tensor;
 
@@ -15,7 +15,7 @@ use crate::model::spec::{DenseSpec, MLP_NORMS as NORMS, Matrix};
 use crate::ops::swiglu::GateUp;
 
 impl DenseSpec {
-    /// The block's output [T, D], and what a backward may keep.
+    /// Returns the block's output [T, D], and the activations that a backward may keep.
     pub(super) fn forward(
         self,
         ctx: &BlockContext<'_>,
@@ -29,7 +29,8 @@ impl DenseSpec {
         Ok((y, Expanded { wide: Some(gate_up), output }))
     }
 
-    /// dh, the gradient of the residual stream before it, from that of the block's output. What is not kept is computed again.
+    /// Returns dh, the gradient of the residual stream before the MLP, given that of the block's output. Activations that were not kept are
+    /// recomputed.
     pub(super) fn backward(
         self,
         ctx: &BlockContext<'_>,
@@ -52,7 +53,7 @@ impl DenseSpec {
         drop(output);
         let (d_down, format) = (grads.linear_mut(Matrix::Down), w.linear(Matrix::GateUp).format);
         let d = if d_down.pieces.is_empty() {
-            // An adapter adds to the activation's gradient, and needs the activation for that.
+            // An adapter adds to the activation's gradient, and needs the activation to do so.
             let d_act = down.backward(&d_output, &gate_up.activate(self.activation)?, d_down)?;
             format.activate_backward(self.activation, gate_up, &d_act)?
         } else {
@@ -68,7 +69,7 @@ impl DenseSpec {
     }
 }
 
-/// Gate and up of x, with the adapter's part.
+/// Computes gate and up for x, including the adapter's part.
 fn project(w: &BlockParams, x: &Rows /* [T, D] */) -> Result<GateUp> {
     let w = w.linear(Matrix::GateUp);
     Ok(match (w.format.gate_up(x, w.piece())?, &w.lora) {
@@ -82,7 +83,7 @@ fn project(w: &BlockParams, x: &Rows /* [T, D] */) -> Result<GateUp> {
     })
 }
 
-/// dx of [`project`]; the gradient of the weight, or of A and B, is added to `grads`. d may have been rounded on its way.
+/// Returns dx of [`project`] and adds the gradient of the weight, or of A and B, to `grads`. `rounded` is d's quantized copy, if one was made.
 fn project_backward(
     w: &BlockParams,
     (d, rounded): (&GateUp, Option<&ScaledRows>),

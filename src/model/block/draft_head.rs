@@ -1,12 +1,12 @@
-//! The head that drafts tokens (`mtp.*` in files of Qwen3.5 and Qwen3-Next). It reads the model's final hidden state before a token and the
-//! embedding of that token, and gives a hidden state from which the model's own table predicts the token behind it:
+//! The head that drafts tokens for speculative decoding (`mtp.*` in checkpoints of Qwen3.5 and Qwen3-Next). It reads the embedding of a token and the
+//! model's final hidden state at the token before, and returns a hidden state. From that, the model's own output table predicts the next token:
 //!
 //! ```text
 //! x = P [norm_e(embedding), norm_h(hidden)];   hidden' = norm(block(x));   logits = table hidden'
 //! ```
 //!
-//! hidden' takes the place of the model's hidden state where a further token is drafted. The block attends to the rows of earlier tokens.
-//! A sequence's first token has no row, as no hidden state is before it.
+//! To draft a further token, hidden' takes the place of the model's hidden state. The block attends to the rows of earlier tokens. A sequence's first
+//! token has no row, because there is no hidden state before it.
 //!
 //! T rows, D hidden.
 
@@ -17,7 +17,7 @@ use crate::error::Result;
 use crate::model::spec::{DRAFT_NORMS as NORMS, ModelSpec, ParamName};
 use crate::ops::linear;
 
-/// Results of [`draft_input`] that its backward reads.
+/// Activations of [`draft_input`] that its backward reads.
 #[derive(Debug)]
 pub struct SavedDraftInput {
     parts: [Tensor; 2], // [T, D], embedding and hidden state
@@ -25,13 +25,13 @@ pub struct SavedDraftInput {
     joined: Tensor,     // [T, 2 D]
 }
 
-/// The input of the head's block [T, D], of the weights' kind.
+/// Returns the input of the draft head's block [T, D], in the weights' type.
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
 ///
 /// # Panics
-/// If `w` is not the head's.
+/// If `w` is not the draft head's parameters.
 pub fn draft_input(
     spec: &ModelSpec,
     w: &BlockParams,
@@ -46,14 +46,14 @@ pub fn draft_input(
     Ok((x, SavedDraftInput { parts, rstd: [of_embedding, of_hidden], joined }))
 }
 
-/// Adds the gradients of the projection and of its norms. Neither the embedding nor the model's hidden state has one: the head learns
-/// beside the model and does not change it.
+/// Adds the gradients of the draft head's projection and of its norms. No gradient flows to the embedding or to the model's hidden state: training
+/// the head does not change the model.
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
 ///
 /// # Panics
-/// If `w` is not the head's.
+/// If `w` is not the draft head's parameters.
 pub fn draft_input_backward(
     spec: &ModelSpec,
     w: &BlockParams,

@@ -1,8 +1,8 @@
-//! Parts of tokens into heads, and back: what the ranks that share a micro-batch do before and behind a mixer (arXiv 2309.14509).
+//! The all-to-all of sequence parallelism (Ulysses, arXiv 2309.14509): it exchanges rows for heads before a mixer, and heads for rows after it.
 //!
-//! n ranks have T / n rows each, in order. Before a mixer each sends the others their heads of its rows, so that every rank has all T rows of
-//! its own heads; behind it rows go back. Heads that are fewer than ranks, or that do not divide, go to every rank whose queries read
-//! them, and their gradients are summed up.
+//! Each of n ranks has T / n rows, in order. Before a mixer each rank sends the others their heads of its rows, so that every rank has all T rows of
+//! its own heads; after the mixer the rows return to their ranks. If there are fewer heads than ranks, or the ranks do not divide them, a head goes
+//! to every rank whose queries read it, and its gradients are summed.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,14 +14,14 @@ use crate::error::{Error, Result};
 use crate::model::spec::{HeadRun, SharedHeads};
 use crate::ranks::Collective;
 
-/// Ranks that share micro-batches, each with a part of the tokens.
+/// The ranks of a sequence-parallel group, each of which has some of a micro-batch's rows.
 #[derive(Debug, Clone)]
 pub struct TokenExchange {
     group: Arc<dyn Collective>,
     watch: Arc<Stopwatch>,
 }
 
-/// Columns `head..` of the model's and `slot..` of a rank's, `len` of them.
+/// A run of `len` columns, from `head` on in the model and from `slot` on in a rank's tensor.
 struct ColumnRun {
     slot: i64,
     head: i64,
@@ -29,7 +29,7 @@ struct ColumnRun {
 }
 
 impl TokenExchange {
-    /// Of a group; `None` for a rank alone.
+    /// The exchange within a group; `None` for a group of one rank.
     ///
     /// # Errors
     /// [`Error::Cuda`].
@@ -40,7 +40,7 @@ impl TokenExchange {
         Ok(Some(Self { group: group.clone(), watch: Arc::new(Stopwatch::new(group.device())?) }))
     }
 
-    /// How long computation waited for exchanges since the last call, with the copies before and behind them. Waits for the device.
+    /// Returns how long computation waited for exchanges since the last call, including the copies around them. Waits for the device.
     ///
     /// # Errors
     /// [`Error::Cuda`].
@@ -48,17 +48,17 @@ impl TokenExchange {
         self.watch.take()
     }
 
-    /// The ranks.
+    /// The group of sequence-parallel ranks.
     pub fn group(&self) -> &dyn Collective {
         &*self.group
     }
 
-    /// How many they are.
+    /// Number of ranks in the group.
     pub fn size(&self) -> usize {
         self.group.size()
     }
 
-    /// All rows of this rank's heads, from this rank's rows of all heads. Collective. [T, columns of its own]
+    /// Turns this rank's rows of all heads into all rows of this rank's heads. Collective. [T, columns of its own]
     pub(super) fn to_heads(
         &self,
         rows: &Tensor, /* [T / n, columns] */
@@ -81,8 +81,7 @@ impl TokenExchange {
         self.all_to_all(&sent)?.f_view([size as i64 * num_rows, width]).map_err(Into::into)
     }
 
-    /// This rank's rows of all heads, from all rows of its own heads; heads that several ranks have are summed up. Collective.
-    /// [T / n, columns]
+    /// Turns all rows of this rank's heads into this rank's rows of all heads; heads that several ranks hold are summed. Collective. [T / n, columns]
     pub(super) fn to_rows(
         &self,
         heads: &Tensor, /* [T, own columns] */
@@ -109,19 +108,19 @@ impl TokenExchange {
         Ok(rows)
     }
 
-    /// [`Self::to_heads`] of tensors [T / n, heads, width].
+    /// Calls [`Self::to_heads`] for a tensor [T / n, heads, width].
     pub(super) fn split(&self, rows: &Tensor, heads: SharedHeads) -> Result<Tensor /* [T, own heads, width] */> {
         let own = self.to_heads(&rows.f_flatten(1, 2)?, &[heads])?;
         Ok(own.f_view([-1, heads.own as i64, heads.width as i64])?)
     }
 
-    /// [`Self::to_rows`] of tensors [T, own heads, width].
+    /// Calls [`Self::to_rows`] for a tensor [T, own heads, width].
     pub(super) fn join(&self, own: &Tensor, heads: SharedHeads) -> Result<Tensor /* [T / n, heads, width] */> {
         let rows = self.to_rows(&own.f_flatten(1, 2)?, &[heads])?;
         Ok(rows.f_view([-1, heads.total as i64, heads.width as i64])?)
     }
 
-    /// This rank's rows of a weight that has a row for each column. [own columns, ..]
+    /// This rank's rows of a weight that has one row per column of the activations. [own columns, ..]
     pub(super) fn own_rows(
         &self,
         weight: &Tensor, /* [columns, ..] */
@@ -132,7 +131,7 @@ impl TokenExchange {
         Ok(Tensor::f_cat(&parts, 0)?)
     }
 
-    /// Adds the gradient of [`Self::own_rows`] to that of the weight.
+    /// Adds the gradient of this rank's rows ([`Self::own_rows`]) to the gradient of the whole weight.
     pub(super) fn add_own_rows(&self, own: &Tensor, sections: &[SharedHeads], sum: &Tensor) -> Result<()> {
         for run in self.columns(sections, self.group.rank()) {
             let _ = sum.narrow(0, run.head, run.len).f_add_(&own.narrow(0, run.slot, run.len))?;
@@ -177,7 +176,7 @@ mod tests {
     use super::*;
     use crate::ranks::testing;
 
-    /// Sections of heads that divide, that are fewer than ranks, and that do neither.
+    /// Tests three sections: heads that the ranks divide, fewer heads than ranks, and heads of which neither is true.
     #[test]
     fn head_exchange_and_its_gradients_match_one_rank() {
         let heads = |total, width| SharedHeads::new(total, width, 12, 4);

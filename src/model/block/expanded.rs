@@ -1,20 +1,20 @@
-//! Results of the forward of a sublayer that treats every token by itself, which its backward may keep.
+//! Activations of the MLP or experts that forward may keep for backward.
 
 use tch::Tensor;
 
 use crate::config::GradientCheckpointing;
 
-/// Results of a forward that the backward reads, or computes again where they are absent.
+/// Activations of a forward that its backward reads, or recomputes if absent.
 #[derive(Debug)]
 pub(super) struct Expanded<T> {
-    /// Gate and up, with what belongs to them.
+    /// Gate and up, with the data that belongs to them, such as the routing.
     pub(super) wide: Option<T>,
-    /// Before the norm behind it, if there is one.
+    /// The output before the norm that follows it, if there is one.
     pub(super) output: Option<Tensor>, // [T, D]
 }
 
 impl<T> Expanded<T> {
-    /// The part of it that `keep` asks for.
+    /// Drops the activations that `keep` does not keep.
     pub(super) fn kept(self, keep: GradientCheckpointing) -> Self {
         Self {
             wide: self.wide.filter(|_| keep.keeps_gate_up()),

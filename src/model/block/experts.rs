@@ -1,7 +1,7 @@
-//! Experts: MLPs of which a router picks some for every token, w_1 E_1(x) + .. + w_K E_K(x).
+//! Mixture of experts: a router picks K MLPs for every token, w_1 E_1(x) + .. + w_K E_K(x).
 //!
-//! T tokens, D hidden, E experts, K of them a token, R = T K rows, I an expert's width; in a tensor-parallel slice this rank's share of
-//! it. The router is whole on every rank, and computed in the accumulation kind.
+//! T tokens, D hidden, E experts, K of them per token, R = T K rows, I an expert's width; in a tensor-parallel slice this rank's share of it. Every
+//! rank has the whole router and computes it in the accumulation type.
 
 use std::ops::Range;
 
@@ -22,14 +22,14 @@ use crate::ops::router::{self, Routing};
 use crate::ops::swiglu::{Activation, GateUp, WeightedGradient};
 use crate::ranks::Collective;
 
-/// Tokens with their experts, and what these made of gate and up.
+/// Tokens with their chosen experts, and the experts' gate and up outputs.
 #[derive(Debug)]
 pub(super) struct Routed {
     routing: Routing,
-    /// The router's own choice.
+    /// The experts that the router itself chose.
     own: Tensor, // [T, K]
     dispatch: Dispatch,
-    /// The first expert of this rank.
+    /// Index of this rank's first expert.
     first_own: usize,
     gate_up: GateUp, // R rows
     activation: Activation,
@@ -37,14 +37,14 @@ pub(super) struct Routed {
 }
 
 impl ExpertsSpec {
-    /// The experts of which `w`, a rank's slice, has the weights.
+    /// Indices of the experts whose weights `w`, a rank's slice, contains.
     pub fn own_experts(self, w: &BlockParams, tp_rank: usize) -> Range<usize> {
         let own = w.linear(Matrix::GateUp).weight().size()[0] as usize;
         let first = if own < self.num_experts { tp_rank * own } else { 0 };
         first..first + own
     }
 
-    /// The block's output [T, D], and what a backward may keep.
+    /// Returns the block's output [T, D], and the activations that a backward may keep.
     pub(super) fn forward(
         self,
         ctx: &BlockContext<'_>,
@@ -61,7 +61,8 @@ impl ExpertsSpec {
         Ok((y, Expanded { wide: Some(routed), output }))
     }
 
-    /// dh, the gradient of the residual stream before it, from that of the block's output. What is not kept is computed again.
+    /// Returns dh, the gradient of the residual stream before the experts, given that of the block's output. Activations that were not kept are
+    /// recomputed.
     pub(super) fn backward(
         self,
         ctx: &BlockContext<'_>,
@@ -104,7 +105,7 @@ impl ExpertsSpec {
         ctx.enter_backward(w, NORMS, &d_normed, (h, dy), rstd.as_ref(), grads)
     }
 
-    /// Up to gate and up.
+    /// Routes the tokens and computes gate and up.
     fn expand(
         self,
         ctx: &BlockContext<'_>,
@@ -143,8 +144,8 @@ impl ExpertsSpec {
         Ok(Routed { routing, own, dispatch, first_own, gate_up, activation: self.expert.activation, shared })
     }
 
-    /// The gradient of what the router and the experts read, of the weights' kind, from the router's and that of the experts, in the
-    /// accumulation kind.
+    /// Returns the gradient of the rows that the router and the experts read, in the weights' type: the sum of the router's gradient and that of the
+    /// experts, added in the accumulation type.
     fn router_backward(
         self,
         w: &BlockParams,
@@ -167,7 +168,7 @@ impl ExpertsSpec {
 }
 
 impl Routed {
-    /// The sum of the chosen experts' outputs, each times its weight, and of the shared one's, in the accumulation kind. [T, D]
+    /// Returns the weighted sum of the chosen experts' outputs, plus the shared expert's, in the accumulation type. [T, D]
     fn contract(&self, w: &BlockParams) -> Result<Tensor> {
         let down = w.linear(Matrix::Down);
         let act = down.format.activate(self.activation, &self.gate_up, down.reads_plain())?; // [R, I]
@@ -187,7 +188,7 @@ impl Routed {
     }
 }
 
-/// The gradient of the rows that gate and up read [R, D].
+/// Returns the gradient of the rows that gate and up read [R, D].
 fn expand_backward(
     w: &BlockParams,
     dispatch: &Dispatch,
@@ -206,9 +207,9 @@ fn expand_backward(
     Ok(d_rows)
 }
 
-/// The gradients of gate and up, and of the experts' weights [T, K].
+/// Returns the gradients of gate and up, and of the experts' routing weights [T, K].
 ///
-/// An output's weight multiplies the activation in place of the output, which is wider and need not be there.
+/// The routing weight multiplies the activation instead of the output, which is wider and may not be in memory.
 fn contract_backward(
     w: &BlockParams,
     (routing, dispatch): (&Routing, &Dispatch),

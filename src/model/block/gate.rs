@@ -1,10 +1,10 @@
-//! The gate of attention's output, which the projection of queries has beside each of them: o sigmoid(gate).
+//! The gate of attention's output: o sigmoid(gate). The query projection computes a gate for each query head.
 
 use tch::Tensor;
 
 use crate::error::Result;
 
-/// The output times the sigmoid of its gate.
+/// Multiplies attention's output by the sigmoid of its gate, if there is one.
 pub(super) fn forward(o: &Tensor, gate: Option<&Tensor>) -> Result<Tensor> {
     match gate {
         None => Ok(o.shallow_clone()),
@@ -12,7 +12,7 @@ pub(super) fn forward(o: &Tensor, gate: Option<&Tensor>) -> Result<Tensor> {
     }
 }
 
-/// The gradient of the gate; that of what the sigmoid multiplied, in `d_o` in place of the output's.
+/// Returns the gradient of the gate, and replaces the gradient of the gated output in `d_o` by that of the output before the gate.
 pub(super) fn backward(
     d_o: &mut Tensor, // [T, H, hd]
     o: &Tensor,       // [T, H, hd]
@@ -24,8 +24,8 @@ pub(super) fn backward(
     Ok(d_gate)
 }
 
-/// A projection whose queries each have a gate behind them, [T, Hkv, 2 G + 2, hd], as one without [T, Hkv, G + 2, hd], and the gates
-/// [T, H, hd].
+/// Splits a projection in which a gate follows each query, [T, Hkv, 2 G + 2, hd], into one without gates [T, Hkv, G + 2, hd] and the gates [T, H,
+/// hd].
 pub(super) fn split(qkv: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
     let [tokens, groups, slots, head_dim] = qkv.size()[..] else { panic!("a projection, not {:?}", qkv.size()) };
     let queries = slots / 2 - 1;
@@ -34,7 +34,7 @@ pub(super) fn split(qkv: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
     Ok((Tensor::f_cat(&[pairs.select(3, 0), qkv.narrow(2, 2 * queries, 2)], 2)?, Some(gate)))
 }
 
-/// The gradient of a projection with gates, from that of one without [T, (H + 2 Hkv) hd] and that of the gates [T, H, hd].
+/// Combines the gradient of a projection without gates [T, (H + 2 Hkv) hd] and that of the gates [T, H, hd] into that of a projection with gates.
 pub(super) fn join(d_qkv: Tensor, d_gate: Option<Tensor>, num_kv_heads: usize) -> Result<Tensor> {
     let Some(d_gate) = d_gate else { return Ok(d_qkv) };
     let [tokens, heads, head_dim] = d_gate.size()[..] else { panic!("gates, not {:?}", d_gate.size()) };

@@ -1,4 +1,4 @@
-//! A product of a block: the weight of its matrix with bias and adapter, and the share that a rank has of them.
+//! A linear layer of a block: weight, bias and adapter, and the slice of them that a rank has.
 
 use std::mem;
 
@@ -14,13 +14,13 @@ use crate::ops::swiglu::GateUp;
 use crate::ranks::{Collective, ReduceOp};
 
 impl LinearSpec {
-    /// The dimension of the rows, of a matrix, its bias or those of all experts.
+    /// The dimension that indexes rows, in a matrix, its bias, or the stacked ones of all experts.
     fn row_dim(&self) -> i64 {
         i64::from(self.experts.is_some())
     }
 
-    /// Whole groups of rows for each rank; or, with more ranks than groups, some heads of the first projection, and those of the others
-    /// that its group has.
+    /// A rank's rows: some whole groups or, with more ranks than groups, some heads of the first projection plus its group's heads of the other
+    /// projections.
     fn own_rows(&self, whole: &Tensor, tp_rank: usize, tp_size: usize) -> Vec<Tensor> {
         if tp_size == 1 {
             return vec![whole.shallow_clone()];
@@ -39,32 +39,32 @@ impl LinearSpec {
     }
 }
 
-/// A matrix with its bias and its adapter; or the gradients of all of them, without those of frozen ones.
+/// A matrix with its bias and its adapter, or the gradients of these, without those of frozen parameters.
 #[derive(Debug, Default)]
 pub struct Linear {
-    /// One piece, but for a rank that shares a key/value head: its query heads, then that head's key and value; and for a rank's share of
-    /// a gated delta net: queries, keys, values.
+    /// One piece in most cases. A rank that shares a key/value head has its query heads, then the head's key, then its value. A rank's slice of a
+    /// gated delta net has queries, keys and values.
     pub pieces: Vec<Piece>,
-    /// Beside the matrix.
+    /// The adapter (LoRA) that is added to the matrix.
     pub lora: Option<Lora>,
-    /// The format that its products are made in.
+    /// The number format in which GEMMs with the matrix are computed.
     pub format: &'static dyn Format,
-    /// In a `Linear` that holds gradients: the next product overwrites the weight's gradient. False: it is added.
+    /// For a `Linear` that holds gradients: whether the next GEMM overwrites the weight's gradient instead of adding to it.
     pub begins: bool,
 }
 
 impl Linear {
-    /// Views of a block's flat tensor.
+    /// Views of this matrix, bias and weight in a block's flat tensor.
     pub(super) fn view(spec: &LinearSpec, layout: &UnitLayout, flat: &Tensor) -> Self {
         let bias = spec.bias.and_then(|bias| layout.view(bias, flat));
         let weight = required(layout, spec.matrix.weight(), flat);
         Self { pieces: vec![Piece::plain(weight, bias)], ..Self::default() }
     }
 
-    /// All rows of a matrix in one piece.
+    /// The only piece of the matrix.
     ///
     /// # Panics
-    /// If it is in two.
+    /// If the matrix has several pieces.
     pub fn piece(&self) -> &Piece {
         let [piece] = &self.pieces[..] else {
             panic!("this matrix is stored in {} pieces, not in one", self.pieces.len())
@@ -72,26 +72,26 @@ impl Linear {
         piece
     }
 
-    /// The weight of a matrix in one piece.
+    /// The weight of the only piece.
     ///
     /// # Panics
-    /// If it is in two.
+    /// If the matrix has several pieces.
     pub fn weight(&self) -> &Tensor {
         &self.piece().weight
     }
 
-    /// Type of the weights.
+    /// The type of the weights.
     pub fn kind(&self) -> Kind {
         self.pieces[0].weight.kind()
     }
 
-    /// A rank's slice, as views of `self`, a whole matrix.
+    /// A tensor-parallel rank's slice, as views of `self`, a whole matrix.
     pub(super) fn tp_slice(&self, spec: &LinearSpec, tp_rank: usize, tp_size: usize) -> Result<Self> {
         let Piece { weight, bias, .. } = self.piece();
         let pieces = match spec.split {
             TpSplit::Columns => {
                 let weight = part(weight, spec.row_dim() + 1, tp_rank, tp_size);
-                let is_first = tp_rank == 0; // the ranks' products are added up
+                let is_first = tp_rank == 0; // the ranks' outputs are summed
                 vec![Piece::plain(weight, bias.as_ref().filter(|_| is_first).map(Tensor::shallow_clone))]
             }
             TpSplit::Experts => {
@@ -108,7 +108,7 @@ impl Linear {
         Ok(Self { pieces, lora, ..Self::default() })
     }
 
-    /// With every tensor but the adapter's replaced by `f` of it, and nothing rounded.
+    /// Replaces every tensor except the adapter's by `f(tensor)`, and discards quantized copies.
     pub(super) fn try_map(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor>) -> Result<Self> {
         let piece =
             |Piece { weight, bias, .. }: &Piece| Ok(Piece::plain(f(weight)?, bias.as_ref().map(&mut *f).transpose()?));
@@ -116,22 +116,22 @@ impl Linear {
         Ok(Self { pieces, lora: self.lora.as_ref().map(Lora::shallow_clone), ..Self::default() })
     }
 
-    /// Whether the weight is one matrix, not those of experts.
+    /// Whether the weight is a single matrix, not a stack of experts.
     pub(super) fn is_one_matrix(&self) -> bool {
         self.weight().dim() == 2
     }
 
-    /// Whether its rows are read as they are, not rounded alone.
+    /// Whether the forward reads its input rows unquantized, perhaps in addition to their quantized copy.
     pub(super) fn reads_plain(&self) -> bool {
         !self.format.rounds() || self.lora.is_some()
     }
 
-    /// x w^T + bias, with the adapter's part. [T, N]
+    /// Returns x w^T + bias, plus the adapter's part. [T, N]
     pub(super) fn forward(&self, x: &Rows /* [T, K] */) -> Result<Tensor> {
         self.adapt(x, self.product(x)?)
     }
 
-    /// x w^T + bias. [T, N]
+    /// Returns x w^T + bias. [T, N]
     fn product(&self, x: &Rows /* [T, K] */) -> Result<Tensor> {
         match &self.pieces[..] {
             [piece] => self.format.forward(x, piece),
@@ -143,7 +143,7 @@ impl Linear {
         }
     }
 
-    /// residual + x w^T, where each rank of the tensor-parallel group has some columns of w, and of x. Without a residual the product
+    /// Returns residual + x w^T, summed over the tensor-parallel ranks, each of which has some columns of w and x. Without a residual returns x w^T
     /// alone. [T, N]
     pub(super) fn forward_summed(
         &self,
@@ -168,17 +168,17 @@ impl Linear {
         }
     }
 
-    /// In a `Linear` that holds gradients: that of the bias, where there is one that trains.
+    /// For a `Linear` that holds gradients: the bias's gradient, if there is a bias that trains.
     pub(super) fn bias_mut(&mut self) -> Option<&mut Tensor> {
         self.pieces.first_mut().and_then(|piece| piece.bias.as_mut())
     }
 
-    /// Whether the product is rounded, and its adapter's part added, before it is added to the residual stream.
+    /// Whether the GEMM's output is rounded, and the adapter's part added, before the sum with the residual stream.
     fn adds_rounded(&self) -> bool {
         self.format.is_exact() || self.format.rounds() && self.lora.is_some()
     }
 
-    /// y + (x A^T) B^T, in y's memory, where there is an adapter.
+    /// Adds the adapter's part to y in place, if there is an adapter: y + (x A^T) B^T.
     fn adapt(&self, x: &Rows, y: Tensor) -> Result<Tensor> {
         match &self.lora {
             None => Ok(y),
@@ -186,7 +186,7 @@ impl Linear {
         }
     }
 
-    /// dx; the gradients of the weight or of A and B are added to `grads`.
+    /// Returns dx, and adds the gradients of the weight, or of A and B, to `grads`.
     pub(super) fn backward(
         &self,
         dy: &Tensor, // [T, N]
@@ -196,7 +196,7 @@ impl Linear {
         self.backward_onto(None, dy, x, grads)
     }
 
-    /// [`Linear::backward`], whose dx is added to a sum that is there.
+    /// Computes [`Linear::backward`] and adds dx to `sum`, if there is one.
     pub(super) fn backward_onto(
         &self,
         sum: Option<Tensor>, // [T, K]
@@ -218,13 +218,14 @@ impl Linear {
         Ok(dx) // [T, K]
     }
 
-    /// In a `Linear` that holds gradients: the weight's memory, and whether the next product overwrites or adds to it; `None` where the weight is frozen.
+    /// For a `Linear` that holds gradients: the weight's gradient, and whether the next GEMM overwrites it or adds to it. `None` if the weight is
+    /// frozen.
     fn sum(&mut self) -> Option<(&mut Tensor, Onto)> {
         let onto = if mem::take(&mut self.begins) { Onto::Nothing } else { Onto::Sum };
         self.pieces.first_mut().map(|piece| (&mut piece.weight, onto))
     }
 
-    /// dy^T x, which goes to `grads` unless the weight is frozen.
+    /// Computes the weight's gradient dy^T x in `grads`, unless the weight is frozen.
     pub(super) fn weight_gradient(
         &self,
         dy: &Tensor, // [T, N]
@@ -237,7 +238,7 @@ impl Linear {
         }
     }
 
-    /// [`Linear::weight_gradient`] of a matrix that has gate and up.
+    /// Computes the weight's gradient ([`Linear::weight_gradient`]) of the fused gate and up matrix.
     pub(super) fn gate_up_weight_gradient(&self, d: &GateUp, x: &Tensor, grads: &mut Linear) -> Result<()> {
         match grads.sum() {
             None => Ok(()),
@@ -245,17 +246,17 @@ impl Linear {
         }
     }
 
-    /// dx = dy w.
+    /// Returns dx = dy w.
     pub(super) fn backward_input(&self, dy: &Tensor /* [T, N] */) -> Result<Tensor> {
         self.format.backward_input(dy, self.piece())
     }
 }
 
 impl BlockLora {
-    /// The adapters that rank `tp_rank` of `tp_size` computes with beside its slice of the block.
+    /// The adapters for the slice of the block on rank `tp_rank` of `tp_size`.
     ///
     /// # Errors
-    /// [`crate::Error::OutOfMemory`], where ranks share a key/value head: rows of B are then copied.
+    /// [`crate::Error::OutOfMemory`], if ranks share a key/value head: rows of B are then copied.
     pub fn tp_slice(&self, linears: &[LinearSpec], tp_rank: usize, tp_size: usize) -> Result<Self> {
         self.map(|matrix, lora| {
             let spec = linears.iter().find(|linear| linear.matrix == matrix).expect("a matrix of the block");
@@ -265,7 +266,7 @@ impl BlockLora {
 }
 
 impl Lora {
-    /// A rank's slice of an adapter: B's rows as the matrix's, A's columns, or some experts' A and B.
+    /// A rank's slice of an adapter: the rows of B that match the matrix's rows, the matching columns of A, or the A and B of some experts.
     fn tp_slice(&self, spec: &LinearSpec, tp_rank: usize, tp_size: usize) -> Result<Self> {
         let (a, b) = (self.a.shallow_clone(), self.b.shallow_clone());
         Ok(match spec.split {
@@ -279,7 +280,7 @@ impl Lora {
     }
 }
 
-/// Rows of queries, keys and values, of which the first two have `keys` each.
+/// Splits rows into queries, keys and values. Queries and keys have `keys` rows each.
 pub(super) fn sections(keys: usize, whole: &Tensor) -> [Tensor; 3] {
     let (keys, all) = (keys as i64, whole.size()[0]);
     [whole.narrow(0, 0, keys), whole.narrow(0, keys, keys), whole.narrow(0, 2 * keys, all - 2 * keys)]

@@ -1,4 +1,4 @@
-//! The matrices of a block as a checkpoint has them, for an optimizer that needs each whole.
+//! The matrices of a block one by one, as a checkpoint stores them, for optimizers that need each matrix whole (Muon).
 
 use std::ops::Range;
 
@@ -7,7 +7,7 @@ use tch::Tensor;
 use crate::model::params::{UnitLayout, required};
 use crate::model::spec::{LinearSpec, ModelSpec, ParamName};
 
-/// A projection: some rows of one of our matrices.
+/// One projection of a checkpoint: a range of rows of one of our fused matrices.
 #[derive(Debug, Clone)]
 pub struct BlockMatrix {
     linear: LinearSpec,
@@ -15,7 +15,7 @@ pub struct BlockMatrix {
 }
 
 impl BlockMatrix {
-    /// The matrices of a layer's block.
+    /// All projections in a layer's block.
     pub fn of_layer(spec: &ModelSpec, layer: usize) -> Vec<Self> {
         let of_linear = |linear: LinearSpec| {
             (0..linear.projections.len()).map(move |projection| Self { linear: linear.clone(), projection })
@@ -23,22 +23,22 @@ impl BlockMatrix {
         spec.layers[layer].linears().into_iter().flat_map(of_linear).collect()
     }
 
-    /// Outputs of its product.
+    /// Number of rows: outputs of the projection.
     pub fn rows(&self) -> usize {
         self.linear.groups * self.linear.projections[self.projection].1 * self.linear.inner
     }
 
-    /// Inputs of its product.
+    /// Number of columns: inputs of the projection.
     pub fn columns(&self) -> usize {
         self.linear.columns
     }
 
-    /// Elements of the matrix in row-major order, as a view of a block's flat tensor. [groups, heads, inner, columns]
+    /// The projection's elements in row-major order, as a view of a block's flat tensor. [groups, heads, inner, columns]
     pub fn view(&self, layout: &UnitLayout, flat: &Tensor) -> Tensor {
         self.linear.rows_of(self.projection, &required(layout, self.param(), flat))
     }
 
-    /// Elements of the matrix in a block, neighbouring rows as one range.
+    /// Ranges of the projection's elements in a block's flat tensor; adjacent rows form one range.
     pub fn ranges(&self, layout: &UnitLayout) -> Vec<Range<usize>> {
         let LinearSpec { groups, inner, columns, projections, .. } = &self.linear;
         let first: usize = projections[..self.projection].iter().map(|(_, heads)| heads).sum();

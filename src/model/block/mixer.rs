@@ -1,4 +1,4 @@
-//! The sublayer in which tokens see one another: attention, or a gated delta net.
+//! Forward and backward of the sublayer that mixes information between tokens: attention or a gated delta net.
 
 use tch::Tensor;
 
@@ -12,7 +12,7 @@ use crate::model::spec::{Mixer, ParamName};
 use crate::ops::attention::Attended;
 use crate::types::Place;
 
-/// Results of a forward that the backward reads.
+/// Activations of a mixer's forward that its backward reads.
 #[derive(Debug)]
 pub(super) enum MixerOutput {
     Attention(AttentionOutput),
@@ -20,7 +20,7 @@ pub(super) enum MixerOutput {
 }
 
 impl MixerOutput {
-    /// Whether a backward can follow: attention must have given its log-sum-exp.
+    /// Whether backward is possible: attention must have returned its log-sum-exp.
     pub(super) fn can_go_back(&self) -> bool {
         match self {
             Self::Attention(output) => output.lse.is_some(),
@@ -28,7 +28,7 @@ impl MixerOutput {
         }
     }
 
-    /// Attention's output and log-sum-exp, from which a forward goes on without attending once more.
+    /// Attention's output and log-sum-exp, with which a recomputed forward can skip attention.
     pub(super) fn attended(&self) -> Option<Attended> {
         match self {
             Self::Attention(output) => output.attended(),
@@ -38,8 +38,8 @@ impl MixerOutput {
 }
 
 impl Mixer {
-    /// The residual stream after it [T, D], and what a backward needs; chunks of a gated delta net among it, or not. `attended` is what
-    /// [`MixerOutput::attended`] gave of the same forward before.
+    /// Returns the residual stream after the mixer [T, D], and the activations that backward needs, including a gated delta net's chunks if
+    /// requested. `attended` is the result of [`MixerOutput::attended`] from an earlier run of this forward.
     pub(super) fn forward(
         self,
         ctx: &BlockContext<'_>,
@@ -61,10 +61,10 @@ impl Mixer {
         })
     }
 
-    /// dx, from the gradient of the residual stream after it.
+    /// Returns dx, given the gradient of the residual stream after the mixer.
     ///
     /// # Panics
-    /// If `saved` is another sublayer's.
+    /// If `saved` comes from the other kind of mixer.
     pub(super) fn backward(
         self,
         ctx: &BlockContext<'_>,
@@ -87,7 +87,7 @@ impl Mixer {
         }
     }
 
-    /// A rank's part of a parameter that is no matrix.
+    /// A tensor-parallel rank's slice of a parameter that is not a matrix.
     pub(super) fn own_part(self, name: ParamName, weight: &Tensor, Place { rank, size }: Place) -> Result<Tensor> {
         match self {
             Self::Attention(attention) => Ok(attention.own_norm(name, weight, rank, size)),

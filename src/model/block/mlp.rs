@@ -1,4 +1,4 @@
-//! The sublayer that treats every token by itself: one MLP for all of them, or experts.
+//! Forward and backward of the sublayer that processes each token separately: a dense MLP or experts.
 
 use tch::Tensor;
 
@@ -11,7 +11,7 @@ use crate::error::Result;
 use crate::model::spec::{DenseSpec, ExpertsSpec, Mlp};
 use crate::ops::swiglu::GateUp;
 
-/// Results of a forward that the backward reads, with the shape.
+/// Activations of a forward that its backward reads, with the shape of the sublayer.
 #[derive(Debug)]
 pub(super) enum SavedMlp {
     Dense(DenseSpec, Expanded<GateUp>),
@@ -19,7 +19,7 @@ pub(super) enum SavedMlp {
 }
 
 impl Mlp {
-    /// The block's output [T, D], and what a backward may keep.
+    /// Returns the block's output [T, D], and the activations that a backward may keep.
     pub(super) fn forward(
         self,
         ctx: &BlockContext<'_>,
@@ -41,7 +41,7 @@ impl Mlp {
 }
 
 impl SavedMlp {
-    /// The part of it that `keep` asks for.
+    /// Drops the activations that `keep` does not keep.
     pub(super) fn kept(self, keep: GradientCheckpointing) -> Self {
         match self {
             SavedMlp::Dense(spec, expanded) => SavedMlp::Dense(spec, expanded.kept(keep)),
@@ -49,7 +49,7 @@ impl SavedMlp {
         }
     }
 
-    /// dh, the gradient of the residual stream before it, from that of the block's output.
+    /// Returns dh, the gradient of the residual stream before the sublayer, given that of the block's output.
     pub(super) fn backward(
         self,
         ctx: &BlockContext<'_>,

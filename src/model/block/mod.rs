@@ -1,12 +1,13 @@
-//! One transformer block: h = x + post(mixer(pre(x))), y = h + post(mlp(pre(h))), where a norm before or behind may be absent.
+//! One transformer block: h = x + post(mixer(pre(x))), y = h + post(mlp(pre(h))); each norm `pre` or `post` may be absent.
 //!
-//! A sublayer's file has its forward and its explicit backward; its parameters, bytes and operations are in `spec`. What the backward needs is kept or computed again by choice ([`SavedBlock`]); either way
-//! it computes with the same bits. Norms and the activation cost a reading of memory and are always computed again.
+//! The file of a sublayer has its forward and its explicit backward; its parameters, bytes and operations are in `spec`. The activations that
+//! backward needs are kept or recomputed, as configured ([`SavedBlock`]); both give the same bits. Norms and activation functions are always
+//! recomputed, since that only costs one read of memory.
 //!
-//! T tokens, D hidden. The residual stream (x, h and y) has a kind of its own, all else that of the weights.
+//! T tokens, D hidden. The residual stream (x, h and y) has its own type; all other tensors have the weights' type.
 //!
-//! `residual_dtype = float32` halves the difference between sampler and trainer: in bfloat16 the stream is rounded after every
-//! sublayer, which is most of the error of both. It costs the bytes of a wider stream, so `auto` follows transformers and vLLM.
+//! `residual_dtype = float32` halves the difference between sampler and trainer: in bfloat16 the stream is rounded after every sublayer, which causes
+//! most of the error on both sides. It needs more memory, so `auto` follows transformers and vLLM.
 
 mod attention;
 mod attention_parts;
@@ -42,31 +43,32 @@ pub use matrices::BlockMatrix;
 pub use packed::{PackedMixer, SequenceMixer};
 pub use params::BlockParams;
 
-/// Results of the forward that [`block_backward`] needs. `full` keeps the block's input alone; `keep_attention` attention's output and
-/// log-sum-exp, too; `selective` all but the MLP's first product, the largest of a block by memory; `none` that too, and `keep_chunks` what a
-/// gated delta net computes of chunks.
+/// Activations of the forward that [`block_backward`] needs. `full` keeps only the block's input; `keep_attention` also attention's output and
+/// log-sum-exp; `selective` everything except the outputs of gate and up, the block's largest; `none` those as well; `keep_chunks` also a gated delta
+/// net's intermediate results per chunk.
 #[derive(Debug)]
 pub struct SavedBlock {
     layer: usize,
     x: Tensor, // [T, D]
     attended: Option<Attended>,
-    /// The residual stream after the first sublayer, and what leads to it.
+    /// The residual stream after the first sublayer, and the activations of that sublayer.
     mixed: Option<(Tensor, MixerOutput)>,
     mlp: SavedMlp,
 }
 
 impl SavedBlock {
-    /// The tensors that may be elsewhere until backward, undefined meanwhile: the block's input, and attention's output where it is kept.
+    /// The tensors that may be moved to other memory until backward, and are undefined meanwhile: the block's input, and attention's output if it is
+    /// kept.
     pub(crate) fn movable(&mut self) -> impl Iterator<Item = &mut Tensor> {
         [Some(&mut self.x), self.attended.as_mut().map(|attended| &mut attended.o)].into_iter().flatten()
     }
 }
 
-/// y [T, D]; and what `keep` asks for, if a backward will follow.
+/// Returns y [T, D] and, if a backward will follow, the activations that `keep` keeps.
 ///
 /// # Errors
-/// The errors of `mixer` and of the tensor-parallel group; [`Error::OutOfMemory`]; [`Error::InvalidArgument`] if a
-/// backward is to follow an attention that gives no log-sum-exp.
+/// The errors of `mixer` and of the tensor-parallel group; [`Error::OutOfMemory`]; [`Error::InvalidArgument`] if a backward is requested of an
+/// attention that returns no log-sum-exp.
 pub fn block_forward(
     ctx: &BlockContext<'_>,
     layer: usize,
@@ -89,10 +91,10 @@ pub fn block_forward(
     Ok((y, Some(SavedBlock { layer, x: x.shallow_clone(), attended, mixed, mlp: expanded.kept(keep) })))
 }
 
-/// dx [T, D]; the gradients of the weights, or of the adapters alone, are added to `grads`, in place.
+/// Returns dx [T, D], and adds the gradients of the weights, or only of the adapters, to `grads` in place.
 ///
 /// # Errors
-/// [`Error::OutOfMemory`]; [`Error::InvalidArgument`] on a tensor-parallel slice: only whole blocks train.
+/// [`Error::OutOfMemory`]; [`Error::InvalidArgument`] for a tensor-parallel slice: only whole blocks can be trained.
 pub fn block_backward(
     ctx: &BlockContext<'_>,
     w: &BlockParams,

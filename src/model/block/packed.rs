@@ -1,4 +1,4 @@
-//! How tokens of a sequence see one another: what a block asks for, and packed sequences in training.
+//! The interface by which a block lets tokens attend to each other, and its implementation for packed sequences in training.
 
 use tch::{Device, Tensor};
 
@@ -11,12 +11,12 @@ use crate::ops::attention::{Attended, Bounds, PackedLayout, packed_forward};
 use crate::ops::delta_net::{DeltaOptions, DeltaRows, DeltaWeights, PackedChunks, PackedSequences};
 use crate::ops::exact::ExactAttention;
 
-/// How tokens of a sequence see one another: packed sequences in training, paged keys, values and states in generation.
+/// Attention and gated delta nets over the tokens of a batch: packed sequences in training; paged keys, values and states in generation.
 pub trait SequenceMixer {
-    /// Attention output [T, H, hd] and, where a backward may follow, the log-sum-exp of the scores [T, H].
+    /// Returns attention's output [T, H, hd] and, if a backward may follow, the log-sum-exp of the scores [T, H].
     ///
     /// # Errors
-    /// What the implementation meets, [`crate::Error::OutOfMemory`] among it.
+    /// Any error of the implementation, including [`crate::Error::OutOfMemory`].
     fn attention(
         &self,
         layer: usize,
@@ -24,11 +24,11 @@ pub trait SequenceMixer {
         qkv: [&Tensor; 3],        // [T, H, hd], [T, Hkv, hd] twice
     ) -> Result<(Tensor, Option<Tensor>)>;
 
-    /// Output of a gated delta net before its last projection [T, H dv]; and what a backward reads of chunks, where `keeps_chunks` asks
-    /// for it and one may follow.
+    /// Returns a gated delta net's output before its last projection [T, H dv] and, if `keeps_chunks` is set and a backward may follow, the
+    /// intermediate results per chunk.
     ///
     /// # Errors
-    /// Any error of the implementation; [`crate::Error::InvalidArgument`] where it keeps no states.
+    /// Any error of the implementation; [`crate::Error::InvalidArgument`] if it stores no states.
     fn delta_net(
         &self,
         layer: usize,
@@ -41,8 +41,8 @@ pub trait SequenceMixer {
         Err(Error::InvalidArgument { op: "SequenceMixer::delta_net", expected: "attention".to_owned(), got })
     }
 
-    /// The ranks that have the other rows of the same sequences: a sublayer gives its rows away for all rows of some heads, mixes these, and
-    /// gets its rows back.
+    /// The sequence-parallel ranks that have the other rows of the same sequences. A sublayer exchanges its rows for all rows of some heads,
+    /// processes these, and exchanges them back.
     fn exchange(&self) -> Option<&TokenExchange> {
         None
     }
@@ -52,26 +52,26 @@ pub trait SequenceMixer {
 #[derive(Debug)]
 pub struct PackedMixer {
     pub(super) layouts: ByWindow<PackedLayout>,
-    /// Where the model has gated delta nets.
+    /// Layout of the sequences for gated delta nets, if the model has any.
     sequences: Option<PackedSequences>,
-    /// By the windows of layers, where the forward is exact.
+    /// Bit-exact attention by sliding window, if the forward is exact.
     exact: Option<ByWindow<ExactAttention>>,
-    /// Who has the other rows.
+    /// The sequence-parallel ranks that have the other rows.
     exchange: Option<TokenExchange>,
 }
 
 impl PackedMixer {
-    /// For sequences `cu_seqlens[n]..cu_seqlens[n + 1]` of a whole model (all key/value heads).
+    /// A mixer for the sequences `cu_seqlens[n]..cu_seqlens[n + 1]` of a whole model (all key/value heads).
     pub fn new(spec: &ModelSpec, cu_seqlens: &[i64], device: Device) -> Self {
         Self::of(spec, &Bounds::Separate(cu_seqlens.to_vec()), device)
     }
 
-    /// For a micro-batch, whose completions may share prompts.
+    /// A mixer for a micro-batch in which completions may share prompts.
     pub fn of(spec: &ModelSpec, bounds: &Bounds, device: Device) -> Self {
         Self::shared(spec, bounds, device, None)
     }
 
-    /// For a micro-batch whose rows several ranks share; `bounds` are those of all rows.
+    /// A mixer for a micro-batch whose rows are split over the ranks of `exchange`; `bounds` cover all rows.
     pub fn shared(spec: &ModelSpec, bounds: &Bounds, device: Device, exchange: Option<TokenExchange>) -> Self {
         let kv_heads = spec.attention().own_kv_heads(exchange.as_ref());
         let layouts = ByWindow::new(spec.windows(), |window| PackedLayout::of(bounds, kv_heads, window, device));
@@ -80,7 +80,7 @@ impl PackedMixer {
         Self { layouts, sequences, exact: None, exchange }
     }
 
-    /// [`PackedMixer::of`] whose forward gives a token the bits that the engine gives it.
+    /// A mixer like [`PackedMixer::of`] whose forward computes the same bits for a token as the engine does.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].
@@ -89,10 +89,10 @@ impl PackedMixer {
         Ok(Self { exact: Some(ByWindow::try_new(spec.windows(), attention)?), ..Self::of(spec, bounds, device) })
     }
 
-    /// The sequences of a model with gated delta nets.
+    /// The layout of the sequences for gated delta nets.
     ///
     /// # Panics
-    /// If it is for a model without.
+    /// If the mixer was created for a model without gated delta nets.
     pub(super) fn sequences(&self) -> &PackedSequences {
         self.sequences.as_ref().expect("made for a model with gated delta nets")
     }

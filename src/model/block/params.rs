@@ -12,22 +12,22 @@ use crate::model::spec::{BlockSpec, LinearSpec, Matrix, ModelSpec, ParamName, Un
 use crate::torch::accumulation_kind;
 use crate::types::Place;
 
-/// A block's parameters by name, or their gradients, in which those of frozen ones are left out. A tensor-parallel slice has its
-/// share of heads and of the MLP, or of every expert.
+/// A block's parameters by name, or their gradients, without those of frozen parameters. A tensor-parallel slice has its share of the heads and of
+/// the MLP, or of every expert.
 #[derive(Debug, Default)]
 pub struct BlockParams {
-    /// Norms, the router, and what a gated delta net has beside its matrices.
+    /// Norms, the router, and a gated delta net's parameters other than matrices.
     others: Vec<(ParamName, Tensor)>,
     linears: Vec<(Matrix, Linear)>,
-    /// The description of the whole block; gradients of adapters alone have none.
+    /// The shape of the whole block; `None` for gradients of adapters alone.
     spec: Option<BlockSpec>,
 }
 
 impl BlockParams {
-    /// Views of the flat tensor [layout.len] of a block, or of the draft head with what stands around its block.
+    /// Views of the flat tensor [layout.len] of a block, or of the draft head including the parameters around its block.
     ///
     /// # Panics
-    /// If `layout` is neither's of this model.
+    /// If `layout` belongs to neither a block nor the draft head of this model.
     pub fn view(spec: &ModelSpec, layout: &UnitLayout, flat: &Tensor) -> Self {
         let block = match layout.unit {
             Unit::Block(layer) => spec.layers[layer],
@@ -44,14 +44,14 @@ impl BlockParams {
         }
     }
 
-    /// Gradients that begin with one backward, in memory of any values: it writes those of matrices, and those of experts and of all other
-    /// parameters are set to zero, as it adds to them.
+    /// Gradients for a first backward into uninitialized memory. That backward overwrites the gradients of matrices; all others, including those of
+    /// experts, are set to zero here because it adds to them.
     ///
     /// # Errors
     /// [`crate::Error::Torch`].
     ///
     /// # Panics
-    /// If `layout` is not a block's of this model.
+    /// If `layout` does not belong to a block of this model.
     pub fn begin_gradients(spec: &ModelSpec, layout: &UnitLayout, flat: &Tensor) -> Result<Self> {
         let mut gradients = Self::view(spec, layout, flat);
         gradients.linears.iter_mut().for_each(|(_, linear)| linear.begins = linear.is_one_matrix());
@@ -61,27 +61,26 @@ impl BlockParams {
         Ok(gradients)
     }
 
-    /// Whether a backward has still to write to memory of any values.
+    /// Whether some gradients are still uninitialized because no backward has written them yet.
     pub(super) fn is_unwritten(&self) -> bool {
         self.linears().any(|(_, linear)| linear.begins)
     }
 
-    /// With these adapters beside its matrices. Of nothing: gradients of a block whose weights are frozen.
+    /// Adds adapters to the matrices. With gradients of adapters alone, `self` may be empty, as the block's weights are frozen.
     pub fn with_adapters(mut self, lora: BlockLora) -> Self {
         lora.into_pairs().into_iter().for_each(|(matrix, lora)| self.linear_mut(matrix).lora = Some(lora));
         self
     }
 
-    /// The block as it trains in a format: products of its matrices are made of factors that are rounded as they come. Weights and
-    /// adapters stay as they are.
+    /// The block as it trains in a quantized format: the inputs of its GEMMs are quantized on the fly. Weights and adapters are unchanged.
     pub fn training_in(mut self, format: &'static dyn Format) -> Self {
         let rounded = self.linears.iter_mut().filter(|(matrix, _)| matrix.is_rounded());
         rounded.for_each(|(_, linear)| linear.format = format);
         self
     }
 
-    /// The block for a batch whose rows choose among stacked adapters: row t uses the one with the number `adapters[t]`, and none where
-    /// that is negative. Weights, and what is rounded of them, are shared with `self`.
+    /// The block for a batch whose rows choose among stacked adapters: row t uses adapter number `adapters[t]`, or none if that is negative. Weights
+    /// and their quantized copies are shared with `self`.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -97,17 +96,17 @@ impl BlockParams {
         Ok(own)
     }
 
-    /// A parameter that is no matrix: a norm's weight, the router's, or one of a gated delta net.
+    /// A parameter that is not a matrix: a norm's weight, the router's, or one of a gated delta net's.
     pub fn norm(&self, name: ParamName) -> Option<&Tensor> {
         self.others.iter().find(|(own, _)| *own == name).map(|(_, weight)| weight)
     }
 
-    /// The router's weight [E, D], or where its gradient goes.
+    /// The router's weight [E, D], or its gradient.
     pub fn router(&self) -> Option<&Tensor> {
         self.norm(ParamName::Router)
     }
 
-    /// Type of the weights.
+    /// The type of the weights.
     ///
     /// # Panics
     /// If the block has no matrices.
@@ -115,20 +114,20 @@ impl BlockParams {
         self.linears[0].1.kind()
     }
 
-    /// A matrix.
+    /// The matrix of this name.
     ///
     /// # Panics
-    /// If the block has none of this name.
+    /// If the block has no such matrix.
     pub fn linear(&self, matrix: Matrix) -> &Linear {
         self.linears().find(|(own, _)| *own == matrix).map(|(_, linear)| linear).expect("a matrix of the block")
     }
 
-    /// All matrices.
+    /// All matrices, each with its name.
     pub fn linears(&self) -> impl Iterator<Item = (Matrix, &Linear)> {
         self.linears.iter().map(|(matrix, linear)| (*matrix, linear))
     }
 
-    /// Prepares every matrix for the forward products of a format: what that rounds is copied to memory that `room` gives, in a fixed order.
+    /// Prepares every matrix for forward GEMMs in a format. Quantized copies are written to memory that `room` allocates, in a fixed order.
     ///
     /// # Errors
     /// The errors of `room` and of [`Format::round`].
@@ -151,7 +150,7 @@ impl BlockParams {
         Ok(())
     }
 
-    /// The format that the block's products are made in.
+    /// The number format of the block's GEMMs.
     ///
     /// # Panics
     /// If the block has no matrices.
@@ -159,7 +158,7 @@ impl BlockParams {
         self.linears[0].1.format
     }
 
-    /// Where a matrix' gradients go.
+    /// The gradients of a matrix, added if they are missing.
     pub(super) fn linear_mut(&mut self, matrix: Matrix) -> &mut Linear {
         let known = self.linears.iter().position(|(own, _)| *own == matrix);
         let index = known.unwrap_or_else(|| {
@@ -169,7 +168,7 @@ impl BlockParams {
         &mut self.linears[index].1
     }
 
-    /// The gradient of a parameter of `w` that is no matrix; for a frozen one, a tensor that nobody reads.
+    /// The gradient of a parameter of `w` that is not a matrix; for a frozen parameter, a temporary tensor that is never read.
     pub(super) fn gradient_of(&self, w: &BlockParams, name: ParamName) -> Result<Tensor> {
         match (self.norm(name), w.norm(name)) {
             (Some(gradient), _) => Ok(gradient.shallow_clone()),
@@ -178,14 +177,13 @@ impl BlockParams {
         }
     }
 
-    /// The slice of rank `tp_rank` of `tp_size`, as views of `self` (a whole block). `tp_size` must have passed
-    /// [`ModelSpec::validate_tp`].
+    /// The slice of rank `tp_rank` of `tp_size`, as views of `self` (a whole block). `tp_size` must have passed [`ModelSpec::validate_tp`].
     ///
     /// # Errors
     /// The errors of [`BlockLora::tp_slice`]; [`crate::Error::OutOfMemory`].
     ///
     /// # Panics
-    /// If `self` is not a block's weights.
+    /// If `self` does not hold a block's weights.
     pub fn tp_slice(&self, tp_rank: usize, tp_size: usize) -> Result<Self> {
         let block = self.spec.expect("the weights of a block");
         let linears = block.linears();
@@ -199,7 +197,7 @@ impl BlockParams {
         })
     }
 
-    /// With every tensor but the adapters' replaced by `f` of it, in a fixed order.
+    /// Replaces every tensor except those of adapters by `f(tensor)`, in a fixed order.
     ///
     /// # Errors
     /// The first error of `f`.
@@ -210,7 +208,7 @@ impl BlockParams {
     }
 }
 
-/// Rounds a matrix [N, K], or those of experts [E, N, K], into rows of all of them: at once where they lie so.
+/// Quantizes a matrix [N, K], or the experts' matrices [E, N, K]. All experts are quantized at once if their memory is contiguous.
 fn round_all(format: &dyn Format, weight: &Tensor, to: &ScaledRows /* [E N, K] */) -> Result<()> {
     let &[experts, rows, columns] = &weight.size()[..] else { return format.round(weight, to) };
     if let Ok(all) = weight.f_view([experts * rows, columns]) {

@@ -1,5 +1,5 @@
-//! A shared expert: an MLP that every token goes to, beside those that the router picks, in some families times the sigmoid of a gate of one
-//! number a token: sigmoid(x g^T) E(x).
+//! A shared expert: an MLP that processes every token, in addition to the experts that the router picks. In some families a gate, one number per
+//! token, scales its output: sigmoid(x g^T) E(x).
 //!
 //! T tokens, D hidden, F its width; in a tensor-parallel slice this rank's share. The gate is whole on every rank.
 
@@ -12,7 +12,7 @@ use crate::ops::linear;
 use crate::ops::swiglu::{Activation, GateUp, SwigluGradient, WeightedGradient};
 use crate::torch::accumulation_kind;
 
-/// Gate and up of a shared expert, and the sigmoid of its gate, in the accumulation kind, where it has one.
+/// Gate and up of a shared expert, and the sigmoid of its output gate in the accumulation type, if it has one.
 #[derive(Debug)]
 pub(super) struct SharedRows {
     gate_up: GateUp, // [T, F]
@@ -21,7 +21,7 @@ pub(super) struct SharedRows {
 }
 
 impl SharedRows {
-    /// Up to gate and up.
+    /// Computes gate and up, and the sigmoid of the output gate.
     pub(super) fn expand(spec: SharedExpertSpec, w: &BlockParams, normed: &Tensor /* [T, D] */) -> Result<Self> {
         let wide = accumulation_kind(normed.kind());
         let share = |gate: &Tensor| -> Result<Tensor> {
@@ -33,7 +33,7 @@ impl SharedRows {
         Ok(Self { gate_up, activation: spec.0.activation, share })
     }
 
-    /// The output in the accumulation kind, of which every rank has a part. [T, D]
+    /// This rank's part of the output, in the accumulation type; the ranks' parts must be summed. [T, D]
     pub(super) fn contract(&self, w: &BlockParams) -> Result<Tensor> {
         let output = w.linear(Matrix::SharedDown).forward(&self.gate_up.activate(self.activation)?.into())?;
         Ok(match &self.share {
@@ -42,9 +42,9 @@ impl SharedRows {
         })
     }
 
-    /// Adds to the gradient of what the expert and its gate read, in the accumulation kind, from that of the output.
+    /// Given the gradient of the output, adds to the gradient of the rows that the expert and its gate read, in the accumulation type.
     ///
-    /// The sigmoid multiplies the activation in place of the output, which need not be there.
+    /// The sigmoid multiplies the activation instead of the output, which may not be in memory.
     pub(super) fn backward(
         self,
         w: &BlockParams,

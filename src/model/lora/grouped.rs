@@ -1,4 +1,4 @@
-//! The product of experts' adapters, beside that of their matrices: every row with the adapter of its expert.
+//! GEMMs of the experts' adapters: every row uses the adapter of its expert.
 //!
 //! R rows of a dispatch, k columns of an expert's expanded B.
 
@@ -10,7 +10,7 @@ use crate::ops::grouped::Dispatch;
 use crate::ops::swiglu::GateUp;
 
 impl Lora {
-    /// y + (x A^T) B^T, in y's memory.
+    /// Adds the adapters' part to y in place: y + (x A^T) B^T.
     pub(in crate::model) fn add_rows(
         &self,
         dispatch: &Dispatch,
@@ -21,7 +21,7 @@ impl Lora {
         Ok(y)
     }
 
-    /// Gate and up with the adapters' part, in their memory.
+    /// Adds the adapters' part to gate and up in place.
     pub(in crate::model) fn add_gate_up(
         &self,
         dispatch: &Dispatch,
@@ -32,7 +32,7 @@ impl Lora {
         Ok(gate_up)
     }
 
-    /// Adds to the gradient of A and of the expanded B, for rows whose products have the gradient `dy`.
+    /// Adds to the gradients of A and of the expanded B, given the gradient `dy` of the experts' outputs.
     pub(in crate::model) fn accumulate_rows(
         &self,
         dispatch: &Dispatch,
@@ -44,7 +44,7 @@ impl Lora {
         dispatch.accumulate_weight(d_low, x, &mut gradient.a)
     }
 
-    /// Adds to the gradients of gate's and up's input, of A and of the expanded B.
+    /// Adds to the gradients of the input of gate and up, of A and of the expanded B.
     pub(in crate::model) fn gate_up_backward(
         &self,
         dispatch: &Dispatch,
@@ -59,7 +59,7 @@ impl Lora {
         dispatch.accumulate_input(&d_low, &self.a, dx)
     }
 
-    /// x A^T of each row's expert, zero beside adapters that are not its token's. [R, k]
+    /// Returns x A^T with each row's expert; zero in the columns of adapters that are not the row's own. [R, k]
     fn low_of_rows(&self, dispatch: &Dispatch, x: &Tensor /* [R, K] */) -> Result<Tensor> {
         let mut low = dispatch.forward(x, &self.a)?;
         if let Some(others) = &self.others {

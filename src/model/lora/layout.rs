@@ -1,4 +1,4 @@
-//! Where adapters lie in their unit's flat tensor, and their expansion to the rows of the fused matrices.
+//! Positions of adapters in their unit's flat tensor, and the expansion of B to the rows of the fused matrices.
 
 use tch::Tensor;
 
@@ -9,29 +9,28 @@ use crate::model::spec::{Matrix, ModelSpec, Unit};
 use crate::ops::dropout::Dropout;
 use crate::torch::scalar;
 
-/// The adapter of one matrix [N, K] as it is computed with: y += (x A^T) B^T. Of gradients: those of A and of the expanded
-/// B, before [`BlockLora::add_to`].
+/// The adapter of one matrix [N, K] as used in computation: y += (x A^T) B^T. Or its gradients: those of A and of the expanded B, before
+/// [`BlockLora::add_to`].
 #[derive(Debug)]
 pub struct Lora {
     /// Stacked A. [k, K], or [E, k, K] of experts; a column range in a row-parallel slice
     pub a: Tensor,
     /// Expanded B times alpha / r. [N, k], or [E, N, k] of experts
     pub b: Tensor,
-    /// In training.
+    /// Dropout of the adapter's input, in training only.
     pub(super) dropout: Option<Dropout>,
-    /// Where adapters of several names are stacked: the number of the one that each row of A belongs to. [k] i32
+    /// If several named adapters are stacked: the number of the adapter that each row of A belongs to. [k] i32
     pub owners: Option<Tensor>,
-    /// In a step over stacked adapters: whether an element of the inner product is another adapter's than its row's. [T, k] bool
+    /// In a step with stacked adapters: true for each element of x A^T that belongs to another adapter than its row's. [T, k] bool
     pub(super) others: Option<Tensor>,
 }
 
-/// The adapters of a block, each with the matrix that it is beside. Slices have their share of rows (B of Qkv and GateUp) or
-/// columns (A of O and Down).
+/// The adapters of a block, each with its matrix. Tensor-parallel slices have some of the rows (B of Qkv and GateUp) or columns (A of O and Down).
 #[derive(Debug, Default)]
 pub struct BlockLora(pub(super) Vec<(Matrix, Lora)>);
 
 impl BlockLora {
-    /// The adapters that a block computes with, from its flat tensor [layout.len]: A as views, B expanded and scaled.
+    /// The adapters in the form used in computation, from a block's flat tensor [layout.len]: A as views, B expanded and scaled.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -50,7 +49,7 @@ impl BlockLora {
         Ok(Self(lora.fused(spec, layer_of(layout)).into_iter().map(expanded).collect::<Result<_>>()?))
     }
 
-    /// For one backward's gradients: A as views of the gradients' flat tensor, zeros for the expanded B.
+    /// Gradients for one backward: A as views of the gradients' flat tensor, and zeros for the expanded B.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -63,7 +62,7 @@ impl BlockLora {
         Ok(Self(lora.fused(spec, layer_of(layout)).into_iter().map(zeros).collect::<Result<_>>()?))
     }
 
-    /// Adds the gradients of a block's expanded B, those that `own` has of a matrix, to those of B in the flat tensor.
+    /// Adds the gradients of the expanded B, which `own` returns for each matrix, to the gradients of B in the flat tensor.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -83,7 +82,7 @@ impl BlockLora {
         Ok(())
     }
 
-    /// These adapters with B in `kept`'s memory, which is allocated where it is empty: a CUDA graph holds its address.
+    /// Copies these adapters' B into `kept`, whose addresses a CUDA graph has captured; allocates it if empty. Returns adapters that use this memory.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -99,29 +98,29 @@ impl BlockLora {
         })
     }
 
-    /// All of them, each with its matrix.
+    /// All adapters, each with its matrix.
     pub(in crate::model) fn into_pairs(self) -> Vec<(Matrix, Lora)> {
         self.0
     }
 
-    /// All of them.
+    /// All adapters, each with its matrix.
     pub fn iter(&self) -> impl Iterator<Item = &(Matrix, Lora)> {
         self.0.iter()
     }
 
-    /// The adapters with each replaced by `f` of it.
+    /// Replaces each adapter by `f(matrix, adapter)`.
     pub(in crate::model) fn map(&self, f: impl Fn(Matrix, &Lora) -> Result<Lora>) -> Result<Self> {
         Ok(Self(self.iter().map(|(matrix, lora)| Ok((*matrix, f(*matrix, lora)?))).collect::<Result<_>>()?))
     }
 }
 
 impl Lora {
-    /// One adapter for all rows of a batch.
+    /// An adapter that applies to all rows of a batch.
     pub(super) fn new(a: Tensor, b: Tensor) -> Self {
         Self { a, b, dropout: None, owners: None, others: None }
     }
 
-    /// With another A or B.
+    /// A copy with another A and B.
     pub(in crate::model) fn with(&self, a: Tensor, b: Tensor) -> Self {
         let same = |tensor: &Option<Tensor>| tensor.as_ref().map(Tensor::shallow_clone);
         Self { a, b, dropout: self.dropout, owners: same(&self.owners), others: same(&self.others) }
@@ -133,18 +132,18 @@ impl Lora {
 }
 
 impl Fused {
-    /// A and B in a flat tensor of their unit.
+    /// Views of A and B in the flat tensor of their unit.
     pub fn views(&self, layout: &UnitLayout, flat: &Tensor) -> [Tensor; 2] {
         let view = |name| layout.view(name, flat).expect("the layout is that of these adapters");
         [view(self.a), view(self.b)]
     }
 
-    /// A projection's A [r, K], or [E, r, K] of experts.
+    /// The A of one projection: [r, K], or [E, r, K] for experts.
     pub fn a_of(&self, piece: &AdaptedProjection, a: &Tensor) -> Tensor {
         a.narrow(-2, piece.index * self.r, self.r)
     }
 
-    /// A projection's B [groups, heads, inner, r], after the experts' dimension if there is one.
+    /// The B of one projection: [groups, heads, inner, r], after the experts' dimension if there is one.
     pub fn b_of(&self, piece: &AdaptedProjection, b: &Tensor) -> Tensor {
         self.in_groups(b, self.adapted_heads).narrow(-3, piece.adapted_first, piece.heads)
     }
@@ -155,13 +154,14 @@ impl Fused {
         b.view([experts, &rows, columns].concat().as_slice())
     }
 
-    /// A projection's rows and columns of the expanded B [groups, heads, inner, r], after the experts' dimension if there is one.
+    /// The rows and columns of the expanded B that belong to one projection: [groups, heads, inner, r], after the experts' dimension if there is one.
     fn expanded_of(&self, piece: &AdaptedProjection, expanded: &Tensor) -> Tensor {
         let whole = self.in_groups(expanded, self.linear.heads() as i64);
         whole.narrow(-3, piece.first, piece.heads).narrow(-1, piece.index * self.r, self.r)
     }
 
-    /// The B of all adapted projections, scaled, on all rows of the matrix [N, n r], or of each expert's.
+    /// Expands the B of all adapted projections to all rows of the matrix, and scales it: [N, n r], with the experts' dimension in front if there is
+    /// one.
     fn expand(&self, b: &Tensor) -> Result<Tensor> {
         let expanded = Tensor::f_zeros(self.expanded_shape(), (b.kind(), b.device()))?;
         for piece in &self.pieces {
@@ -170,7 +170,7 @@ impl Fused {
         Ok(expanded)
     }
 
-    /// Adds the gradient of the expanded B to that of B.
+    /// Adds the gradient of the expanded B to the gradient of B.
     fn fold(&self, expanded: &Tensor, b: &Tensor) -> Result<()> {
         for piece in &self.pieces {
             let _ = self.b_of(piece, b).f_add_(&self.expanded_of(piece, expanded).f_mul(&scalar(self.scale))?)?;
@@ -179,7 +179,7 @@ impl Fused {
     }
 }
 
-/// The layer of a block's layout.
+/// The layer that a block's layout belongs to.
 fn layer_of(layout: &UnitLayout) -> usize {
     let Unit::Block(layer) = layout.unit else { panic!("the {} has no LoRA adapters", layout.unit) };
     layer

@@ -1,5 +1,5 @@
-//! Adapter folders as PEFT writes and reads them: `adapter_config.json` and `adapter_model.safetensors`, one A [r, in] and
-//! one B [out, r] a projection, or a projection of an expert.
+//! Reads and writes adapter folders in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`, with one A [r, in] and one B [out, r]
+//! per projection, or per projection and expert.
 #![allow(unsafe_code)]
 
 use std::collections::BTreeSet;
@@ -24,14 +24,15 @@ use crate::model::spec::{ModelSpec, Projection, Unit, product};
 use crate::torch;
 use crate::untrusted::KeyTable;
 
-/// The key that says how adapters were initialized.
+/// The configuration key that names how adapters were initialized.
 const INIT: &str = "init_lora_weights";
-/// Initializations that take a part out of the base weights, or replace them: a name, or its beginning.
+/// Names, or beginnings of names, of initializations that change the base weights.
 const CHANGES_BASE: [&str; 5] = ["pissa", "olora", "corda", "loftq", "lora_ga"];
-/// Initializations of adapters alone, by name.
+/// Names of initializations that leave the base weights unchanged.
 const KEEPS_BASE: [&str; 4] = ["gaussian", "eva", "orthogonal", "mica"];
 
-/// `adapter_config.json`: every field of PEFT's `LoraConfig`. Which modules are adapted the tensors say, of which all layers have the same.
+/// Keys of `adapter_config.json`: every field of PEFT's `LoraConfig`. Which modules are adapted follows from the tensors; it is the same in all
+/// layers.
 pub(crate) const ADAPTER_KEYS: KeyTable = KeyTable {
     name: "adapter_config.json",
     served: "base_model_name_or_path init_lora_weights lora_alpha lora_dropout peft_type r revision use_rslora",
@@ -61,26 +62,26 @@ pub(crate) const ADAPTER_KEYS: KeyTable = KeyTable {
     ignores_unknown: false,
 };
 
-/// Weights of adapters.
+/// The file with the adapters' weights.
 pub(in crate::model) const WEIGHTS: &str = "adapter_model.safetensors";
-/// The file that older versions of PEFT wrote.
+/// The pickled file that older versions of PEFT wrote.
 const PICKLED: &str = "adapter_model.bin";
 
 /// One tensor of `adapter_model.safetensors`.
 struct PeftTensor<'a> {
-    /// `base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight`
+    /// Full name, such as `base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight`.
     name: String,
     shape: Vec<i64>,
     fused: &'a Fused,
-    /// The projections whose rows of B it has, one after the other.
+    /// The projections whose rows of B the tensor contains, in order.
     pieces: &'a [AdaptedProjection],
-    /// The index of the expert, of an expert's projection.
+    /// Index of the expert, if the projection belongs to one.
     expert: Option<usize>,
     is_a: bool,
 }
 
 impl PeftTensor<'_> {
-    /// The tensor as views of its unit's flat tensor; their elements are, one view after the other, in the order of `shape`.
+    /// Views of the unit's flat tensor that, one after the other, contain the tensor's elements in the order of `shape`.
     fn views(&self, spec: &ModelSpec, layout: &UnitLayout, flat: &Tensor) -> Vec<Tensor> {
         let [a, b] = self.fused.views(layout, flat);
         let of_expert = |own: Tensor| self.expert.map_or_else(|| own.shallow_clone(), |expert| own.get(expert as i64));
@@ -91,7 +92,7 @@ impl PeftTensor<'_> {
             let own = of_expert(self.fused.b_of(piece, &b));
             match pairs(spec, layout.unit, Projection::Module(piece.module)) {
                 None => own,
-                pairs => in_pairs(own, pairs), // experts are turned nowhere
+                pairs => in_pairs(own, pairs), // experts have no rotary embedding
             }
         };
         self.pieces.iter().map(rows).collect()
@@ -121,7 +122,7 @@ fn tensors(
     Ok(())
 }
 
-/// An adapter folder, checked against the model it is for.
+/// An opened adapter folder, checked against its base model.
 #[derive(Debug)]
 pub struct AdapterFiles {
     spec: Arc<ModelSpec>,
@@ -130,10 +131,10 @@ pub struct AdapterFiles {
 }
 
 impl AdapterFiles {
-    /// Reads the configuration and maps the weights.
+    /// Reads the configuration and maps the weights into memory.
     ///
     /// # Errors
-    /// [`Error::BadFile`] for adapters of another kind than LoRA's, or that are not of this model.
+    /// [`Error::BadFile`] if the adapters are not LoRA, or do not fit this model.
     pub fn open(folder: &Path, spec: Arc<ModelSpec>) -> Result<Self> {
         let pickled = folder.join(PICKLED);
         if pickled.exists() && !folder.join(WEIGHTS).exists() {
@@ -151,12 +152,12 @@ impl AdapterFiles {
         Ok(files)
     }
 
-    /// The file of the weights.
+    /// Path of the weights' file.
     pub fn path(&self) -> &Path {
         &self.file.path
     }
 
-    /// How the base was stored while the adapters were trained, as far as they say.
+    /// How the base weights were stored while the adapters were trained, if the file notes it.
     pub fn base_quantization(&self) -> Quantization {
         let noted = self.file.note(BASE_QUANTIZATION);
         let stored = Quantization::ALL.iter().find(|stored| noted.is_some_and(|name| name == stored.name()));
@@ -168,7 +169,7 @@ impl AdapterFiles {
         &self.lora
     }
 
-    /// One unit [layout.len] of `kind` on the CPU, in the layout of [`ParamTable::adapters`], padding zero.
+    /// Reads one unit [layout.len] as `kind` on the CPU, in the layout of [`ParamTable::adapters`], with zeros as padding.
     ///
     /// # Errors
     /// [`Error::BadFile`]; [`Error::Io`].
@@ -212,13 +213,13 @@ fn convert_hint(folder: &Path) -> String {
     )
 }
 
-/// The entry of the weights' header that says how the base was stored in training, where it was not as its files have it.
+/// Metadata key in the weights' header that notes how the base weights were stored in training, if that differs from the checkpoint.
 const BASE_QUANTIZATION: &str = "base_quantization";
 
-/// Writes an adapter folder's two files; `units` gives those of `table` in turn.
+/// Writes the two files of an adapter folder; `units` yields the units of `table` in order.
 ///
 /// # Errors
-/// [`Error::Io`], what `units` returns.
+/// [`Error::Io`], and the errors of `units`.
 pub fn write_adapters(
     folder: &Path,
     table: &ParamTable,
@@ -248,7 +249,7 @@ pub fn write_adapters(
         tensors(&table.spec, lora, layout.unit, &mut |tensor| {
             for view in tensor.views(&table.spec, layout, &flat) {
                 let values = view.f_to_kind(kind)?.f_to_device(Device::Cpu)?.f_contiguous()?;
-                // SAFETY: weights change between steps alone, and no step runs while they are written.
+                // SAFETY: weights change only between steps, and no step runs while they are written.
                 let bytes = unsafe { torch::bytes(&values) }?;
                 file.write_all(bytes).map_err(Error::io(&path))?;
             }
@@ -263,7 +264,7 @@ fn write_config(path: &Path, (spec, lora): (&ModelSpec, &LoraSpec), base: &Path)
     let mut names: Vec<&str> = lora.modules(spec).into_iter().map(|module| module_name(spec, module)).collect();
     names.dedup();
     let whole = std::fs::canonicalize(base).unwrap_or_else(|_| base.to_owned());
-    // A base from the Hub goes by its name, so that the adapters find it on other machines, too.
+    // A base model from the Hub is noted by its name, so that other machines find it too.
     let named = named_snapshot(&whole);
     let config = json!({
         "base_model_name_or_path": named.as_ref().map_or(whole.to_string_lossy(), |named| named.repo.as_str().into()),
@@ -286,7 +287,7 @@ fn write_config(path: &Path, (spec, lora): (&ModelSpec, &LoraSpec), base: &Path)
     sync(path)
 }
 
-/// The projections that a file has adapters of: the tensors are the truth, a configuration may name them in several ways.
+/// The projections that a file has adapters for. This is read from the tensors, as a configuration may name modules in several ways.
 fn targets(file: &MappedFile, spec: &ModelSpec) -> Vec<TargetModule> {
     let names = file.names();
     let mut targets = TargetModule::ALL.to_vec();
@@ -295,7 +296,7 @@ fn targets(file: &MappedFile, spec: &ModelSpec) -> Vec<TargetModule> {
     targets
 }
 
-/// The name of the module that has a projection, by itself or together with others.
+/// The name of the checkpoint's module that contains a projection, alone or fused with others.
 fn module_name(spec: &ModelSpec, module: TargetModule) -> &'static str {
     let fused = spec.family.traits().fused_tensors.iter().find(|fused| fused.modules.contains(&module));
     let name = fused.and_then(|fused| fused.name.rsplit('.').next());
@@ -323,7 +324,7 @@ fn read_config(path: &Path, targets: Vec<TargetModule>) -> Result<LoraSpec> {
     let r = config.size("r", MAX_RANK)?;
     let alpha = config.get("lora_alpha").and_then(Value::as_f64);
     let alpha = alpha.ok_or_else(|| config.wrong("lora_alpha", "a number"))?;
-    // Its scale is alpha / sqrt(r).
+    // The scale of rank-stabilized LoRA is alpha / sqrt(r).
     let alpha = if config.flag("use_rslora")? { alpha * (r as f64).sqrt() } else { alpha };
     let dropout = config.get("lora_dropout").and_then(Value::as_f64).unwrap_or(0.0);
     Ok(LoraSpec { r, alpha, dropout, targets })
@@ -341,7 +342,7 @@ mod tests {
         read_config(&folder.path().join(CONFIG), vec![TargetModule::QProj])
     }
 
-    /// scripts/golden_keys.py: the fields of PEFT's `LoraConfig`.
+    /// The golden file from scripts/golden_keys.py lists the fields of PEFT's `LoraConfig`.
     #[test]
     fn fields_that_peft_knows_are_known_here() {
         let golden: Value = serde_json::from_str(include_str!("../../../tests/golden/keys.json")).unwrap();
@@ -383,7 +384,7 @@ mod tests {
         }
     }
 
-    /// PEFT's default file; initializations that keep the base; rank-stabilized adapters, whose scale is alpha / sqrt(r).
+    /// Covers PEFT's default file, initializations that keep the base weights, and rank-stabilized adapters, whose scale is alpha / sqrt(r).
     #[test]
     fn adapters_are_read_whatever_their_initialization() {
         for init in [json!(true), json!(false), json!("gaussian"), json!("eva"), json!("orthogonal"), json!("mica")] {

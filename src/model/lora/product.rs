@@ -1,4 +1,4 @@
-//! The product of an adapter, beside that of its matrix.
+//! The GEMMs of one adapter, added to those of its matrix.
 
 use tch::Tensor;
 
@@ -7,7 +7,7 @@ use crate::error::Result;
 use crate::ops::{exact, linear};
 
 impl Lora {
-    /// y + (x A^T) B^T, in y's memory.
+    /// Adds the adapter's part to y in place: y + (x A^T) B^T.
     pub(in crate::model) fn add(&self, x: &Tensor, mut y: Tensor) -> Result<Tensor> {
         let mut low = linear::forward(&self.dropped(x)?, &self.a, None)?; // [T, k]
         if let Some(others) = &self.others {
@@ -17,13 +17,13 @@ impl Lora {
         Ok(y)
     }
 
-    /// y + (x A^T) B^T, in y's memory, by operations of which a row has the same bits everywhere.
+    /// Adds the adapter's part to y in place, y + (x A^T) B^T, with operations that compute the same bits for a row in any batch.
     pub(in crate::model) fn add_exactly(&self, x: &Tensor, y: Tensor) -> Result<Tensor> {
         exact::adapt(&self.dropped(x)?, &self.a, &self.b, &y)?;
         Ok(y)
     }
 
-    /// Adds to dx and to the gradients of A and of the expanded B.
+    /// Adds the adapter's part to dx, and to the gradients of A and of the expanded B.
     pub(in crate::model) fn backward(
         &self,
         dy: &Tensor,     // [T, N]
@@ -42,7 +42,7 @@ impl Lora {
         Ok(())
     }
 
-    /// w + B A, in w's memory.
+    /// Adds the adapter to the weight in place: w + B A.
     pub(in crate::model) fn merge_into(&self, weight: &mut Tensor /* [N, K], or [E, N, K] */) -> Result<()> {
         let _ = match weight.dim() {
             2 => weight.f_addmm_(&self.b, &self.a)?,
@@ -51,7 +51,7 @@ impl Lora {
         Ok(())
     }
 
-    /// Beside the even rows, and beside the odd ones, of a matrix without experts.
+    /// Splits the adapter of a matrix without experts into one for its even rows and one for its odd rows.
     pub(in crate::model) fn every_second_row(&self) -> [Self; 2] {
         let pairs = self.b.view([-1, 2, self.b.size()[1]]);
         [0, 1].map(|row| self.with(self.a.shallow_clone(), pairs.select(1, row)))

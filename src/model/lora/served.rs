@@ -1,4 +1,4 @@
-//! Which adapters the kernels of a GPU compute with.
+//! Which adapters the GPU kernels support.
 
 use tch::Kind;
 
@@ -7,14 +7,14 @@ use crate::error::{Error, Result};
 use crate::model::format::Format;
 use crate::model::spec::ModelSpec;
 
-/// Kernels of adapters and of experts copy so many elements at once in bfloat16.
+/// The rank must be a multiple of this in bfloat16, because the kernels copy that many elements at once.
 const RANK_UNIT: usize = 8;
 
 impl LoraSpec {
-    /// Whether kernels of a GPU compute with such adapters of a model in weights of `kind` and of a format.
+    /// Checks that the GPU kernels support such adapters for this model, with weights of `kind` and in this format.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`] on `lora.r`.
+    /// [`Error::InvalidValue`] for `lora.r`.
     pub fn check_gpu(&self, spec: &ModelSpec, kind: Kind, format: &dyn Format) -> Result<()> {
         if format.is_exact() && kind == Kind::BFloat16 && !self.r.is_multiple_of(RANK_UNIT) {
             let expected = format!(

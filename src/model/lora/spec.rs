@@ -1,4 +1,4 @@
-//! Settings of adapters, and the shapes of their parameters beside a model's matrices.
+//! Settings of adapters, and the shapes of their parameters in a given model.
 
 use std::path::Path;
 
@@ -8,50 +8,49 @@ use crate::error::{Error, Result};
 use crate::model::families::FusedTensor;
 use crate::model::spec::{LinearSpec, MLP, ModelSpec, ParamName, Projection, Shapes, product, room};
 
-/// Settings of adapters: which projections, of which rank, with which scale.
+/// Settings of adapters: which projections, with which rank and which scale.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LoraSpec {
-    /// Rank.
+    /// Rank of the adapters.
     pub r: usize,
     /// Numerator of the scale, alpha / r.
     pub alpha: f64,
-    /// Chance that an element of an adapter's input is dropped in training. The projections of one fused matrix share
-    /// their input's mask.
+    /// Probability that an element of an adapter's input is dropped in training. The projections of one fused matrix share a mask.
     pub dropout: f64,
-    /// Adapted projections, each once, in [`TargetModule`]'s order; all of them are those that the model has.
+    /// Adapted projections, without duplicates, in [`TargetModule`]'s order. `all` includes projections that the model does not have.
     pub targets: Vec<TargetModule>,
 }
 
-/// The model that adapters were trained beside.
+/// The base model that adapters were trained with.
 #[derive(Debug, Clone, Copy)]
 pub struct AdapterBase<'a> {
-    /// The folder of the model.
+    /// Folder of the base model.
     pub folder: &'a Path,
-    /// How its weights were stored while the adapters were trained.
+    /// How the base weights were stored while the adapters were trained.
     pub quantization: Quantization,
 }
 
-/// Elements of what adapters' B is expanded to.
+/// Numbers of elements of the adapters' expanded B.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct ExpandedElements {
-    /// Of all blocks.
+    /// Elements in all blocks together.
     pub all: usize,
-    /// Of the block that has the most.
+    /// Elements in the block that has the most.
     pub most: usize,
 }
 
 impl LoraSpec {
-    /// The adapters that a configuration asks for; `None` trains all weights.
+    /// The adapters that a configuration requests; `None` if all weights are trained.
     pub fn new(config: &LoraConfig) -> Option<Self> {
         let LoraConfig { r, alpha, dropout, target_modules } = config;
         Some(Self { r: (*r)?, alpha: *alpha, dropout: *dropout, targets: target_modules.modules() })
     }
 
-    /// Whether a model's matrices can be adapted so.
+    /// Checks that the adapters fit the model.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`] on `lora.target_modules` for projections that the model does not have or has in one tensor with others, and on
-    /// `lora.target_modules` and `lora.dropout` for experts' adapters that PEFT would not read.
+    /// [`Error::InvalidValue`] for `lora.target_modules`, if the model lacks a projection or stores it fused with others that are not adapted; for
+    /// `lora.target_modules` and `lora.dropout`, if PEFT could not read the experts' adapters.
     pub fn check(&self, spec: &ModelSpec) -> Result<()> {
         let refuse = |expected: &str| Err(Error::invalid_value("lora.target_modules", names(&self.targets), expected));
         let own = modules(spec);
@@ -91,7 +90,7 @@ impl LoraSpec {
         spec.num_expert_layers() > 0 && self.targets.iter().any(|&module| room(module) == MLP)
     }
 
-    /// The adapted projections that the model has, in order.
+    /// The adapted projections that this model has, in order.
     pub fn modules(&self, spec: &ModelSpec) -> Vec<TargetModule> {
         modules(spec).into_iter().filter(|module| self.targets.contains(module)).collect()
     }
@@ -101,13 +100,13 @@ impl LoraSpec {
         self.alpha / self.r as f64
     }
 
-    /// Parameters of a block's adapters, in layout order.
+    /// Names and shapes of a block's adapter parameters, in the order in which the layout stores them.
     pub(in crate::model) fn shapes(&self, spec: &ModelSpec, layer: usize) -> Shapes {
         let shapes = |fused: Fused| [(fused.a, fused.a_shape()), (fused.b, fused.b_shape())];
         self.fused(spec, layer).into_iter().flat_map(shapes).collect()
     }
 
-    /// Elements of the expanded B.
+    /// Counts the elements of the expanded B.
     pub fn num_expanded(&self, spec: &ModelSpec) -> ExpandedElements {
         let of_block =
             |layer| self.fused(spec, layer).iter().map(|fused| product(&fused.expanded_shape())).sum::<usize>();
@@ -124,39 +123,39 @@ impl LoraSpec {
     }
 }
 
-/// A matrix and its adapter's parameters.
+/// A matrix with adapted projections, and the parameters of its adapter.
 #[derive(Debug)]
 pub(in crate::model) struct Fused {
-    /// The matrix.
+    /// The adapted matrix.
     pub linear: LinearSpec,
-    /// A's parameter.
+    /// Name of the parameter A.
     pub a: ParamName,
-    /// B's parameter.
+    /// Name of the parameter B.
     pub b: ParamName,
-    /// Adapted projections.
+    /// The adapted projections of the matrix.
     pub pieces: Vec<AdaptedProjection>,
     pub(super) r: i64,
     pub(super) scale: f64,
     pub(super) adapted_heads: i64,
 }
 
-/// An adapted projection.
+/// One adapted projection of a fused matrix.
 #[derive(Debug)]
 pub(in crate::model) struct AdaptedProjection {
-    /// Which.
+    /// The projection's name.
     pub module: TargetModule,
-    /// The module that a checkpoint has it in together with others, which share an A.
+    /// The checkpoint's module, if it fuses this projection with others; these share an A.
     pub within: Option<&'static str>,
-    /// Place of its A among those of its matrix.
+    /// Index of its A among those stacked for the matrix.
     pub index: i64,
-    /// First head of the projection in a group of the matrix, and in a group of the adapted projections alone.
+    /// Index of the projection's first head within a group: of the whole matrix, and of the adapted projections alone.
     pub(super) first: i64,
     pub(super) adapted_first: i64,
     pub(super) heads: i64,
 }
 
 impl Fused {
-    /// `None` where none of the matrix's projections is adapted.
+    /// Returns `None` if none of the matrix's projections is adapted.
     pub fn new(linear: LinearSpec, lora: &LoraSpec, tensors: &[FusedTensor]) -> Option<Self> {
         let (mut pieces, mut first, mut adapted_first) = (Vec::<AdaptedProjection>::new(), 0, 0);
         let [a, b] = linear.matrix.adapter()?;
@@ -193,29 +192,29 @@ impl Fused {
         self.of_all([self.linear.rows() as i64, self.columns()])
     }
 
-    /// Columns of the expanded B.
+    /// Number of columns of the expanded B.
     fn columns(&self) -> i64 {
         self.pieces.last().map_or(0, |last| last.index + 1) * self.r
     }
 
-    /// The shape of such a matrix for each expert, one after the other, or of one where there are none.
+    /// Prepends the number of experts to a matrix's shape, if there are experts.
     fn of_all(&self, shape: [i64; 2]) -> Vec<i64> {
         self.linear.experts.into_iter().map(|experts| experts as i64).chain(shape).collect()
     }
 
-    /// Rows of so many heads of every group.
+    /// Number of rows of `heads` heads in every group.
     fn rows_of(&self, heads: i64) -> i64 {
         (self.linear.groups * self.linear.inner) as i64 * heads
     }
 
-    /// Shapes of the A and B of projections that share an A, as on disk; of an expert's, one by one.
+    /// Shapes on disk of the A and B of projections that share an A; for experts, of a single expert.
     pub fn shapes_of(&self, pieces: &[AdaptedProjection]) -> [Vec<i64>; 2] {
         let rows = pieces.iter().map(|piece| self.rows_of(piece.heads)).sum();
         [vec![self.r, self.linear.columns as i64], vec![rows, self.r]]
     }
 }
 
-/// The projections that a model has in any of its layers, in order.
+/// The projections that any layer of the model has, in order.
 fn modules(spec: &ModelSpec) -> Vec<TargetModule> {
     let linears = spec.kinds_of_blocks().into_iter().flat_map(|kind| spec.layers[kind.layer].linears());
     let own = linears.flat_map(|linear| linear.projections).filter_map(|(projection, _)| match projection {
@@ -226,7 +225,7 @@ fn modules(spec: &ModelSpec) -> Vec<TargetModule> {
     TargetModule::ALL.iter().copied().filter(|module| own.contains(module)).collect()
 }
 
-/// Names as a user writes them.
+/// The modules' names as users write them, separated by commas.
 pub(super) fn names(modules: &[TargetModule]) -> String {
     modules.iter().map(|module| module.name()).collect::<Vec<_>>().join(", ")
 }

@@ -1,7 +1,7 @@
-//! Adapters of several names beside one base. Every row of a batch uses one of them, or none.
+//! Several named adapters on one base model. Every row of a batch uses one of them, or none.
 //!
-//! A of all adapters are stacked and B lie side by side, so that one pair of products serves the whole batch: low = x A^T has the inner
-//! products of all adapters, those that are not of the row's own adapter are set to zero, and low B^T is added.
+//! The A of all adapters are stacked and their B are concatenated, so that one pair of GEMMs serves the whole batch: low = x A^T contains the inner
+//! products with all adapters; those that do not belong to the row's own adapter are set to zero, and low B^T is added.
 
 use tch::Tensor;
 
@@ -11,8 +11,7 @@ use crate::model::spec::Matrix;
 use crate::torch;
 
 impl BlockLora {
-    /// Stacks adapters of one block, which get numbers from 0 in their order. They may differ in rank and in the projections that they
-    /// adapt.
+    /// Stacks adapters of one block and numbers them from 0, in their order. They may differ in rank and in the projections that they adapt.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -43,12 +42,12 @@ impl Lora {
         Ok(Self { owners, ..Self::new(Tensor::f_cat(&a, -2)?, Tensor::f_cat(&b, -1)?) })
     }
 
-    /// Rows of A, of experts those of each.
+    /// Number of rows of A; for experts, of each expert's.
     fn rank(&self) -> usize {
         self.a.size()[self.a.dim() - 2] as usize
     }
 
-    /// The stacked adapters for a batch whose row t uses the one with the number `adapters[t]`, and none where that is negative.
+    /// The stacked adapters for a batch in which row t uses adapter number `adapters[t]`, or none if that is negative.
     pub(in crate::model) fn for_rows(&self, adapters: &Tensor /* [T] i32 */) -> Result<Self> {
         let others = match &self.owners {
             Some(owners) => Some(owners.f_unsqueeze(0)?.f_ne_tensor(&adapters.f_unsqueeze(1)?)?),

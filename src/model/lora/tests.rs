@@ -1,4 +1,4 @@
-//! Adapters against autograd over merged weights in float64, projection by projection; their slices; dropout.
+//! Tests adapters against autograd over merged weights in float64, projection by projection; tests their slices and dropout.
 
 use std::sync::Arc;
 
@@ -39,12 +39,12 @@ fn every_choice() -> [Vec<TargetModule>; 4] {
     ]
 }
 
-/// Projections of experts whose adapters PEFT reads: all three, or down alone.
+/// Sets of expert projections whose adapters PEFT can read: all three, or down alone.
 fn beside_experts() -> [Vec<TargetModule>; 2] {
     [vec![GateProj, UpProj, DownProj], vec![DownProj]]
 }
 
-/// A random block and its adapters in one layout each.
+/// A random block and its adapters, each in its layout.
 struct Block {
     spec: ModelSpec,
     layer: usize,
@@ -70,7 +70,7 @@ impl Block {
         BlockParams::view(&self.spec, &self.layout, &self.flat).with_adapters(lora)
     }
 
-    /// (y, dx, gradient of the adapters' flat tensor) for x and dy [LEN, D].
+    /// Returns (y, dx, gradient of the adapters' flat tensor) for x and dy [LEN, D].
     fn run(&self, x: &Tensor, dy: &Tensor, keep: GradientCheckpointing, dropout: Option<Dropout>) -> [Tensor; 3] {
         let spec = &self.spec;
         let positions = Tensor::arange(LEN, (Kind::Int64, Device::Cpu));
@@ -90,10 +90,10 @@ impl Block {
     }
 }
 
-/// A projection, of an expert the expert's.
+/// A projection and, if it belongs to an expert, the expert's index.
 type Planted = (TargetModule, Option<i64>);
 
-/// Rows of the fused matrix that adapters [out, r] x [r, in] add, from leaves per projection, each spelt out.
+/// Rows that adapters [out, r] x [r, in] add to the fused matrix, built projection by projection.
 fn merged(spec: &ModelSpec, name: ParamName, delta: &dyn Fn(Planted, i64, i64) -> Tensor) -> Option<Tensor> {
     let [hidden, head_dim, kv] = {
         let attention = spec.attention();
@@ -130,7 +130,7 @@ fn merged(spec: &ModelSpec, name: ParamName, delta: &dyn Fn(Planted, i64, i64) -
     }
 }
 
-/// Rows of a gated delta net's projections: queries, keys and values; gates; write strengths or decays.
+/// Numbers of rows of a gated delta net's projections: queries, keys and values; gates; write strengths or decays.
 fn delta_rows(spec: &ModelSpec) -> [i64; 3] {
     let heads = spec.delta_net().map(|delta_net| delta_net.heads);
     heads.map_or([0; 3], |heads| {
@@ -138,7 +138,7 @@ fn delta_rows(spec: &ModelSpec) -> [i64; 3] {
     })
 }
 
-/// Leaves [r, in] and [out, r] of every adapted projection, cut out of the flat tensor by hand.
+/// The leaves [r, in] and [out, r] of every adapted projection, cut from the flat tensor by explicit indices.
 fn leaves(block: &Block, flat: &Tensor) -> Vec<(Planted, Tensor, Tensor)> {
     let (spec, r) = (&block.spec, block.lora.r as i64);
     let (kv, group, head_dim) = (
@@ -188,7 +188,7 @@ fn leaves(block: &Block, flat: &Tensor) -> Vec<(Planted, Tensor, Tensor)> {
 #[test]
 fn lora_gradients_match_autograd_over_merged_weights() {
     let attention = vec![vec![QProj, KProj, VProj, OProj], vec![VProj]];
-    // Modules of their own: those that share an A with others are held to PEFT.
+    // Modules with an A of their own. Those that share an A are tested against PEFT.
     let alone = |spec| ModelSpec { family: Family::Llama, ..spec };
     let dense = families().map(|(name, spec)| (name, alone(spec), 1, every_choice().to_vec()));
     let [(all, everywhere), (some, in_some_layers)] = with_experts();
@@ -236,7 +236,7 @@ fn lora_gradients_match_autograd_over_merged_weights() {
     }
 }
 
-/// The gradient along a random direction is the difference quotient, masks and all; recomputation draws the same masks.
+/// Checks the gradient along a random direction against the difference quotient, with dropout masks; recomputation must draw the same masks.
 #[test]
 fn lora_dropout_is_differentiated() {
     let (_, spec) = families().into_iter().next().unwrap();
@@ -317,7 +317,7 @@ fn sliced(
     Vec::try_from(y.flatten(0, 1)).unwrap()
 }
 
-/// Qwen3-30B-A3B at rank 16 by hand, for the plan: 48 layers, 128 experts of width 768, D = 2048.
+/// Counts computed by hand for Qwen3-30B-A3B at rank 16: 48 layers, 128 experts of width 768, D = 2048.
 #[test]
 fn the_plan_counts_adapters_of_experts() {
     let spec = ModelSpec::preset("qwen3-30b-a3b").unwrap();
@@ -325,7 +325,7 @@ fn the_plan_counts_adapters_of_experts() {
     let table = ParamTable::adapters(Arc::new(spec.clone()), &lora, 1);
     let of_expert = 3 * 16 * (2048 + 768);
     assert_eq!(table.num_params(), 48 * 128 * of_expert);
-    // Gate's and up's rows each have the columns of both.
+    // The rows of gate and of up each have columns for both projections.
     assert_eq!(lora.num_expanded(&spec).all, 48 * 128 * (2 * 768 * 32 + 2048 * 16));
 }
 
@@ -345,7 +345,7 @@ fn rows_of_a_batch_choose_among_adapters_of_experts() {
         block_forward(&ctx, 1, w, &x, &packed, None).unwrap().0
     };
     let base = || BlockParams::view(&spec, &first.layout, &first.flat);
-    // Adapters are beside the MLP alone, so that rows do not see those of others.
+    // Only the MLP has adapters, so rows do not influence each other.
     let alone = [&first, &second].map(|block| forward(&base().with_adapters(expanded(block))));
     let both = base().with_adapters(BlockLora::stacked(&[expanded(&first), expanded(&second)]).unwrap());
     let chosen: Vec<i32> = (0..LEN as i32).map(|row| row % 3 - 1).collect();
