@@ -1,4 +1,4 @@
-//! What kind of model it is: which settings go together with it, and what its family decides.
+//! Which settings can be combined with a model, given its kind and family.
 
 use serde_json::Value;
 
@@ -7,10 +7,10 @@ use crate::config::{Circumstance, Combination};
 use crate::error::Result;
 
 impl ModelSpec {
-    /// Weight of the loss that keeps experts equally busy: as configured, or the model's own.
+    /// Weight of the auxiliary loss that balances experts: the configured one, or else the model's own.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`] on `router_aux_loss_coef` where there are no experts.
+    /// [`Error::InvalidValue`] for `router_aux_loss_coef` if the model has no experts.
     pub fn router_aux_loss_coef(&self, configured: Option<f64>) -> Result<f64> {
         let settings = configured.map(|coef| ("router_aux_loss_coef", coef.into()));
         self.check_with(settings)?;
@@ -18,7 +18,7 @@ impl ModelSpec {
         Ok(configured.unwrap_or(own))
     }
 
-    /// The kind of model that it is, to the table of what goes together.
+    /// Properties of the model that the table of combinations refers to.
     pub(crate) fn circumstances(&self) -> impl Iterator<Item = Circumstance> + use<> {
         let (num_experts, has_nets) = (self.num_expert_layers(), self.delta_net().is_some());
         let is_fused = has_nets && self.family.traits().interleaves_delta_nets;
@@ -34,7 +34,7 @@ impl ModelSpec {
         [experts, nets].into_iter().chain(headless).chain(some).chain(fused)
     }
 
-    /// Refuses settings that do not go together, or not with this kind of model.
+    /// Refuses settings that cannot be combined with each other or with this kind of model.
     ///
     /// # Errors
     /// The errors of [`Combination::check`].
@@ -42,16 +42,16 @@ impl ModelSpec {
         Combination::of(settings).in_circumstances(self.circumstances()).check()
     }
 
-    /// With whole experts on each rank of an engine, if that is asked for.
+    /// Returns this spec with expert parallelism in the engine (whole experts on each rank) switched on or off.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`] on `enable_expert_parallel` where there are no experts.
+    /// [`Error::InvalidValue`] for `enable_expert_parallel` if the model has no experts.
     pub fn with_expert_parallel(self, is_parallel: bool) -> Result<Self> {
         self.check_with([("enable_expert_parallel", is_parallel.into())])?;
         Ok(self.map_experts(|experts| experts.is_parallel = is_parallel))
     }
 
-    /// Whether files of the model may have further layers, which are kept as they are.
+    /// Whether the model's files may have additional layers, which are copied unchanged.
     pub(super) fn keeps_further_layers(&self) -> bool {
         self.family.traits().keeps_further_layers
     }

@@ -1,7 +1,7 @@
-//! [`ModelSpec`] from and to a Hugging Face folder's `config.json` and `generation_config.json`.
+//! Reads and writes [`ModelSpec`] as `config.json` and `generation_config.json` of a Hugging Face folder.
 //!
-//! transformers 5 writes `dtype` and `rope_parameters` where 4 wrote `torch_dtype`, `rope_theta` and `rope_scaling`.
-//! Both are read, and both are written. What the decoder cannot compute is refused, never ignored.
+//! transformers 5 writes `dtype` and `rope_parameters` where version 4 wrote `torch_dtype`, `rope_theta` and `rope_scaling`. Both are read, and both
+//! are written. Settings that the decoder cannot compute are refused, never ignored.
 
 mod delta_net;
 mod experts;
@@ -26,16 +26,16 @@ use super::spec::{AttentionSpec, BlockSpec, Family, ModelSpec, RopeSpec};
 use crate::error::{Error, Result};
 use crate::ops::swiglu::Activation;
 
-/// Standard deviation of fresh weights, as every family's configuration has it.
+/// Standard deviation of randomly initialized weights, written to `config.json`.
 pub(super) const INITIALIZER_RANGE: f64 = 0.02;
 
 impl ModelSpec {
-    /// Reads a model folder's `config.json`, and the end-of-sequence ids of `generation_config.json` where it has them. As in transformers,
-    /// a head that the weights have and that differs from the table is the model's own, whatever `tie_word_embeddings` says.
+    /// Reads a model folder's `config.json`, and the end-of-sequence ids of `generation_config.json` if it has them. As in transformers, if the
+    /// weights contain a head that differs from the embedding table, that head is used regardless of `tie_word_embeddings`.
     ///
     /// # Errors
-    /// [`Error::BadFile`] with the key, what was found and what is expected: architectures, activations, rope types,
-    /// biases and mixtures of windows that the decoder does not compute, and sizes that do not fit one another.
+    /// [`Error::BadFile`] with the key, what was found and what was expected: architectures, activations, rope types, biases and mixtures of windows
+    /// that the decoder does not support, and sizes that do not fit together.
     pub fn from_folder(folder: impl AsRef<Path>) -> Result<Self> {
         let mut spec = parse(JsonObject::read(&folder.as_ref().join(CONFIG))?)?;
         spec.tie_word_embeddings &= !files::has_own_head(folder.as_ref(), &spec);
@@ -50,7 +50,7 @@ impl ModelSpec {
         Ok(spec)
     }
 
-    /// Reads one `config.json`, without the weights beside it.
+    /// Reads one `config.json`, without looking at weights.
     ///
     /// # Errors
     /// The errors of [`ModelSpec::from_folder`].
@@ -58,7 +58,7 @@ impl ModelSpec {
         parse(JsonObject::read(path.as_ref())?)
     }
 
-    /// `config.json`, readable by transformers 4 and 5.
+    /// The content of `config.json`, readable by transformers 4 and 5.
     pub fn to_config_json(&self) -> Value {
         let Traits { architecture, model_type, window, rotary_factor, write, .. } = self.family.traits();
         let dtype = dtype_name(self.dtype);
@@ -109,18 +109,17 @@ impl ModelSpec {
         config
     }
 
-    /// Writes `config.json` and `generation_config.json` into an existing folder. The second keeps what that of `base` says
-    /// beside the end-of-sequence ids: temperature, top_p and other settings of the model's makers. Of files with a vision tower the
-    /// first is that of `base`, with the type of these weights.
+    /// Writes `config.json` and `generation_config.json` into an existing folder. The second also contains `base`'s other generation settings, such
+    /// as temperature and top_p. If the model is the text part of a model with a vision tower, the first is a copy of `base`'s with the type of these
+    /// weights.
     ///
     /// # Errors
-    /// [`Error::Io`]; [`Error::BadFile`] for a file of `base` that cannot be read; [`Error::InvalidArgument`] for the text part of files
-    /// without a `base`.
+    /// [`Error::Io`]; [`Error::BadFile`] for a file of `base` that cannot be read; [`Error::InvalidArgument`] for a text part without a `base`.
     pub fn write_config(&self, folder: impl AsRef<Path>, base: Option<&Path>) -> Result<()> {
         self.write_config_with(folder.as_ref(), base, None)
     }
 
-    /// [`ModelSpec::write_config`] beside the files of [`WeightWriter::create_fp8`](super::WeightWriter::create_fp8).
+    /// Writes the files like [`ModelSpec::write_config`], for FP8 weights from [`WeightWriter::create_fp8`](super::WeightWriter::create_fp8).
     ///
     /// # Errors
     /// The errors of [`ModelSpec::write_config`].
@@ -211,19 +210,19 @@ fn parse(whole: JsonObject) -> Result<ModelSpec> {
     (traits.read)(config, spec)
 }
 
-/// The layers as the keys say that families share; the family's own `read` may change them.
+/// The layers according to the keys that all families share; the family's own `read` may then change them.
 fn layers(config: &JsonObject, traits: &Traits) -> Result<Vec<BlockSpec>> {
     let hidden = config.size("hidden_size", 1 << 20)?;
     let num_heads = config.size("num_attention_heads", 1 << 12)?;
     let num_layers = config.size("num_hidden_layers", 1 << 12)?;
     let types = match traits.has_delta_nets {
-        true => None, // of which `delta_net` reads others
+        true => None, // `delta_net` reads keys of its own
         false => layer_types::read(config, [layer_types::FULL, layer_types::SLIDING], num_layers)?,
     };
     let head_dim = head_dim(config, traits.head_dim, hidden, num_heads)?;
     let experts = if traits.has_experts { Some(experts::read(config, hidden, traits)?) } else { None };
     let intermediate = match &experts {
-        // All layers have experts, and a file need not say what width an MLP would have.
+        // If all layers have experts, the file may omit the width of a dense MLP.
         Some(experts) if traits.has_delta_nets && !config.has("intermediate_size") => experts.expert.intermediate,
         _ => config.size("intermediate_size", 1 << 24)?,
     };
@@ -277,7 +276,7 @@ fn layers(config: &JsonObject, traits: &Traits) -> Result<Vec<BlockSpec>> {
     Ok(layers)
 }
 
-/// The family, and whether the file has its description in `text_config`.
+/// The model family, and whether the file describes it in `text_config`.
 fn family(config: &JsonObject) -> Result<(Family, bool)> {
     let architecture = config.get("architectures").and_then(|list| list.get(0)).and_then(Value::as_str);
     let model_type = config.get("model_type").and_then(Value::as_str);
@@ -317,16 +316,16 @@ fn refuse_unsupported(config: &JsonObject, traits: &Traits) -> Result<()> {
     places.find(in_part).map_or(Ok(()), |place| Err(place.wrong(FACTOR, "1")))
 }
 
-/// Activations by the names of transformers.
+/// Activations, by their names in transformers.
 const ACTIVATIONS: [(&str, Activation); 2] = [("silu", Activation::Silu), ("gelu_pytorch_tanh", Activation::GeluTanh)];
-/// What files call an activation that their family implies.
+/// The name that files give an activation that their family implies.
 const IMPLIED: &str = "silu";
 
 fn activation_name(activation: Activation) -> &'static str {
     ACTIVATIONS.iter().find(|(_, own)| *own == activation).map_or(IMPLIED, |(name, _)| name)
 }
 
-/// `hidden_act`, which some families call `hidden_activation`; absent, it is SiLU.
+/// Reads the activation from `hidden_act`, or `hidden_activation` in some families; SiLU if both are absent.
 fn activation(config: &JsonObject) -> Result<Activation> {
     let key = ["hidden_activation", "hidden_act"].into_iter().find(|key| config.get(key).is_some());
     let Some(key) = key else { return Ok(Activation::Silu) };
@@ -337,7 +336,7 @@ fn activation(config: &JsonObject) -> Result<Activation> {
     })
 }
 
-/// Absent, it is the family's usual one, or `hidden_size / num_attention_heads`, as in transformers.
+/// Reads `head_dim`. If it is absent, returns the family's default or `hidden_size / num_attention_heads`, as transformers does.
 fn head_dim(config: &JsonObject, usual: Option<usize>, hidden_size: usize, num_heads: usize) -> Result<usize> {
     let head_dim = match (config.get("head_dim"), usual) {
         (Some(_), _) => config.size("head_dim", 1 << 12)?,
@@ -354,7 +353,7 @@ fn head_dim(config: &JsonObject, usual: Option<usize>, hidden_size: usize, num_h
     }
 }
 
-/// Takes the description of MXFP4 away: weights are read in both forms, whatever it says.
+/// Removes the quantization key of MXFP4, as weights are read in both forms regardless of it.
 fn take_mxfp4(config: &mut JsonObject) -> Result<()> {
     const KEY: &str = "quantization_config";
     let Some(quantised) = config.object(KEY)? else { return Ok(()) };
@@ -362,7 +361,7 @@ fn take_mxfp4(config: &mut JsonObject) -> Result<()> {
         Some("mxfp4") => {
             config.remove(KEY);
             if !config.has("dtype") && !config.has("torch_dtype") {
-                config.complete(Map::from_iter([("dtype".to_owned(), json!("bfloat16"))])); // of all that is not quantised
+                config.complete(Map::from_iter([("dtype".to_owned(), json!("bfloat16"))])); // the type of all unquantized weights
             }
             Ok(())
         }
@@ -380,7 +379,7 @@ fn dtype(config: &JsonObject) -> Result<Kind> {
     }
 }
 
-/// One id, several, or none.
+/// Reads a key that contains one id, a list of ids, or nothing.
 fn token_ids(config: &JsonObject, key: &str, vocab_size: usize) -> Result<Vec<u32>> {
     let values: &[Value] = match config.get(key) {
         None => &[],

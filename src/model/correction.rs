@@ -1,19 +1,19 @@
-//! The corrections of a router's scores, float32 whatever type the weights have. They are stored as summands that bfloat16 has exactly, 8 bits
-//! of the mantissa each, so that they lie among the weights of a block without loss.
+//! Corrections of a router's scores. They are float32 whatever type the weights have. To store them without loss among bfloat16 weights, each is
+//! split into three summands with 8 bits of the mantissa each.
 
 use tch::{Kind, Tensor};
 
 use crate::error::Result;
 
-/// Summands of a number.
+/// Number of summands per correction.
 pub const PARTS: usize = 3;
 
-/// The corrections [E] of `kind`, from their summands.
+/// Adds the summands up to the corrections [E], in `kind`.
 pub fn sum(parts: &Tensor /* [3 E] */, kind: Kind) -> Result<Tensor> {
     Ok(parts.f_view([PARTS as i64, -1])?.f_to_kind(kind)?.f_sum_dim_intlist(0, false, kind)?)
 }
 
-/// The summands [3 E] of corrections [E], in float32.
+/// Splits corrections [E] into their summands [3 E], in float32.
 pub fn split(corrections: &Tensor) -> Result<Tensor> {
     let mut rest = corrections.f_to_kind(Kind::Float)?;
     let mut parts = Vec::new();

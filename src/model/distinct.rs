@@ -1,4 +1,4 @@
-//! Values that layers with one property share, made once for each distinct property: tables by the rotation, layouts by the window.
+//! Values that are created once per distinct property of layers and shared by them: rotary tables by rope settings, layouts by sliding window.
 
 use tch::{Device, Kind, Tensor};
 
@@ -10,23 +10,23 @@ use crate::ops::rope::{Rope, RopeRows};
 #[derive(Debug)]
 pub struct Distinct<K, T>(Vec<(K, T)>);
 
-/// A value for each window; `None` stands for layers that see all.
+/// A value for each sliding window; the key `None` is full attention.
 pub type ByWindow<T> = Distinct<Option<usize>, T>;
 
-/// A value for each rotation; `None` stands for layers that turn nothing.
+/// A value for each rotary embedding; the key `None` is a layer without one.
 pub type ByRope<T> = Distinct<Option<RopeSpec>, T>;
 
-/// Frequencies of a model's rotations. A layer that turns nothing has an angle of 0 at every position, which changes no bit of what it is
-/// given, so that kernels need not know of it.
+/// Rotary frequencies of a model's layers. A layer without a rotary embedding has the angle 0 at every position, which leaves all bits unchanged, so
+/// kernels need no special case.
 pub type Ropes = ByRope<Rope>;
 
 impl<K: Copy + PartialEq + std::fmt::Debug, T> Distinct<K, T> {
-    /// One value for each of `keys`.
+    /// Creates one value for each of `keys`.
     pub fn new(keys: Vec<K>, make: impl Fn(K) -> T) -> Self {
         Self(keys.into_iter().map(|key| (key, make(key))).collect())
     }
 
-    /// [`Distinct::new`] of what may fail.
+    /// Creates one value for each of `keys`, with a function that may fail.
     ///
     /// # Errors
     /// The errors of `make`.
@@ -43,7 +43,7 @@ impl<K: Copy + PartialEq + std::fmt::Debug, T> Distinct<K, T> {
         &found.unwrap_or_else(|| panic!("no layer of the model has {key:?}")).1
     }
 
-    /// All values, in the order of their first layers.
+    /// All values, in the order of the first layer that uses each.
     pub fn iter(&self) -> impl Iterator<Item = &T> {
         self.0.iter().map(|(_, value)| value)
     }
@@ -54,7 +54,7 @@ impl<K: Copy + PartialEq + std::fmt::Debug, T> Distinct<K, T> {
 }
 
 impl ModelSpec {
-    /// The rotations of the model's layers, each once.
+    /// The distinct rotary embeddings of the model's layers.
     pub fn ropes(&self) -> Ropes {
         Ropes::of_layers(self)
     }
@@ -70,12 +70,12 @@ impl Ropes {
         Self::new(spec.rotations(), rope)
     }
 
-    /// Columns that all tables have together.
+    /// Total number of columns of all tables.
     pub fn columns(&self) -> usize {
         self.iter().map(Rope::columns).sum()
     }
 
-    /// [`Rope::table`] of each.
+    /// Creates [`Rope::table`] for each rotary embedding.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -83,7 +83,7 @@ impl Ropes {
         self.map(|rope| rope.table(len, device))
     }
 
-    /// [`Rope::exact_table`] of each.
+    /// Creates [`Rope::exact_table`] for each rotary embedding.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -91,7 +91,7 @@ impl Ropes {
         self.map(|rope| rope.exact_table(len, device))
     }
 
-    /// [`Rope::rows`] of each.
+    /// Creates [`Rope::rows`] for each rotary embedding.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -99,7 +99,7 @@ impl Ropes {
         self.map(|rope| rope.rows(positions, kind))
     }
 
-    /// [`Rope::exact_rows`] of each.
+    /// Creates [`Rope::exact_rows`] for each rotary embedding.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].

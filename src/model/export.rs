@@ -1,4 +1,4 @@
-//! A folder that stands on its own: a model, adapters, or both merged.
+//! Exports a self-contained folder: a model, adapters, or both merged.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -16,22 +16,22 @@ use super::spec::{ModelSpec, Unit};
 use crate::config::Quantization;
 use crate::error::{Error, Result};
 
-/// Ways to write a model.
+/// Options for an export.
 #[derive(Debug, Clone, Copy)]
 pub struct ExportOptions {
-    /// Adapters are added to the base's weights.
+    /// Add the adapters to the base model's weights.
     pub merge: bool,
-    /// How the base is rounded before adapters are added to it.
+    /// How the base weights are rounded before adapters are added.
     pub quantization: Quantization,
-    /// Matrices are rounded to blocks of e4m3, as Qwen's checkpoints in FP8.
+    /// Quantize matrices to e4m3 blocks, as in Qwen's FP8 checkpoints.
     pub fp8: bool,
 }
 
-/// Writes the adapters of `source` as PEFT does; or, merged or where there are none, a model folder of the base's type
-/// whose weights are W + (alpha / r) B A, added in float32. `progress` is told `(done, total)` in units.
+/// Writes the adapters of `source` in PEFT's format. If they are merged or absent, writes a model folder in the base model's type with weights W +
+/// (alpha / r) B A, added in float32. Calls `progress(done, total)`, counted in units.
 ///
 /// # Errors
-/// What is wrong with the folders; [`Error::Io`].
+/// The errors of invalid folders; [`Error::Io`].
 pub fn export_folder(
     source: &ModelSource,
     output: &Path,

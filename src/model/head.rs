@@ -1,4 +1,4 @@
-//! The head: from the last block's output to log-probabilities of scored tokens, by a choice of rows and the final norm.
+//! The output head: from the last block's output to log-probabilities of selected tokens, through the final norm.
 
 use tch::{Kind, Tensor};
 
@@ -10,45 +10,45 @@ use crate::ops::rms_norm::NormOptions;
 use crate::ops::{embedding, exact};
 use crate::torch::accumulation_kind;
 
-/// Rows that are scored at once: on a GPU half a gigabyte of float32 logits in whole tiles of its products, on a CPU what
-/// stays near the processor.
+/// Number of rows whose logits are computed at once: on a GPU about half a gigabyte of float32 logits, in whole GEMM tiles; on a CPU as many as fit
+/// its cache.
 pub fn head_chunk_tokens(vocab_size: usize, on_cuda: bool) -> usize {
     let logits = if on_cuda { 1 << 27 } else { 1 << 25 };
     let rows = logits / vocab_size.max(1);
     if on_cuda && rows > 128 { rows / 128 * 128 } else { rows.max(1) }
 }
 
-/// Which rows of the last block's output are scored, against which tokens, at which temperature.
+/// Which rows of the last block's output are scored, for which tokens, at which temperature.
 #[derive(Debug, Clone, Copy)]
 pub struct Scoring<'a> {
-    /// Rows whose next token is scored; a row may appear more than once. `[C]` i64
+    /// Indices of the rows whose next token is scored; a row may appear more than once. `[C]` i64
     pub rows: &'a Tensor,
-    /// The tokens. `[C]` i64
+    /// The token to score for each row. `[C]` i64
     pub targets: &'a Tensor,
-    /// Other tokens of each row that are scored.
+    /// Additional tokens to score in each row, such as the most probable ones.
     pub top: TopTokens<'a>,
     /// Softmax temperature.
     pub temperature: f64,
-    /// How the final norm scales.
+    /// Epsilon and weight convention of the final norm.
     pub norm: NormOptions,
-    /// Log-probabilities are those that the sampler has, bit for bit: the model's divisor of logits, which `temperature` has as a factor.
+    /// If set, log-probabilities equal the sampler's bit for bit. The value is the model's logits divisor, which `temperature` includes as a factor.
     pub exact: Option<f64>,
 }
 
-/// Log-probabilities and entropies of scored tokens, in nats at the temperature.
+/// Log-probabilities and entropies of scored tokens, in nats, at the given temperature.
 #[derive(Debug)]
 pub struct ScoredTokens {
-    /// `[C]`, accumulation kind
+    /// Log-probability of each target token. `[C]`, accumulation type
     pub logprobs: Tensor,
-    /// `[C]`, accumulation kind
+    /// Entropy of each row's distribution. `[C]`, accumulation type
     pub entropy: Tensor,
-    /// Scores of other tokens, where some were asked for.
+    /// Scores of the additional tokens, if any were requested.
     pub top: Option<TopScores>,
-    /// For the backward.
+    /// Activations for the backward.
     pub saved: SavedHead,
 }
 
-/// Results of the forward that [`head_backward`] needs.
+/// Activations of the forward that [`head_backward`] needs.
 #[derive(Debug)]
 pub struct SavedHead {
     hidden: Tensor, // [C, D]
@@ -57,7 +57,7 @@ pub struct SavedHead {
     head: HeadSaved,
 }
 
-/// `log softmax(norm(x[rows]) table^T / temperature)` at the targets. `keep` says whether a backward will follow.
+/// Computes `log softmax(norm(x[rows]) table^T / temperature)` at the targets. `keep` states whether a backward will follow.
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
@@ -84,7 +84,7 @@ pub fn head_forward(
     Ok(ScoredTokens { logprobs: out.logprobs, entropy: out.entropy, top: out.top, saved })
 }
 
-/// `norm(x[rows]) table^T` in float32: every logit of the rows at once, which a network that trains never holds.
+/// Computes `norm(x[rows]) table^T` in float32: all logits of the rows at once, which training never holds in memory.
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
@@ -99,20 +99,19 @@ pub fn head_logits(
     Ok(linear::forward(&normed, table, None)?.f_to_kind(Kind::Float)?)
 }
 
-/// The memory that [`head_backward`] puts its gradients into.
+/// Where [`head_backward`] writes its gradients.
 #[derive(Debug)]
 pub struct HeadSums<'a> {
-    /// The sum that the gradient of the final norm is added to. `[D]`
+    /// The gradient of the final norm is added to this. `[D]`
     pub final_norm: &'a mut Tensor,
-    /// The gradient of the table: the head's own, or the embedding's where they are tied; none of a frozen one. `[V, D]`
+    /// The gradient of the output table: the head's own or, if tied, the embedding's; `None` if it is frozen. `[V, D]`
     pub table: Option<&'a mut Tensor>,
-    /// Whether the gradient of the table is overwritten or added to.
+    /// Whether the table's gradient is overwritten or added to.
     pub onto: Onto,
 }
 
-/// dx `[num_tokens, D]`, of the weights' kind, from the gradients of log-probabilities and, where given, of entropies and of the
-/// log-probabilities of the tokens that `scoring.top` gives by their ids. The gradients
-/// of the norm and of the table go to `sums`, unless both are frozen.
+/// Returns dx `[num_tokens, D]` in the weights' type, given the gradients of log-probabilities and, optionally, of entropies and of the
+/// log-probabilities of the tokens that `scoring.top` lists by id. Gradients of the norm and of the table go to `sums`, unless both are frozen.
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].

@@ -1,5 +1,5 @@
-//! Fresh weights. Numbers are counter-based, keyed by (seed, unit, parameter, element): the same for any number of
-//! shards and ranks.
+//! Random initialization of weights. Random numbers are counter-based, keyed by (seed, unit, parameter, element), so they are the same for any number
+//! of shards and ranks.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -16,10 +16,10 @@ use crate::error::{Error, Result};
 use crate::ops::random::RandomKey;
 use crate::untrusted::{self, MAX_TOKENIZER_BYTES};
 
-/// Keeps these random numbers apart from other uses of the same seed.
+/// Separates these random numbers from other uses of the same seed.
 const STREAM: u64 = 0x696e_6974; // "init"
 
-/// Files of a model folder that belong to the tokenizer, or beside it to a vision tower.
+/// Files of a model folder that belong to the tokenizer or to a vision tower's processor.
 const TOKENIZER_FILES: [&str; 10] = [
     "tokenizer.json",
     "tokenizer_config.json",
@@ -33,9 +33,9 @@ const TOKENIZER_FILES: [&str; 10] = [
     "processor_config.json",
 ];
 
-/// One unit [layout.len] of `kind` on the CPU: matrices normal with standard deviation 0.02, norms 1 (0 where
-/// they are zero-centred), biases, sinks and padding 0; of gated delta nets, A_log the logarithm of a uniform number up to 16 and dt_bias 1. Of adapters, A is uniform in +-1 / sqrt(in), which PEFT's kaiming_uniform(a = sqrt(5)) comes to, and B is 0. The
-/// numbers are drawn in float32, then rounded to `kind`.
+/// Initializes one unit [layout.len] as `kind` on the CPU. Matrices are normal with standard deviation 0.02, norms are 1 (0 if they are
+/// zero-centred), biases, sinks and padding 0. In gated delta nets A_log is the logarithm of a uniform number up to 16, and dt_bias 1. In adapters A
+/// is uniform in +-1 / sqrt(in), which equals PEFT's kaiming_uniform(a = sqrt(5)), and B is 0. Numbers are drawn in float32, then rounded to `kind`.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`].
@@ -43,7 +43,7 @@ pub fn init_unit(layout: &UnitLayout, seed: u64, kind: Kind) -> Result<Tensor> {
     init_unit_on(layout, seed, kind, Device::Cpu)
 }
 
-/// Makes a unit's random weights on `device`. A GPU draws the same numbers itself, up to the last bit of some.
+/// Initializes one unit with random weights on `device`. A GPU generates the same numbers, except for the last bit of some.
 ///
 /// # Errors
 /// The errors of [`init_unit`]; [`Error::Cuda`].
@@ -78,7 +78,7 @@ pub fn init_unit_on(layout: &UnitLayout, seed: u64, kind: Kind, device: Device) 
             | ParamName::DraftHiddenNorm
             | ParamName::FinalNorm => _ = target.f_fill_(if layout.zero_centred_norms { 0.0 } else { 1.0 })?,
             ParamName::DeltaNorm | ParamName::DeltaDtBias => _ = target.f_fill_(1.0)?,
-            // Rates of decay uniform in (0, 16].
+            // Decay rates are uniform in (0, 16].
             ParamName::DeltaALog => fill(&mut target, param, layout.unit, seed, |key, start, out| {
                 key.fill_uniform(0, start, out);
                 out.iter_mut().for_each(|number| *number = (16.0 * number.max(1e-3)).ln());
@@ -130,11 +130,11 @@ pub fn init_unit_on(layout: &UnitLayout, seed: u64, kind: Kind, device: Device) 
     Ok(flat)
 }
 
-/// Writes a Hugging Face folder with fresh weights of the model's own type: configuration, weights, and the tokenizer's
-/// files where a folder that has them is given. `progress` is told `(done, total)` in units.
+/// Writes a Hugging Face folder with randomly initialized weights in the model's own type: configuration, weights and, if `tokenizer` is given, that
+/// folder's tokenizer files. Calls `progress(done, total)`, counted in units.
 ///
 /// # Errors
-/// [`Error::Io`]; [`Error::BadFile`] where `tokenizer` has no tokenizer.json.
+/// [`Error::Io`]; [`Error::BadFile`] if `tokenizer` has no tokenizer.json.
 pub fn init_folder(
     spec: &Arc<ModelSpec>,
     folder: &Path,
@@ -161,7 +161,7 @@ pub fn init_folder(
 /// Copies the tokenizer's files from one model folder to another.
 ///
 /// # Errors
-/// [`Error::Io`]; [`Error::BadFile`] where there is no tokenizer.json.
+/// [`Error::Io`]; [`Error::BadFile`] if there is no tokenizer.json.
 pub fn copy_tokenizer(from: &Path, to: &Path) -> Result<()> {
     let [required, ..] = TOKENIZER_FILES;
     if !from.join(required).exists() {
@@ -183,7 +183,7 @@ pub fn copy_tokenizer(from: &Path, to: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Fills a parameter by `draw(key, first element, out)`, which gives the same numbers whatever the range.
+/// Fills a parameter by calls of `draw(key, first element, out)`, which must generate the same numbers for any division into ranges.
 fn fill(
     target: &mut Tensor,
     param: &Param,
@@ -224,7 +224,7 @@ mod tests {
     use super::*;
     use crate::model::{QkNorm, WeightFiles};
 
-    /// The same seed gives the same weights in every version.
+    /// The same seed must give the same weights in every version.
     #[test]
     fn parameter_counts_of_presets_stay_constant() {
         let numbers = [ParamName::Router, ParamName::SharedGateUp, ParamName::DeltaALog].map(|name| name as u64);
@@ -267,7 +267,7 @@ mod tests {
         }
     }
 
-    /// Over 196,608 draws: five standard errors.
+    /// The tolerance is five standard errors over 196,608 samples.
     #[test]
     fn initial_matrices_have_standard_deviation_0_02_and_zero_padding() {
         let table = ParamTable::new(Arc::new(ModelSpec::preset("tiny").unwrap()), 1000);

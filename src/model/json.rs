@@ -1,4 +1,4 @@
-//! JSON files of a model folder, read key by key; an error names the file, the key and what was found.
+//! JSON files of a model folder, read key by key. Errors name the file, the key and the value found.
 
 use std::path::{Path, PathBuf};
 
@@ -7,12 +7,12 @@ use serde_json::{Map, Value};
 use crate::error::{Error, Result};
 use crate::untrusted::{self, KeyTable, MAX_MODEL_JSON_BYTES};
 
-/// The shape of a model, in its folder.
+/// File name of a model's configuration.
 pub(super) const CONFIG: &str = "config.json";
-/// The file that describes adapters in their folder.
+/// File name of the configuration of adapters.
 pub(super) const ADAPTER_CONFIG: &str = "adapter_config.json";
 
-/// A file's object, or one within it.
+/// The JSON object of a file, or an object nested in it.
 pub(super) struct JsonObject {
     path: PathBuf,
     within: String,
@@ -20,18 +20,18 @@ pub(super) struct JsonObject {
 }
 
 impl JsonObject {
-    /// Reads a file whose value is an object.
+    /// Reads a file that contains a JSON object.
     ///
     /// # Errors
-    /// [`Error::BadFile`] where it is missing, too long, or something else.
+    /// [`Error::BadFile`] if it is missing, too long, or not an object.
     pub(super) fn read(path: &Path) -> Result<Self> {
         Self::read_up_to(MAX_MODEL_JSON_BYTES, path)
     }
 
-    /// Reads a file of at most `max_bytes` whose value is an object.
+    /// Reads a file of at most `max_bytes` that contains a JSON object.
     ///
     /// # Errors
-    /// [`Error::BadFile`] where it is missing, too long, or something else.
+    /// [`Error::BadFile`] if it is missing, too long, or not an object.
     pub(super) fn read_up_to(max_bytes: u64, path: &Path) -> Result<Self> {
         let text = untrusted::read(path, max_bytes).map_err(|error| match error.kind() {
             std::io::ErrorKind::NotFound => Error::bad_file(path, absent(path)),
@@ -44,7 +44,7 @@ impl JsonObject {
         }
     }
 
-    /// Refuses keys whose values are not served.
+    /// Refuses keys with unsupported values.
     ///
     /// # Errors
     /// [`Error::BadFile`] with the key.
@@ -52,58 +52,58 @@ impl JsonObject {
         table.check(&self.path, &self.within, &self.map)
     }
 
-    /// Gives it the value that a key has in `other`, if it has one there.
+    /// Copies a key's value from `other`, if `other` has the key.
     pub(super) fn take(&mut self, key: &str, other: &Self) {
         if let Some(value) = other.get(key) {
             self.map.insert(key.to_owned(), value.clone());
         }
     }
 
-    /// Gives it the values of `usual` for keys that it lacks.
+    /// Adds the entries of `usual` whose keys are absent.
     pub(super) fn complete(&mut self, usual: Map<String, Value>) {
         usual.into_iter().for_each(|(key, value)| _ = self.map.entry(key).or_insert(value));
     }
 
-    /// True or false, without leaving the key; `None` where it is absent.
+    /// Removes a boolean key and returns its value; `None` if it is absent.
     pub(super) fn take_flag(&mut self, key: &str) -> Result<Option<bool>> {
         let flag = self.get(key).map(|_| self.flag(key)).transpose()?;
         self.map.remove(key);
         Ok(flag)
     }
 
-    /// Leaves a key out.
+    /// Removes a key.
     pub(super) fn remove(&mut self, key: &str) {
         self.map.remove(key);
     }
 
-    /// All keys with their values.
+    /// Returns all keys with their values.
     pub(super) fn into_map(self) -> Map<String, Value> {
         self.map
     }
 
-    /// The value; `null` counts as absent.
+    /// The value of a key; `null` counts as absent.
     pub(super) fn get(&self, key: &str) -> Option<&Value> {
         self.map.get(key).filter(|value| !value.is_null())
     }
 
-    /// Whether the key is there, if only with `null`.
+    /// Whether the key is present, even with the value `null`.
     pub(super) fn has(&self, key: &str) -> bool {
         self.map.contains_key(key)
     }
 
-    /// Its keys.
+    /// The keys of the object.
     pub(super) fn keys(&self) -> impl Iterator<Item = &str> {
         self.map.keys().map(String::as_str)
     }
 
-    /// An object within this one.
+    /// The nested object under a key, if it is present.
     pub(super) fn object(&self, key: &str) -> Result<Option<Self>> {
         let Some(value) = self.get(key) else { return Ok(None) };
         let map = value.as_object().ok_or_else(|| self.wrong(key, "an object"))?.clone();
         Ok(Some(Self { path: self.path.clone(), within: format!("{}{key}.", self.within), map }))
     }
 
-    /// A count from 1 to `max`.
+    /// The value of a key as an integer from 1 to `max`.
     pub(super) fn size(&self, key: &str, max: usize) -> Result<usize> {
         let value = self.get(key).and_then(Value::as_u64).and_then(|size| usize::try_from(size).ok());
         value
@@ -111,19 +111,19 @@ impl JsonObject {
             .ok_or_else(|| self.wrong(key, format!("a whole number from 1 to {max}")))
     }
 
-    /// A count that may be 0.
+    /// The value of a key as an integer of at least 0.
     pub(super) fn count(&self, key: &str) -> Result<usize> {
         let value = self.get(key).and_then(Value::as_u64).and_then(|count| usize::try_from(count).ok());
         value.ok_or_else(|| self.wrong(key, "a whole number"))
     }
 
-    /// A finite number above 0.
+    /// The value of a key as a finite number above 0.
     pub(super) fn positive(&self, key: &str) -> Result<f64> {
         let value = self.get(key).and_then(Value::as_f64).filter(|&value| value > 0.0 && value.is_finite());
         value.ok_or_else(|| self.wrong(key, "a number above 0"))
     }
 
-    /// True or false; absent is false.
+    /// The value of a key as a boolean; false if it is absent.
     pub(super) fn flag(&self, key: &str) -> Result<bool> {
         match self.get(key) {
             None => Ok(false),
@@ -131,14 +131,14 @@ impl JsonObject {
         }
     }
 
-    /// The error for a key with a wrong value.
+    /// The error for a key with an invalid value.
     pub(super) fn wrong(&self, key: &str, expected: impl AsRef<str>) -> Error {
         let found = self.get(key).map_or("absent".to_owned(), Value::to_string);
         Error::bad_file(&self.path, format!("{}{key} is {found}: expected {}", self.within, expected.as_ref()))
     }
 }
 
-/// The message for a file that is not there.
+/// The error message for a missing file.
 fn absent(path: &Path) -> String {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty() && !folder.exists());
     match folder.map(Path::display) {
@@ -159,7 +159,7 @@ fn absent(path: &Path) -> String {
     }
 }
 
-/// Names of a folder's files, the first few.
+/// Names of the first few files in a folder, for error messages.
 fn held_by(folder: &Path) -> String {
     const MOST: usize = 6;
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
@@ -170,12 +170,12 @@ fn held_by(folder: &Path) -> String {
     names.join(", ") + more
 }
 
-/// Whether a folder has a model, or adapters.
+/// Whether a folder contains a model or adapters.
 pub(crate) fn is_model_folder(folder: &Path) -> bool {
     [CONFIG, ADAPTER_CONFIG].iter().any(|name| folder.join(name).is_file())
 }
 
-/// The model, or the adapters, in a run's output folder: the final one, else its newest checkpoint.
+/// The model or adapters in a run's output folder: the final one, or else its newest checkpoint.
 pub(crate) fn model_within(folder: &Path) -> Option<PathBuf> {
     let folders = std::fs::read_dir(folder).ok()?.filter_map(|entry| Some(entry.ok()?.path()));
     let is_model = |path: &PathBuf| {

@@ -1,25 +1,25 @@
-//! The decoder: what it is ([`ModelSpec`]), how its weights lie in memory ([`ParamTable`]), its blocks forward and
-//! backward, and its files. Knows nothing of training loops, engines or ranks beyond a tensor-parallel slice.
+//! The decoder: its shape ([`ModelSpec`]), the memory layout of its weights ([`ParamTable`]), forward and backward of its blocks, and its files.
+//! Knows nothing of training loops or engines, and of ranks only tensor-parallel slices and sequence parallelism.
 //!
-//! | file | what it is |
+//! | file | content |
 //! |---|---|
-//! | `spec` | the shape of a network and of its layers: parameters, bytes, operations |
-//! | `families` | what belongs to a family, not to a model |
-//! | `circumstances` | which settings go together with a model |
-//! | `config_json`, `json` | that shape from and to a model folder; its JSON files |
-//! | `distinct` | what layers share that are alike in one thing: rotations, windows |
-//! | `stages` | which layers each stage of a pipeline has |
-//! | `preset` | published shapes |
-//! | `params` | the flat layout of its weights |
-//! | `views` | tensors over that layout: embedding and head |
+//! | `spec` | the shape of a model and of its layers: parameters, bytes, operations |
+//! | `families` | properties of model families that `config.json` leaves unsaid |
+//! | `circumstances` | which settings can be combined with a model |
+//! | `config_json`, `json` | reads and writes the shape as a model folder's JSON files |
+//! | `distinct` | values shared by layers with equal rotary embeddings or windows |
+//! | `stages` | the layers of each pipeline stage |
+//! | `preset` | shapes of published models |
+//! | `params` | the flat layout of weights |
+//! | `views` | the embedding's and the head's tensors in that layout |
 //! | `files` | safetensors, read and written unit by unit |
-//! | `lora` | low-rank adapters beside frozen matrices |
-//! | `format` | formats of matrices: bytes, preparation, products and their gradients |
-//! | `block` | one block and its sublayers: parameters and their slices, forward and backward |
-//! | `correction` | corrections of a router's scores, as weights have them |
-//! | `head` | scored tokens' log-probabilities, forward and backward |
-//! | `init` | fresh weights |
-//! | `export` | folders of trained adapters, merged or not |
+//! | `lora` | low-rank adapters of frozen matrices |
+//! | `format` | number formats of matrices: bytes, preparation, GEMMs and their gradients |
+//! | `block` | one block and its sublayers: parameters, their slices, forward and backward |
+//! | `correction` | corrections of a router's scores, as stored in weights |
+//! | `head` | log-probabilities of scored tokens, forward and backward |
+//! | `init` | random initialization |
+//! | `export` | exports trained models and adapters, merged or not |
 
 mod block;
 mod circumstances;

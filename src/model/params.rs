@@ -1,15 +1,15 @@
-//! The flat layout of a model's weights, the same for weights, gradients and optimizer state.
+//! The flat layout of a model's weights, shared by weights, gradients and optimizer state.
 //!
-//! A model is a row of units (embedding, blocks, head), each one flat tensor that is gathered, reduced and stepped as a
-//! whole. Every parameter starts on a multiple of [`ALIGNMENT`] elements and every unit divides evenly by the shards, so
-//! that a shard is a plain range. Elements between parameters are padding and stay zero.
+//! A model is a sequence of units (embedding, blocks, head). Each unit is one flat tensor that is gathered, reduced and updated as a whole. Every
+//! parameter starts at a multiple of [`ALIGNMENT`] elements, and every unit divides evenly by the number of shards, so a shard is a contiguous range.
+//! Elements between parameters are padding and stay zero.
 //!
-//! Matrices are stored so that a tensor-parallel slice needs no copy (D hidden, H query heads, Hkv key/value heads, hd
-//! head width, F MLP width, V vocabulary):
+//! Matrices are stored so that a tensor-parallel slice needs no copy (D hidden, H query heads, Hkv key/value heads, hd head width, F MLP width, V
+//! vocabulary):
 //! - `Qkv` [(H + 2 Hkv) hd, D]: rows grouped by key/value head, `[query heads of group g, k_g, v_g]` for g = 0, 1, ..
 //! - `GateUp` [2 F, D]: rows interleaved, g0 u0 g1 u1 ..
-//! - `O` [D, H hd] and `Down` [D, F]: a slice is a column range, read through the leading dimension.
-//! - of E experts of width I, `GateUp` [E, 2 I, D] and `Down` [E, D, I]: a slice is that of every expert
+//! - `O` [D, H hd] and `Down` [D, F]: a slice is a range of columns, addressed through the leading dimension.
+//! - `GateUp` [E, 2 I, D] and `Down` [E, D, I] of E experts of width I: a slice has a slice of every expert.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -20,30 +20,30 @@ use super::lora::LoraSpec;
 use super::spec::{ModelSpec, ParamName, Shapes, Unit, product};
 use crate::error::Result;
 
-/// Parameters start on multiples of this many elements, and so do shards: a block of 8-bit moments never crosses either.
+/// Parameters and shards start at multiples of this many elements, so that a block of 8-bit optimizer moments never spans two of them.
 pub const ALIGNMENT: usize = 256;
 
-/// Where every weight lies.
+/// The memory layout of all weights of a model.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ParamTable {
-    /// The model.
+    /// The model's shape.
     pub spec: Arc<ModelSpec>,
-    /// In order: embedding, blocks, the draft head if there is one, head.
+    /// Layouts of the units in order: embedding, blocks, the draft head if there is one, head.
     pub units: Vec<UnitLayout>,
-    /// Elements of all units, padding included.
+    /// Number of elements of all units, padding included.
     pub total: usize,
-    /// Equal parts that every unit divides into.
+    /// Number of equal shards that every unit divides into.
     pub shards: usize,
 }
 
 impl ParamTable {
-    /// Lays the model out so that every unit's length is a multiple of `shards * ALIGNMENT`.
+    /// Creates a layout in which every unit's length is a multiple of `shards * ALIGNMENT`.
     pub fn new(spec: Arc<ModelSpec>, shards: usize) -> Self {
         let units = spec.units().map(|unit| (unit, spec.shapes(unit))).collect();
         Self::of_units(spec, units, shards)
     }
 
-    /// Lays out the adapters of every block instead: units without embedding and head.
+    /// Creates the layout of the adapters of every block; it has no embedding and no head.
     pub fn adapters(spec: Arc<ModelSpec>, lora: &LoraSpec, shards: usize) -> Self {
         let mut units: Vec<(Unit, Shapes)> = Vec::with_capacity(spec.num_layers());
         for layer in 0..spec.num_layers() {
@@ -73,12 +73,12 @@ impl ParamTable {
         &self.units[self.index(unit)]
     }
 
-    /// Elements of some units, padding included.
+    /// Number of elements of some units, padding included.
     pub(crate) fn elements_of(&self, units: &[Unit]) -> usize {
         units.iter().map(|&unit| self.unit(unit).len).sum()
     }
 
-    /// The place of a unit in [`ParamTable::units`].
+    /// The index of a unit in [`ParamTable::units`].
     ///
     /// # Panics
     /// If there is no such unit.
@@ -87,24 +87,24 @@ impl ParamTable {
         found.unwrap_or_else(|_| panic!("{unit} is not in the table of {} units", self.units.len()))
     }
 
-    /// Elements of all parameters, padding left out.
+    /// Number of elements of all parameters, without padding.
     pub fn num_params(&self) -> usize {
         self.units.iter().flat_map(|layout| &layout.params).map(Param::numel).sum()
     }
 }
 
-/// The parameters of a unit within its flat tensor.
+/// The layout of a unit's parameters within its flat tensor.
 #[derive(Debug, Clone, PartialEq)]
 pub struct UnitLayout {
-    /// Which unit.
+    /// The unit's name.
     pub unit: Unit,
-    /// In order of offset.
+    /// The unit's parameters, in order of offset.
     pub params: Vec<Param>,
-    /// First element within the flat model.
+    /// Index of the unit's first element within the flat model.
     pub offset: usize,
-    /// Elements, padding included.
+    /// Number of elements, padding included.
     pub len: usize,
-    /// Norms of the residual stream and of heads scale by 1 + weight: fresh ones are 0.
+    /// Norms of the residual stream and of heads multiply by 1 + weight, so fresh weights are 0.
     pub zero_centred_norms: bool,
 }
 
@@ -125,14 +125,14 @@ impl UnitLayout {
         self.params.iter().find(|param| param.name == name)
     }
 
-    /// Elements between and behind parameters, which stay zero.
+    /// The ranges of padding between and after parameters; they stay zero.
     pub fn padding(&self) -> impl Iterator<Item = Range<usize>> + '_ {
         let ends = self.params.iter().map(|param| param.offset + param.numel());
         let starts = self.params.iter().skip(1).map(|param| param.offset).chain([self.len]);
         ends.zip(starts).map(|(end, start)| end..start).filter(|padding| !padding.is_empty())
     }
 
-    /// Sets all elements of the unit's flat tensor `[len]` to zero, but for the parameters that `is_kept` names.
+    /// Zeroes the unit's flat tensor `[len]`, except the parameters for which `is_kept` returns true.
     ///
     /// # Errors
     /// [`crate::Error::Torch`].
@@ -155,16 +155,16 @@ impl UnitLayout {
     }
 }
 
-/// One parameter within its unit.
+/// The layout of one parameter within its unit.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Param {
-    /// Which parameter.
+    /// The parameter's name.
     pub name: ParamName,
     /// Shape of the parameter in this layout.
     pub shape: Vec<i64>,
-    /// First element within the unit, a multiple of [`ALIGNMENT`].
+    /// Index of the first element within the unit, a multiple of [`ALIGNMENT`].
     pub offset: usize,
-    /// Weight decay applies: matrices, not norms and biases.
+    /// Whether weight decay applies: true for matrices, false for norms and biases.
     pub decay: bool,
 }
 
@@ -175,7 +175,7 @@ impl Param {
     }
 }
 
-/// A view of a parameter that the unit has.
+/// A view of a parameter; panics if the unit does not have it.
 pub(super) fn required(layout: &UnitLayout, name: ParamName, flat: &Tensor) -> Tensor {
     layout.view(name, flat).unwrap_or_else(|| panic!("the {} has no {name:?}", layout.unit))
 }

@@ -1,4 +1,4 @@
-//! Shapes of published models, and tiny ones for tests and the demo.
+//! Shapes of published models, and of tiny ones for tests and the demo.
 
 use tch::Kind;
 
@@ -48,8 +48,8 @@ pub const PRESETS: [&str; 32] = [
 ];
 
 impl ModelSpec {
-    /// The shape with this name, one of [`PRESETS`]. `micro` (for tests) and `tiny` (for the demo) are Qwen2 shapes of
-    /// 27,936 and 796,800 weights with a vocabulary of 96 and 64 and no end-of-sequence id; the others are as published.
+    /// The shape with this name, one of [`PRESETS`]. `micro` (for tests) and `tiny` (for the demo) have Qwen2's architecture with 27,936 and 796,800
+    /// weights, vocabularies of 96 and 64, and no end-of-sequence id. The others are as published.
     pub fn preset(name: &str) -> Option<Self> {
         // vocabulary, hidden, MLP, layers, heads, key/value heads, head width
         let spec = match name {
@@ -154,8 +154,8 @@ fn qwen3(sizes: [usize; 7], tie_word_embeddings: bool) -> ModelSpec {
     ModelSpec { family: Family::Qwen3, max_position_embeddings: 40_960, ..spec }
 }
 
-/// With a gated delta net in three of four layers, whose key heads, value heads and head width are `delta`. Of the published text
-/// models, without their vision towers; no end-of-sequence id is set.
+/// Qwen3.5: three of four layers have a gated delta net, whose numbers of key heads and value heads and head width are `delta`. This is the published
+/// model's text part; no end-of-sequence id is set.
 fn qwen3_5(sizes: [usize; 7], delta: [usize; 3], tie_word_embeddings: bool) -> ModelSpec {
     let [num_key_heads, num_value_heads, width] = delta;
     let heads = DeltaHeads { num_key_heads, num_value_heads, key_dim: width, value_dim: width, conv_width: 4 };
@@ -181,7 +181,8 @@ fn qwen3_5(sizes: [usize; 7], delta: [usize; 3], tie_word_embeddings: bool) -> M
     }
 }
 
-/// With experts in all layers: their number, those of a token, the width of one; and the width of one that every token goes to.
+/// Adds experts to all layers. The array has the number of experts, the experts per token, and an expert's width; the last argument is the shared
+/// expert's width.
 fn with_experts(
     family: Family,
     [num_experts, num_experts_per_tok, intermediate]: [usize; 3],
@@ -242,7 +243,7 @@ fn llama3(sizes: [usize; 7], tie_word_embeddings: bool, factor: f64) -> ModelSpe
     }
 }
 
-/// Every fourth layer turns nothing.
+/// SmolLM3: every fourth layer has no rotary embedding.
 fn smollm3(sizes: [usize; 7]) -> ModelSpec {
     let spec = qwen2(sizes, true).map_attention(|layer, attention| {
         attention.qkv_bias = false;
@@ -277,7 +278,7 @@ fn granite(sizes: [usize; 7]) -> ModelSpec {
     }
 }
 
-/// Llama's layers with a rotation that is not scaled.
+/// Llama with unscaled rotary frequencies.
 fn llama(sizes: [usize; 7], theta: f64) -> ModelSpec {
     let rope = RopeSpec { theta, scaling: None, partial_rotary_factor: 1.0 };
     let spec = llama3(sizes, false, 1.0).map_attention(|_, attention| attention.rope = Some(rope));
@@ -297,7 +298,7 @@ fn glm4(sizes: [usize; 7]) -> ModelSpec {
     ModelSpec { family: Family::Glm4, ..spec.map_blocks(|_, block| block.norms = NormPlaces::BOTH) }
 }
 
-/// The first layer has no experts.
+/// GLM-4.5: the first layer has a dense MLP instead of experts.
 fn glm4_moe(sizes: [usize; 7], experts: [usize; 3]) -> ModelSpec {
     let dense = glm4(sizes).map_attention(|_, attention| attention.rope.iter_mut().for_each(|rope| rope.theta = 1e6));
     let spec = dense.map_blocks(|_, block| block.norms = NormPlaces::PRE);
@@ -310,7 +311,7 @@ fn glm4_moe(sizes: [usize; 7], experts: [usize; 3]) -> ModelSpec {
     ModelSpec { router_aux_loss_coef: 0.0, max_position_embeddings: 131_072, ..spec }
 }
 
-/// With so many experts, and those of a token.
+/// gpt-oss with the given number of experts and experts per token.
 fn gpt_oss(sizes: [usize; 7], [num_experts, per_token]: [usize; 2]) -> ModelSpec {
     let scaling = YarnScaling {
         factor: 32.0,
@@ -333,7 +334,7 @@ fn gpt_oss(sizes: [usize; 7], [num_experts, per_token]: [usize; 2]) -> ModelSpec
     ModelSpec { router_aux_loss_coef: 0.0, rms_norm_eps: 1e-5, max_position_embeddings: 131_072, ..spec }
 }
 
-/// Text alone. The smallest one's rotations are for 32,768 tokens.
+/// Gemma 3's text part. The smallest model has no rope scaling, as its context is 32,768 tokens.
 fn gemma3(sizes: [usize; 7], query_pre_attn_scalar: usize, window: usize) -> ModelSpec {
     let is_long = sizes[1] > 1_152;
     let scaling = is_long.then_some(RopeScaling::Linear { factor: 8.0 });

@@ -1,4 +1,4 @@
-//! Where a model is: a folder, or a repository of the Hugging Face Hub, with or without adapters beside it.
+//! Finds a model: in a folder or in a repository of the Hugging Face Hub, with or without adapters.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -12,26 +12,26 @@ use crate::data::hub::{Snapshot, is_plainly_local};
 use crate::data::{Hub, Repo, TEMPLATES_FOLDER};
 use crate::error::{Error, Result};
 
-/// The folders that a model is loaded from: a model folder, or an adapter folder and its base.
+/// The folders that a model is loaded from: a model folder, or a base model's folder and an adapter folder.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ModelSource {
     /// The model folder: configuration, weights, tokenizer.
     pub base: PathBuf,
-    /// The adapters beside it.
+    /// The folder of the adapters, if there are any.
     pub adapters: Option<PathBuf>,
 }
 
 impl ModelSource {
-    /// Finds `name`, a folder of either kind or a repository in the cache of the Hub, without a network; `base` overrides the
-    /// model that adapters name.
+    /// Finds `name` without network access. `name` is a model folder, an adapter folder, or a repository in the Hub's cache; `base` overrides the
+    /// base model that adapters name.
     ///
     /// # Errors
-    /// [`Error::Hub`] for a name that is neither; [`Error::BadFile`] for adapters whose base is not found.
+    /// [`Error::Hub`] for a name that is none of these; [`Error::BadFile`] for adapters whose base is not found.
     pub fn new(name: &Path, base: Option<&Path>) -> Result<Self> {
         Self::find(name, None, base, &Hub::cached())
     }
 
-    /// Finds `name` at `revision`, where it is a repository's, through `hub`, which may download it.
+    /// Finds `name` through `hub`, which may download it. `revision` applies to repositories.
     ///
     /// # Errors
     /// The errors of [`ModelSource::new`].
@@ -46,12 +46,12 @@ impl ModelSource {
     }
 }
 
-/// Refuses llama.cpp's files where a model's folder is expected.
+/// Refuses GGUF files (llama.cpp) with an error that explains how to convert them.
 fn refuse_gguf(folder: &Path) -> Result<()> {
     let is_of = |path: &Path, kind: &str| path.extension().is_some_and(|extension| extension == kind);
     let files: Vec<PathBuf> = match std::fs::read_dir(folder) {
         Ok(entries) => entries.flatten().map(|entry| entry.path()).collect(),
-        Err(_) => vec![folder.to_owned()], // a file, or nothing: its reader says so
+        Err(_) => vec![folder.to_owned()], // a file, or missing: its reader reports that
     };
     let Some(file) = files.iter().find(|file| is_of(file, "gguf")) else { return Ok(()) };
     if files.iter().any(|file| is_of(file, "safetensors")) {
@@ -67,7 +67,7 @@ fn refuse_gguf(folder: &Path) -> Result<()> {
     Err(Error::bad_file(file, message))
 }
 
-/// The folder of a model that is named by its path or by its repository.
+/// The local folder of a model given by its path or by its repository's name.
 fn locate(name: &Path, revision: Option<&str>, hub: &Hub) -> Result<PathBuf> {
     let repo = name.to_str().filter(|_| !is_plainly_local(name)).and_then(|name| Repo::model(name, revision));
     let Some(repo) = repo else { return Ok(name.to_owned()) };
@@ -76,7 +76,7 @@ fn locate(name: &Path, revision: Option<&str>, hub: &Hub) -> Result<PathBuf> {
     Ok(snapshot.folder())
 }
 
-/// The files of a repository that a run reads: configurations, the tokenizer, and one set of weights.
+/// The files of a repository that a run needs: configurations, the tokenizer, and one set of weights.
 fn model_files(repo: &Repo, snapshot: &Snapshot<'_>) -> Result<Vec<String>> {
     let names = snapshot.names();
     let has = |name: &str| names.iter().any(|known| known == name);
@@ -106,8 +106,8 @@ fn model_files(repo: &Repo, snapshot: &Snapshot<'_>) -> Result<Vec<String>> {
     Ok(wanted)
 }
 
-/// The folder of the model that adapters were trained on, as their configuration names it: relative to the current folder, to
-/// the adapters' own, or on the Hub.
+/// The folder of the base model that an adapter's configuration names: relative to the current folder, relative to the adapter's folder, or on the
+/// Hub.
 fn base_of(folder: &Path, hub: &Hub) -> Result<PathBuf> {
     let config = JsonObject::read(&folder.join(ADAPTER_CONFIG))?;
     let text = |key: &str| config.get(key).and_then(Value::as_str);

@@ -1,4 +1,4 @@
-//! A model in stages: consecutive layers, each stage on ranks of its own. The first has the embedding, the last the head.
+//! Pipeline stages: consecutive layers, with each stage on its own ranks. The first stage has the embedding, the last the head.
 
 use std::ops::Range;
 
@@ -6,36 +6,35 @@ use super::spec::{ModelSpec, Unit};
 use crate::config::PipelinePartition;
 use crate::error::{Error, Result};
 
-/// Which layers each stage of a pipeline has.
+/// The partition of a model's layers into pipeline stages.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Stages {
-    bounds: Vec<usize>, // stage s has layers bounds[s]..bounds[s + 1]
+    bounds: Vec<usize>, // stage s has the layers bounds[s]..bounds[s + 1]
 }
 
 /// One stage of a pipeline.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Stage {
-    /// Place of the stage in the pipeline, from 0.
+    /// Index of the stage in the pipeline, from 0.
     pub index: usize,
-    /// Stages in all.
+    /// Number of stages in the pipeline.
     pub num_stages: usize,
-    /// Layers of the model that it computes.
+    /// Indices of the layers that the stage computes.
     pub layers: Range<usize>,
 }
 
 impl Stages {
-    /// All layers in one stage.
+    /// A single stage with all layers.
     pub fn one(spec: &ModelSpec) -> Self {
         Self { bounds: vec![0, spec.num_layers()] }
     }
 
-    /// Cuts a model into `num_stages` of as many layers as `partition` says. An empty partition cuts by planned time: the slowest
-    /// stage is as fast as can be, where a layer and the head take the time in which their weights are read.
+    /// Partitions a model into `num_stages` stages with the numbers of layers in `partition`. If `partition` is empty, minimizes the predicted time
+    /// of the slowest stage, where a layer or the head takes the time needed to read its weights.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`] on `pipeline_parallel_size` for more stages than layers with attention, and on `pipeline_partition` for
-    /// other numbers than one a stage, for a sum that is not the model's number of layers, and for a stage without any layer that has
-    /// attention.
+    /// [`Error::InvalidValue`] for `pipeline_parallel_size`, if there are more stages than attention layers; for `pipeline_partition`, if it does not
+    /// have one number per stage, if the sum is not the model's number of layers, or if a stage has no attention layer.
     pub fn new(spec: &ModelSpec, num_stages: usize, partition: &[usize]) -> Result<Self> {
         let (num_layers, most) = (spec.num_layers(), spec.attention_layers().count());
         if !(1..=most).contains(&num_stages) {
@@ -80,10 +79,10 @@ impl Stages {
         self.bounds.len() - 1
     }
 
-    /// One of the stages.
+    /// The stage with this index.
     ///
     /// # Panics
-    /// If there are not as many.
+    /// If there is no such stage.
     pub fn stage(&self, index: usize) -> Stage {
         Stage { index, num_stages: self.count(), layers: self.bounds[index]..self.bounds[index + 1] }
     }
@@ -95,22 +94,22 @@ impl Stages {
 }
 
 impl Stage {
-    /// Whether tokens enter the model here.
+    /// Whether this is the first stage, which embeds the tokens.
     pub fn is_first(&self) -> bool {
         self.index == 0
     }
 
-    /// Whether tokens are sampled here.
+    /// Whether this is the last stage, which samples tokens.
     pub fn is_last(&self) -> bool {
         self.index + 1 == self.num_stages
     }
 
-    /// Whether the stage computes with the embedding's table: the first looks tokens up, the last may have it as its head.
+    /// Whether the stage needs the embedding table: the first stage embeds tokens; the last uses it as its head if the two are tied.
     pub fn has_table(&self, spec: &ModelSpec) -> bool {
         self.is_first() || (self.is_last() && spec.tie_word_embeddings)
     }
 
-    /// Units of the model that the stage computes with, in order.
+    /// The units of the model that the stage computes with, in order.
     pub fn units(&self, spec: &ModelSpec) -> Vec<Unit> {
         let embedding = self.has_table(spec).then_some(Unit::Embedding);
         let draft_head = spec.draft_head.filter(|_| self.is_last()).map(|_| Unit::DraftHead);
@@ -120,20 +119,20 @@ impl Stage {
 }
 
 impl ModelSpec {
-    /// The model with these layers alone, counted from 0.
+    /// The model reduced to a range of its layers, numbered from 0.
     pub fn of_layers(&self, layers: &Range<usize>) -> Self {
         Self { layers: self.layers[layers.clone()].to_vec(), ..self.clone() }
     }
 }
 
-/// Layers of each stage such that the slowest one has the least to read; of such cuts one whose stages differ least.
+/// Numbers of layers per stage that minimize the weights read by the slowest stage; among these, the partition whose stages differ least.
 ///
 /// # Panics
-/// For more stages than layers with attention, of which every stage has at least one.
+/// If there are more stages than attention layers, since each stage needs at least one.
 fn sizes_by_time(spec: &ModelSpec, num_stages: usize) -> Vec<usize> {
     let numel = |unit| spec.shapes(unit).iter().map(|(_, shape)| shape.iter().product::<i64>() as f64).sum::<f64>();
-    let head = spec.vocab_size as f64 * spec.hidden_size as f64; // its table may be the embedding's
-    let mut read = vec![0.0]; // by the layers before each
+    let head = spec.vocab_size as f64 * spec.hidden_size as f64; // its table may be tied to the embedding's
+    let mut read = vec![0.0]; // weights read by the layers before each index
     for layer in 0..spec.num_layers() {
         read.push(read[layer] + numel(Unit::Block(layer)));
     }
@@ -150,15 +149,15 @@ fn sizes_by_time(spec: &ModelSpec, num_stages: usize) -> Vec<usize> {
     cut().expect("every stage can have a layer with attention").1
 }
 
-/// The least cost of a cut of `len` layers into `count` parts, and the parts' sizes: `join` adds the cost of a part to that of those
-/// before it. None if no cut has parts that `cost` allows.
+/// Finds the cheapest partition of `len` layers into `count` parts and returns its cost and the parts' sizes. `join` adds a part's cost to that of
+/// the parts before it. Returns `None` if `cost` permits no partition.
 fn best_cut(
     len: usize,
     count: usize,
     cost: impl Fn(usize, usize) -> Option<f64>,
     join: impl Fn(f64, f64) -> f64,
 ) -> Option<(f64, Vec<usize>)> {
-    let mut best: Vec<Option<(f64, Vec<usize>)>> = vec![None; len + 1]; // of the layers before each
+    let mut best: Vec<Option<(f64, Vec<usize>)>> = vec![None; len + 1]; // for the layers before each index
     best[0] = Some((0.0, Vec::new()));
     for _ in 0..count {
         let extend = |to: usize| {
@@ -166,7 +165,7 @@ fn best_cut(
                 let (before, sizes) = best[from].as_ref()?;
                 Some((join(*before, cost(from, to)?), sizes, to - from))
             });
-            // Of equal cuts the one whose last part is smallest.
+            // Among equally cheap partitions, take the one with the smallest last part.
             let least = cuts.min_by(|a, b| a.0.total_cmp(&b.0).then(a.2.cmp(&b.2)));
             least.map(|(cost, sizes, size)| (cost, [sizes.as_slice(), &[size]].concat()))
         };

@@ -1,5 +1,5 @@
-//! Tensors over the flat storage of the embedding and of the head. Nothing here copies: writing to a view writes to the flat tensor.
-//! Weights and gradients share these structs.
+//! Views of the embedding's and the head's flat tensors. Nothing is copied: writing to a view writes to the flat tensor. Weights and gradients use
+//! the same structs.
 
 use tch::Tensor;
 
@@ -26,9 +26,9 @@ impl EmbeddingParams {
 /// The head's parameters.
 #[derive(Debug)]
 pub struct HeadParams {
-    /// Norm before the head.
+    /// Weight of the norm before the head.
     pub final_norm: Tensor, // [D]
-    /// One row per token id; `None` when the embedding table serves as the head.
+    /// One row per token id; `None` if the head is tied to the embedding table.
     pub lm_head: Option<Tensor>, // [V, D]
 }
 
@@ -56,7 +56,7 @@ mod tests {
         Arc::new(with_heads(ModelSpec::preset("micro").unwrap(), num_heads, num_kv_heads))
     }
 
-    /// Weight and bias rows [query heads, 2 + ..] of a slice: all q, then k and v of each group.
+    /// Reorders the rows [query heads, 2 + ..] of a slice's weight and bias: all queries, then the key and value of each group.
     fn rows(slice: &Linear, spec: &ModelSpec, kv_heads: i64) -> [Tensor; 3] {
         let hd = spec.attention().head_dim as i64;
         let joined = |Piece { weight, bias, .. }: &Piece| {
@@ -107,7 +107,7 @@ mod tests {
                 assert!(
                     join(|slice| slice.linear(Matrix::GateUp).weight(), 0).equal(whole.linear(Matrix::GateUp).weight())
                 );
-                // A slice is a view: what is written through it is in the flat tensor.
+                // A slice is a view: writing to it changes the flat tensor.
                 let last = &slices[tp_size - 1];
                 let before = flat.sum(Kind::Double).double_value(&[]);
                 let _ = last.linear(Matrix::O).weight().shallow_clone().g_add_scalar_(1.0);

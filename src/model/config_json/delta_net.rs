@@ -1,4 +1,4 @@
-//! The keys that describe gated delta nets, and what comes with them.
+//! Keys of `config.json` that describe gated delta nets, and other keys of these families.
 
 use serde_json::{Value, json};
 
@@ -8,10 +8,10 @@ use crate::model::json::JsonObject;
 use crate::model::spec::{BlockSpec, DeltaNetSpec, Mixer, ModelSpec};
 use crate::ops::delta_net::DeltaHeads;
 
-/// Every so many-th layer has attention where neither `layer_types` nor `full_attention_interval` is given, as in transformers.
+/// If neither `layer_types` nor `full_attention_interval` is given, every n-th layer has attention, with this n, as in transformers.
 const USUAL_INTERVAL: usize = 4;
 
-/// Puts the gated delta nets that a `config.json` describes into the layers that have one.
+/// Replaces the mixers of layers by gated delta nets, as a `config.json` describes them.
 pub(super) fn read(config: &JsonObject, hidden: usize, layers: &mut [BlockSpec]) -> Result<()> {
     if config.has("attn_output_gate") && !config.flag("attn_output_gate")? {
         return Err(config.wrong("attn_output_gate", "true, as transformers has it for this family"));
@@ -44,7 +44,7 @@ pub(super) fn read(config: &JsonObject, hidden: usize, layers: &mut [BlockSpec])
     Ok(())
 }
 
-/// Layers with attention.
+/// Indices of the layers with attention.
 fn full_attention(config: &JsonObject, num_layers: usize) -> Result<Vec<usize>> {
     if let Some(types) = layer_types::read_all(config, [layer_types::LINEAR, layer_types::FULL], num_layers)? {
         let full = types.iter().enumerate().filter(|(_, kind)| **kind == layer_types::FULL);
@@ -55,7 +55,7 @@ fn full_attention(config: &JsonObject, num_layers: usize) -> Result<Vec<usize>> 
     Ok((0..num_layers).filter(|layer| (layer + 1).is_multiple_of(interval)).collect())
 }
 
-/// Adds the keys to a `config.json`.
+/// Adds the keys that describe gated delta nets to a `config.json`.
 pub(super) fn write(spec: &ModelSpec, heads: DeltaHeads, config: &mut Value) {
     let name = |block: &BlockSpec| match block.mixer {
         Mixer::Attention(_) => layer_types::FULL,

@@ -1,4 +1,4 @@
-//! The keys that describe experts.
+//! Keys of `config.json` that describe experts.
 
 use serde_json::{Value, json};
 
@@ -8,12 +8,12 @@ use crate::model::json::JsonObject;
 use crate::model::spec::{BlockSpec, DenseSpec, ExpertsSpec, Mlp, ModelSpec, SharedExpertSpec};
 use crate::ops::router::{RouterOptions, RouterScores};
 
-/// Coefficient where `router_aux_loss_coef` is absent, as in transformers.
+/// Default of `router_aux_loss_coef`, as in transformers.
 const USUAL_AUX_LOSS_COEF: f64 = 0.001;
 
-/// The experts that a `config.json` describes, of layers that have some.
+/// Reads the experts that a `config.json` describes, for layers that have experts.
 pub(super) fn read(config: &JsonObject, hidden: usize, traits: &Traits) -> Result<ExpertsSpec> {
-    // transformers reads both names.
+    // transformers accepts both names.
     let count = if config.has("num_experts") { "num_experts" } else { "num_local_experts" };
     let num_experts = config.size(count, 1 << 12)?;
     let num_experts_per_tok = config.size("num_experts_per_tok", 1 << 12)?;
@@ -45,7 +45,7 @@ pub(super) fn read(config: &JsonObject, hidden: usize, traits: &Traits) -> Resul
     })
 }
 
-/// Weight of the loss that balances the experts' load.
+/// Reads the weight of the auxiliary loss that balances experts.
 pub(super) fn aux_loss_coef(config: &JsonObject) -> Result<f64> {
     match config.get("router_aux_loss_coef").map(Value::as_f64) {
         None => Ok(USUAL_AUX_LOSS_COEF),
@@ -54,7 +54,7 @@ pub(super) fn aux_loss_coef(config: &JsonObject) -> Result<f64> {
     }
 }
 
-/// Puts the experts into the layers that have some.
+/// Replaces the MLPs of layers by experts, in the layers that `config.json` selects.
 pub(super) fn place(config: &JsonObject, experts: ExpertsSpec, layers: &mut [BlockSpec]) -> Result<()> {
     let step = match config.get("decoder_sparse_step") {
         None => 1,
@@ -68,7 +68,7 @@ pub(super) fn place(config: &JsonObject, experts: ExpertsSpec, layers: &mut [Blo
     Ok(())
 }
 
-/// Adds the keys to a `config.json`.
+/// Adds the keys that describe experts to a `config.json`.
 pub(super) fn write(spec: &ModelSpec, experts: ExpertsSpec, config: &mut Value) {
     config["num_experts"] = json!(experts.num_experts);
     config["num_experts_per_tok"] = json!(experts.router.num_experts_per_tok);

@@ -1,8 +1,8 @@
-//! The meaning of the keys of `config.json` and `generation_config.json`. docs/files.md shows the tables.
+//! The known keys of `config.json` and `generation_config.json`, by how they are handled. docs/files.md shows the tables.
 
 use crate::untrusted::KeyTable;
 
-/// `config.json`. Whatever the configuration class of a served family has in transformers is in one of the lists.
+/// Keys of `config.json`. Every key of a supported family's configuration class in transformers is in one of the lists.
 pub(crate) const CONFIG_KEYS: KeyTable = KeyTable {
     name: "config.json",
     served: "architectures attn_output_gate bos_token_id decoder_sparse_step dtype eos_token_id first_k_dense_replace full_attention_interval head_dim \
@@ -41,7 +41,7 @@ pub(crate) const CONFIG_KEYS: KeyTable = KeyTable {
 
 const LONG_ROPE: &str = "LongRoPE is not supported (its frequencies depend on the longest sequence)";
 
-/// `rope_parameters` and `rope_scaling` within `config.json`.
+/// Keys of `rope_parameters` and `rope_scaling` within `config.json`.
 pub(crate) const ROPE_KEYS: KeyTable = KeyTable {
     name: "rope_parameters",
     served: "attention_factor beta_fast beta_slow factor high_freq_factor low_freq_factor mscale mscale_all_dim \
@@ -56,8 +56,8 @@ pub(crate) const ROPE_KEYS: KeyTable = KeyTable {
     ignores_unknown: false,
 };
 
-/// `generation_config.json`. Temperature and its kin are a run's own keys; what else changes the distribution that tokens are drawn from, and
-/// cannot be asked for here, is refused.
+/// Keys of `generation_config.json`. Temperature and similar settings come from the run's configuration; other keys that change the sampling
+/// distribution, and have no equivalent here, are refused.
 pub(crate) const GENERATION_KEYS: KeyTable = KeyTable {
     name: "generation_config.json",
     served: "bos_token_id eos_token_id",

@@ -1,23 +1,23 @@
-//! `layer_types`: what mixes the tokens of each layer.
+//! The key `layer_types`, which names the kind of mixer of each layer.
 
 use serde_json::Value;
 
 use super::super::json::JsonObject;
 use crate::error::{Error, Result};
 
-/// The key of a `config.json`.
+/// The key in `config.json`.
 pub(super) const KEY: &str = "layer_types";
-/// A layer whose tokens attend to all before them.
+/// Type of a layer whose tokens attend to all tokens before them.
 pub(super) const FULL: &str = "full_attention";
-/// A layer whose tokens attend to those of a window.
+/// Type of a layer whose tokens attend to a sliding window.
 pub(super) const SLIDING: &str = "sliding_attention";
-/// A layer with a gated delta net.
+/// Type of a layer with a gated delta net.
 pub(super) const LINEAR: &str = "linear_attention";
 
-/// The types that the file lists, each one of `kinds`; none where it has no list.
+/// The layer types that the file lists, each one of `kinds`; `None` if it has no list.
 ///
 /// # Errors
-/// [`Error::BadFile`](crate::Error::BadFile) for what is no list, and for the first type that the decoder does not compute.
+/// [`Error::BadFile`](crate::Error::BadFile) for a value that is not a list, and for the first type that the decoder does not support.
 pub(super) fn read<'c>(config: &'c JsonObject, kinds: [&str; 2], num_layers: usize) -> Result<Option<Vec<&'c str>>> {
     let Some(types) = config.get(KEY) else { return Ok(None) };
     let expected = expected(kinds, num_layers);
@@ -29,12 +29,12 @@ pub(super) fn read<'c>(config: &'c JsonObject, kinds: [&str; 2], num_layers: usi
     types.iter().enumerate().map(known).collect::<Result<_>>().map(Some)
 }
 
-/// The error for a list of another length.
+/// The error for a list whose length is not the number of layers.
 pub(super) fn wrong_len(config: &JsonObject, num_layers: usize) -> Error {
     config.wrong(KEY, expected([FULL, SLIDING], num_layers))
 }
 
-/// [`read`], of a list for as many layers as the model has.
+/// Reads the list like [`read`], and checks that it has one entry per layer.
 ///
 /// # Errors
 /// The errors of [`read`]; [`Error::BadFile`](crate::Error::BadFile) for a list of another length.

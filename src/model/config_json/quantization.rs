@@ -1,4 +1,4 @@
-//! `quantization_config`: which files in FP8 are read, and what is said of those that are written.
+//! The key `quantization_config`: which FP8 files can be read, and its value for files that we write.
 
 use serde_json::{Value, json};
 
@@ -10,10 +10,10 @@ use crate::ops::fp8::BLOCK;
 
 pub(super) const KEY: &str = "quantization_config";
 
-/// Refuses files that are quantised otherwise than they are read: in e4m3, with scales of blocks of 128 x 128, of rows or of whole matrices.
+/// Refuses quantized files that cannot be read. Supported is e4m3 with scales per block of 128 x 128, per row or per matrix.
 ///
 /// # Errors
-/// [`Error::BadFile`](crate::Error::BadFile) with the key that says so.
+/// [`Error::BadFile`](crate::Error::BadFile) with the offending key.
 pub(super) fn check(config: &JsonObject) -> Result<()> {
     let Some(own) = config.object(KEY)? else { return Ok(()) };
     match own.get("quant_method").and_then(Value::as_str) {
@@ -54,7 +54,7 @@ pub(super) fn check(config: &JsonObject) -> Result<()> {
     }
 }
 
-/// Refuses another word than `words`; an absent key is taken.
+/// Checks that a key is absent or one of `words`.
 fn expect(object: &JsonObject, key: &str, words: &[&str]) -> Result<()> {
     match object.get(key) {
         Some(value) if !words.iter().any(|word| value == word) => Err(object.wrong(key, words.join(" or "))),
@@ -62,7 +62,7 @@ fn expect(object: &JsonObject, key: &str, words: &[&str]) -> Result<()> {
     }
 }
 
-/// What files say whose blocks' matrices are in e4m3, in blocks of 128 x 128, as Qwen's do.
+/// The value of `quantization_config` for files with e4m3 matrices in blocks of 128 x 128, as in Qwen's checkpoints.
 pub(super) fn of_fp8(spec: &ModelSpec) -> Value {
     let all = spec.units().flat_map(|unit| tensors(spec, unit)).filter(|tensor| tensor.shape.len() == 2);
     let plain = all.filter(|tensor| !tensor.is_rounded_as_published());

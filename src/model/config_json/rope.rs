@@ -1,4 +1,4 @@
-//! Rotary frequencies in `config.json`: `rope_parameters`, as transformers 5 writes them, or `rope_theta` and `rope_scaling`.
+//! Rotary frequencies in `config.json`: `rope_parameters` as transformers 5 writes them, or `rope_theta` and `rope_scaling`.
 
 use serde_json::{Value, json};
 
@@ -7,12 +7,12 @@ use crate::error::Result;
 use crate::model::json::JsonObject;
 use crate::ops::rope::{Llama3Scaling, RopeScaling, YarnMscale, YarnScaling};
 
-/// transformers' default where a file names no base.
+/// Base of the frequencies if a file has none, as in transformers.
 const DEFAULT_ROPE_THETA: f64 = 10_000.0;
 const ORIGINAL: &str = "original_max_position_embeddings";
 
-/// Base and scaling of layers of a type. Where both spellings are present, `rope_scaling` counts, as in transformers 5, unless
-/// `rope_parameters` are by types of layers.
+/// Reads the base and the scaling for layers of a type. If both spellings are present, `rope_scaling` takes precedence, as in transformers 5, unless
+/// `rope_parameters` is nested by layer type.
 pub(super) fn read(config: &JsonObject, layer_type: &str) -> Result<(f64, Option<RopeScaling>)> {
     let of_type = config.object("rope_parameters")?.map_or(Ok(None), |rope| rope.object(layer_type))?;
     let key = if config.get("rope_scaling").is_some() { "rope_scaling" } else { "rope_parameters" };
@@ -39,7 +39,7 @@ pub(super) fn read(config: &JsonObject, layer_type: &str) -> Result<(f64, Option
     Ok((theta, scaling))
 }
 
-/// Checks the keys of all objects that describe rotations, which may be by types of layers, and returns these objects.
+/// Checks the keys of all objects that describe rotary embeddings, which may be nested by layer type, and returns these objects.
 pub(super) fn objects(config: &JsonObject, may_differ: bool) -> Result<Vec<JsonObject>> {
     let mut objects: Vec<_> = config.object("rope_scaling")?.into_iter().collect();
     if let Some(rope) = config.object("rope_parameters")? {
@@ -52,7 +52,8 @@ pub(super) fn objects(config: &JsonObject, may_differ: bool) -> Result<Vec<JsonO
     Ok(objects)
 }
 
-/// Share of a head that is turned, such that an even number of its columns is; `usual` where the file does not say.
+/// Reads the fraction of a head's columns that is rotated, and checks that it gives an even number of columns. Returns `usual` if the file has no
+/// such key.
 pub(super) fn partial_rotary_factor(config: &JsonObject, head_dim: usize, usual: f64) -> Result<f64> {
     const KEY: &str = "partial_rotary_factor";
     let rope = config.object("rope_parameters")?;
@@ -69,7 +70,7 @@ pub(super) fn partial_rotary_factor(config: &JsonObject, head_dim: usize, usual:
     }
 }
 
-/// Tokens of a context that YaRN extends, 0 without: files that ask for it often leave the context of the pre-training beside it.
+/// The context in tokens that YaRN extends the model to; 0 without YaRN. Files with YaRN often still state the context length of pre-training.
 pub(super) fn extended_context(config: &JsonObject) -> Result<usize> {
     Ok(match read(config, layer_types::FULL)?.1 {
         Some(RopeScaling::Yarn(yarn)) => ((yarn.original_max_position_embeddings * yarn.factor) as usize).min(1 << 31),
@@ -90,7 +91,7 @@ fn llama3(rope: &JsonObject) -> Result<Llama3Scaling> {
     }
 }
 
-/// Absent keys mean what they mean to transformers: the pre-training's context is the model's, and 0 is as good as absent.
+/// Reads YaRN's keys. Defaults are those of transformers: the original context is the model's, and a value of 0 counts as absent.
 fn yarn(config: &JsonObject, rope: &JsonObject) -> Result<YarnScaling> {
     let given = |key| match rope.get(key) {
         None => Ok(None),
@@ -122,7 +123,7 @@ fn yarn(config: &JsonObject, rope: &JsonObject) -> Result<YarnScaling> {
     }
 }
 
-/// `rope_parameters`.
+/// The value of `rope_parameters`.
 pub(in crate::model) fn write(theta: f64, scaling: Option<&RopeScaling>) -> Value {
     let mut rope = match scaling {
         None => json!({"rope_type": "default"}),

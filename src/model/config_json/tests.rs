@@ -11,7 +11,7 @@ fn load(config: &Value) -> Result<ModelSpec> {
     ModelSpec::from_folder(folder.path())
 }
 
-/// `config` with `key` set, or removed where `value` is the text "remove".
+/// A copy of `config` with `key` set to `value`, or removed if `value` is the text "remove".
 fn with(config: &Value, key: &str, value: Value) -> Value {
     let mut config = config.clone();
     match value {
@@ -21,7 +21,8 @@ fn with(config: &Value, key: &str, value: Value) -> Value {
     config
 }
 
-/// scripts/golden_keys.py: what the configuration classes of our families have in transformers, and its `GenerationConfig`.
+/// The golden file from scripts/golden_keys.py lists the keys of the supported families' configuration classes in transformers, and of its
+/// `GenerationConfig`.
 #[test]
 fn keys_that_transformers_knows_are_known_here() {
     let golden: Value = serde_json::from_str(include_str!("../../../tests/golden/keys.json")).unwrap();
@@ -49,7 +50,7 @@ fn unsupported_generation_config_keys_are_refused() {
     }
 }
 
-/// transformers' class has no `max_window_layers` here, and of gated delta nets no window.
+/// In transformers, Qwen2-MoE's class has no `max_window_layers`, and gated delta nets have no window.
 #[test]
 fn sliding_windows_apply_to_the_same_layers_as_in_transformers() {
     for (preset, window) in [("tiny-moe", Some(16)), ("tiny-hybrid", None)] {
@@ -97,7 +98,8 @@ fn old_and_new_spellings_of_rope_and_dtype_are_read() {
     assert_eq!(load(&new).unwrap(), spec);
 }
 
-/// scripts/golden.py: transformers' own frequencies, in float32, and factors. At position 1 a rotation turns by its frequency.
+/// The golden file from scripts/golden.py has transformers' float32 frequencies and attention factors. At position 1 the angle of a rotation is its
+/// frequency.
 #[test]
 fn rope_scaling_matches_transformers() {
     let cases: Vec<Value> = serde_json::from_str(include_str!("../../../tests/golden/rope.json")).unwrap();
@@ -295,7 +297,7 @@ fn shared_expert_settings_are_read_or_refused() {
     let good = spec.to_config_json();
     let own_eos = |spec: ModelSpec| ModelSpec { eos_token_ids: Vec::new(), ..spec };
     assert_eq!(own_eos(load(&good).unwrap()), own_eos(spec.clone()));
-    // Every token is computed with the shared expert and two of five others.
+    // Each token uses the shared expert and two of five experts, so three are idle.
     assert_eq!(spec.num_params() - spec.num_active_params(), 2 * 3 * 3 * 16 * 32);
     for (key, value, message) in [
         ("shared_expert_intermediate_size", json!("remove"), "shared_expert_intermediate_size is absent"),
@@ -314,7 +316,8 @@ fn shared_expert_settings_are_read_or_refused() {
     assert!(error.contains("experts of intermediate size 16, a shared expert of intermediate size 22)"), "{error}");
 }
 
-/// Follows transformers' `SmolLM3Config`: layers without rope in a list or at an interval, which have the window where no list of types says so.
+/// Follows transformers' `SmolLM3Config`: layers without rope are given by a list or by an interval, and have the window unless a list of types
+/// decides.
 #[test]
 fn smollm3_layers_use_rope_as_in_transformers() {
     let shape = |spec: &ModelSpec| -> Vec<(bool, Option<usize>)> {
@@ -347,7 +350,7 @@ fn smollm3_layers_use_rope_as_in_transformers() {
     }
 }
 
-/// Layers of one model may see more or less: Qwen2 from `max_window_layers` on, or as its list says.
+/// Layers of one model may have different windows: in Qwen2 from `max_window_layers` on, or as a list of types states.
 #[test]
 fn sliding_windows_may_differ_by_layer() {
     let good = ModelSpec::preset("micro").unwrap().to_config_json();
@@ -360,7 +363,7 @@ fn sliding_windows_may_differ_by_layer() {
     assert_eq!(load(&first.to_config_json()).unwrap(), first);
 }
 
-/// Follows transformers' `GraniteConfig`: a factor that is absent is 1, that of scores, too.
+/// Follows transformers' `GraniteConfig`: an absent multiplier is 1, including that of scores.
 #[test]
 fn granite_multipliers_are_read_as_in_transformers() {
     let mut config = ModelSpec::preset("granite3.1-8b").unwrap().with_num_layers(2).to_config_json();
@@ -374,7 +377,8 @@ fn granite_multipliers_are_read_as_in_transformers() {
     assert_eq!((spec.embedding_multiplier, spec.logits_scaling), (1.0, 1.0));
 }
 
-/// As DeepSeek, Qwen, Mistral and compressed-tensors publish weights in FP8. What is written again says nothing of it.
+/// Configurations of FP8 weights as DeepSeek, Qwen, Mistral and compressed-tensors publish them. A configuration that is written again does not
+/// mention FP8.
 #[test]
 fn fp8_models_have_the_spec_of_unquantized_ones() {
     let good = ModelSpec::preset("micro").unwrap();

@@ -1,4 +1,5 @@
-//! Files of models that see: `text_config` describes the part that is trained and sampled from, and the rest stays as it is.
+//! Configurations of vision-language models: `text_config` describes the text part, which is trained and sampled from. Everything else is kept
+//! unchanged.
 
 use std::path::Path;
 
@@ -11,7 +12,7 @@ use crate::model::spec::ModelSpec;
 
 const KEY: &str = "text_config";
 
-/// The description of the text part. Whether the head is tied is said outside of it, as in transformers, and so may be the type.
+/// Extracts the description of the text part. Whether the head is tied is stated outside of it, as in transformers; so may be the dtype.
 pub(super) fn read(whole: JsonObject) -> Result<JsonObject> {
     quantization::check(&whole)?;
     let mut text = whole.object(KEY)?.ok_or_else(|| whole.wrong(KEY, "an object that describes the text model"))?;
@@ -22,7 +23,7 @@ pub(super) fn read(whole: JsonObject) -> Result<JsonObject> {
     Ok(text)
 }
 
-/// The `config.json` of `base`, for weights of the type of `spec`.
+/// A copy of `base`'s `config.json`, changed to the type of `spec`'s weights.
 pub(super) fn whole_config(spec: &ModelSpec, base: Option<&Path>) -> Result<Value> {
     let base = base.ok_or_else(|| Error::InvalidArgument {
         op: "ModelSpec::write_config",
@@ -42,7 +43,7 @@ pub(super) fn whole_config(spec: &ModelSpec, base: Option<&Path>) -> Result<Valu
     rewrite(&mut config[KEY]);
     config.as_object_mut().expect("read as one").remove(quantization::KEY);
     if !spec.tie_word_embeddings {
-        config["tie_word_embeddings"] = json!(false); // whatever `base` says: its files decide
+        config["tie_word_embeddings"] = json!(false); // the new weights decide, not `base`'s configuration
     }
     Ok(config)
 }

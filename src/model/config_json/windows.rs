@@ -1,4 +1,4 @@
-//! The keys that give layers a window.
+//! Keys of `config.json` that give layers a sliding window.
 
 use serde_json::{Value, json};
 
@@ -9,10 +9,10 @@ use crate::model::json::JsonObject;
 use crate::model::spec::{Mixer, ModelSpec};
 
 const KEY: &str = "sliding_window";
-/// Every so many-th layer has none.
+/// Key of an interval n: every n-th layer has full attention.
 const PERIOD: &str = "sliding_window_pattern";
 
-/// The window of each layer, whose `types` the file has or leaves out.
+/// The sliding window of each layer; `types` is the file's list of layer types, if it has one.
 pub(super) fn read(
     config: &JsonObject,
     counts: Window,
@@ -54,7 +54,7 @@ pub(super) fn read(
     }
 }
 
-/// Adds the keys to a `config.json`: those that switch windows on, and the list of layers.
+/// Adds the keys of windows to a `config.json`: those that switch windows on, and the list of layer types.
 pub(super) fn write(spec: &ModelSpec, counts: Window, config: &mut Value) {
     let has_window = |layer: usize| matches!(spec.layers[layer].mixer, Mixer::Attention(own) if own.window.is_some());
     let count = (0..spec.num_layers()).filter(|&layer| has_window(layer)).count();

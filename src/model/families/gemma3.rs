@@ -1,5 +1,5 @@
-//! Gemma 3: five layers with a window and a rotation of their own to one without, norms before and behind each sublayer that scale by
-//! 1 + weight, an embedding times sqrt(D), and GELU (arXiv 2503.19786).
+//! Gemma 3 (arXiv 2503.19786): five layers with a sliding window and their own rope base for each layer with full attention; norms before and after
+//! each sublayer that multiply by 1 + weight; embeddings multiplied by sqrt(D); GELU.
 
 use serde_json::{Value, json};
 
@@ -29,9 +29,9 @@ pub(super) const TRAITS: Traits = Traits {
     ..llama::TRAITS
 };
 
-/// Scores are divided by the root of this.
+/// Key: attention scores are divided by the square root of this value.
 const SCALAR: &str = "query_pre_attn_scalar";
-/// Base of the rotation of layers with a window.
+/// Key: base of the rotary frequencies in layers with a window.
 const LOCAL_THETA: &str = "rope_local_base_freq";
 const USUAL_LOCAL_THETA: f64 = 10_000.0;
 
@@ -61,7 +61,7 @@ fn read(config: &JsonObject, spec: ModelSpec) -> Result<ModelSpec> {
     Ok(ModelSpec { embedding_multiplier, rounds_embedding_multiplier: true, ..spec })
 }
 
-/// The rotations as transformers 5 has them, by types of layers, and as 4 has them.
+/// Writes the rotary embeddings as transformers 5 reads them, by layer type, and as version 4 reads them.
 fn write(spec: &ModelSpec, config: &mut Value) {
     config[SCALAR] = json!(spec.attention().scale.powi(-2).round());
     config["hidden_activation"] = config["hidden_act"].take();

@@ -1,4 +1,5 @@
-//! GLM-4 of 2024: Llama with biases on query, key and value, half of each head turned in neighbouring pairs, and gate and up in one tensor.
+//! GLM-4 of 2024: Llama with biases on query, key and value, a rotary embedding on half of each head's columns in adjacent pairs, and gate and up in
+//! one tensor.
 
 use serde_json::{Value, json};
 
@@ -19,7 +20,7 @@ pub(super) const TRAITS: Traits = Traits {
     ..llama::TRAITS
 };
 
-/// Writes the keys of biases and of partial rotation where transformers 4 reads them.
+/// Writes the keys of biases and of the partial rotary embedding where transformers 4 reads them.
 fn write(spec: &ModelSpec, config: &mut Value) {
     config["attention_bias"] = json!(spec.attention().qkv_bias);
     config["partial_rotary_factor"] = config["rope_parameters"]["partial_rotary_factor"].clone();

@@ -1,4 +1,4 @@
-//! GLM-4 of 2025: GLM-4 of 2024 with norms behind the sublayers, too.
+//! GLM-4 of 2025: GLM-4 of 2024 plus norms of the sublayers' outputs.
 
 use super::{Traits, glm};
 use crate::model::spec::{NormPlaces, ParamName};

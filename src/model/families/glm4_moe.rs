@@ -1,5 +1,5 @@
-//! GLM-4.5 and 4.6: experts whose scores are sigmoids with a correction that is not trained, beside one that every token goes to; the first
-//! layers have none (arXiv 2508.06471).
+//! GLM-4.5 and GLM-4.6 (arXiv 2508.06471): experts chosen by sigmoid scores with an untrained correction, plus a shared expert; the first layers have
+//! a dense MLP.
 
 use serde_json::{Value, json};
 
@@ -80,7 +80,7 @@ fn write(spec: &ModelSpec, config: &mut Value) {
         config["topk_group"] = json!(groups_per_tok);
         config["routed_scaling_factor"] = json!(scale);
     }
-    // Words of other families for the same.
+    // Names that other families use for the same settings.
     let others = [
         "num_experts",
         "decoder_sparse_step",

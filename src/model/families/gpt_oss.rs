@@ -1,5 +1,5 @@
-//! gpt-oss: a sink for every query head, windows in every second layer, and in all layers experts with biases and a SwiGLU whose gate and up
-//! are cut to a range. Published files have the experts in MXFP4 (arXiv 2508.10925).
+//! gpt-oss (arXiv 2508.10925): an attention sink for every query head, sliding windows in every second layer, and in all layers experts with biases
+//! and a SwiGLU with clamped gate and up. Published files have the experts in MXFP4.
 
 use serde_json::{Value, json};
 
@@ -59,7 +59,7 @@ fn read(config: &JsonObject, spec: ModelSpec) -> Result<ModelSpec> {
         gates_shared: false,
         has_biases: true,
     };
-    // Published files have a coefficient that transformers uses where the router's logits are asked for alone.
+    // Published files contain a coefficient that transformers ignores unless `output_router_logits` is set.
     let is_balanced = config.flag("output_router_logits")?;
     let coef = config.get("router_aux_loss_coef").and_then(Value::as_f64).filter(|coef| *coef >= 0.0);
     let coef = coef.ok_or_else(|| config.wrong("router_aux_loss_coef", "a number of at least 0"))?;
@@ -75,7 +75,7 @@ fn write(spec: &ModelSpec, config: &mut Value) {
     config["swiglu_alpha"] = json!(SWISH_SLOPE);
     config["swiglu_limit"] = json!(SWISH_LIMIT);
     config["output_router_logits"] = json!(spec.router_aux_loss_coef > 0.0);
-    // Words of other families for the same.
+    // Names that other families use for the same settings.
     let others = ["num_experts", "moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers"];
     if let Some(config) = config.as_object_mut() {
         others.iter().for_each(|key| _ = config.shift_remove(*key));

@@ -1,4 +1,4 @@
-//! Granite 3: Llama with factors of the embedding, of scores, of what sublayers add to the residual stream, and of logits.
+//! Granite 3: Llama with multipliers of the embedding, of attention scores, of sublayers' outputs, and of logits.
 
 use serde_json::{Value, json};
 
@@ -10,7 +10,7 @@ use crate::model::spec::ModelSpec;
 pub(super) const TRAITS: Traits =
     Traits { architecture: "GraniteForCausalLM", model_type: "granite", read, write, ..llama::TRAITS };
 
-/// A factor that the file leaves out is 1, as in transformers.
+/// Reads the multipliers; an absent one is 1, as in transformers.
 fn read(config: &JsonObject, spec: ModelSpec) -> Result<ModelSpec> {
     let factor = |key| if config.has(key) { config.positive(key) } else { Ok(1.0) };
     let (scale, residual_scale) = (factor("attention_multiplier")?, factor("residual_multiplier")?);

@@ -1,4 +1,4 @@
-//! Llama 3.x: the plain decoder, to which the other families are compared; its rope is scaled by wavelength.
+//! Llama 3.x: the baseline decoder from which other families are derived; its rope is scaled by wavelength.
 
 use serde_json::json;
 

@@ -1,4 +1,4 @@
-//! Ministral: Mistral with a window in the layers that `layer_types` lists, or in all.
+//! Ministral: Mistral with a sliding window in the layers that `layer_types` lists, or in all.
 
 use serde_json::json;
 

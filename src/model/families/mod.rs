@@ -1,4 +1,4 @@
-//! Families of decoders, a file each: what their `config.json` calls them, and what it leaves unsaid.
+//! Model families, one file each: their names in `config.json`, and the properties it leaves unsaid.
 
 mod gemma3;
 mod glm;
@@ -29,7 +29,7 @@ use super::spec::{Family, ModelSpec, NormPlaces, ParamName, QkNorm, families};
 use crate::config::TargetModule;
 use crate::error::Result;
 
-/// What each family has, from its own file.
+/// Generates `Family::traits`, which returns each family's `TRAITS`.
 macro_rules! traits_of {
     ($($(#[$doc:meta])* $name:ident: $file:ident,)*) => {
         impl Family {
@@ -44,109 +44,109 @@ macro_rules! traits_of {
 
 families!(traits_of);
 
-/// Traits of a family that `config.json` leaves unsaid.
+/// Properties of a family that `config.json` leaves unsaid.
 pub(super) struct Traits {
-    /// `architectures`
+    /// Value of `architectures` in `config.json`.
     pub architecture: &'static str,
-    /// `model_type`
+    /// Value of `model_type` in `config.json`.
     pub model_type: &'static str,
-    /// Query, key and value have biases.
+    /// The query, key and value projections have biases.
     pub qkv_bias: bool,
-    /// `attention_bias` says whether they do; the projection behind attention has none.
+    /// The key `attention_bias` states whether query, key and value have biases; attention's output projection has none.
     pub has_attention_bias: bool,
     /// Norms of queries and keys.
     pub qk_norm: Option<QkNorm>,
-    /// Norms of the sublayers.
+    /// Places of the sublayers' norms.
     pub norms: NormPlaces,
-    /// Width of a head where `head_dim` is absent; `None`: `hidden_size / num_attention_heads`.
+    /// Default of `head_dim`; `None` means `hidden_size / num_attention_heads`.
     pub head_dim: Option<usize>,
-    /// Which layers `sliding_window` is for.
+    /// Which layers `sliding_window` applies to.
     pub window: Window,
     /// `config.json` describes experts.
     pub has_experts: bool,
-    /// Beside its experts, `config.json` describes one that every token goes to.
+    /// `config.json` also describes a shared expert, which processes every token.
     pub has_shared_expert: bool,
-    /// The weights of a token's experts are divided by their sum, which `norm_topk_prob` need not say.
+    /// The routing weights of a token's experts are divided by their sum, even if `norm_topk_prob` is absent.
     pub divides_by_choices: bool,
     /// `config.json` describes gated delta nets; attention has an output gate.
     pub has_delta_nets: bool,
-    /// A checkpoint has the projections of a gated delta net in two tensors, by key heads.
+    /// A checkpoint stores a gated delta net's projections in two tensors, grouped by key heads.
     pub interleaves_delta_nets: bool,
-    /// Norms scale by 1 + weight, but for those within gated delta nets.
+    /// Norms multiply by 1 + weight, except those within gated delta nets.
     pub zero_centred_norms: bool,
-    /// Heads may be turned in part: the share that is turned where `partial_rotary_factor` is absent.
+    /// Default of `partial_rotary_factor`, for families that may rotate only part of each head.
     pub rotary_factor: Option<f64>,
-    /// A checkpoint has the columns of a head that are turned together next to each other; ours are half of what is turned apart.
+    /// A checkpoint stores the columns of a head that rotate together next to each other. In our layout they are half of the rotated columns apart.
     pub turns_pairs: bool,
-    /// Tensors in which a checkpoint has several projections.
+    /// Tensors in which a checkpoint fuses several projections.
     pub fused_tensors: &'static [FusedTensor],
-    /// A checkpoint has one tensor for a matrix of all experts, of each [in, out], gates and ups in turn, and one for its biases.
+    /// A checkpoint has one tensor for the matrices of all experts, each [in, out] with gate and up alternating, and one for their biases.
     pub stacks_experts: bool,
-    /// These tensors may be in MXFP4.
+    /// The stacked expert tensors may be in MXFP4.
     pub reads_mxfp4: bool,
-    /// The module of the expert that every token goes to.
+    /// Name of the shared expert's module.
     pub shared_expert: &'static str,
-    /// A checkpoint may have layers behind the last one, which predict further tokens.
+    /// A checkpoint may have layers after the last one (multi-token prediction), which are copied unchanged.
     pub keeps_further_layers: bool,
-    /// Tensors of a block that a checkpoint names otherwise than those of other families.
+    /// Tensors of a block whose checkpoint names differ from the usual ones.
     pub tensor_names: &'static [(ParamName, &'static str)],
-    /// The values of keys that a `config.json` may leave out, as in transformers.
+    /// Default values of `config.json`'s keys, as in transformers.
     pub defaults: fn() -> Value,
-    /// Reads the keys that are the family's own: the model as it is by those that families share, changed.
+    /// Reads the family's own keys and changes the spec that was read from the shared keys.
     pub read: fn(&JsonObject, ModelSpec) -> Result<ModelSpec>,
-    /// Adds those keys to a `config.json`.
+    /// Adds the family's own keys to a `config.json`.
     pub write: fn(&ModelSpec, &mut Value),
-    /// Files whose `text_config` describes a model of this family, beside a vision tower.
+    /// Names of vision-language models whose `text_config` describes a model of this family.
     pub whole: Option<Whole>,
 }
 
-/// A tensor of a checkpoint that has the rows of several projections, one after the other.
+/// A checkpoint's tensor that contains the rows of several projections, one after the other.
 #[derive(Clone, Copy)]
 pub(super) struct FusedTensor {
-    /// The module within its block.
+    /// Name of the module within its block.
     pub name: &'static str,
-    /// The projections, all of one matrix.
+    /// The projections, all of one fused matrix.
     pub modules: &'static [TargetModule],
 }
 
-/// Files of a model that sees, of which a text model is a part.
+/// Names in files of a vision-language model that has a text model as a part.
 #[derive(Clone, Copy)]
 pub(super) struct Whole {
-    /// Names of the whole.
+    /// Names of the whole model's architecture.
     pub names: Names,
-    /// The decoder in names of tensors.
+    /// Prefix of the decoder's tensors.
     pub decoder: &'static str,
-    /// The head.
+    /// Name of the output head's tensor.
     pub head: &'static str,
-    /// Beginnings of the names of tensors that are kept as they are.
+    /// Prefixes of the names of tensors that are copied unchanged.
     pub kept: &'static [&'static str],
 }
 
-/// Names of an architecture in `config.json`.
+/// The names of an architecture in `config.json`.
 #[derive(Clone, Copy)]
 pub(super) struct Names {
-    /// `architectures`
+    /// Value of `architectures`.
     pub architecture: &'static str,
-    /// `model_type`
+    /// Value of `model_type`.
     pub model_type: &'static str,
 }
 
-/// Which layers `sliding_window` is for.
+/// Which layers `sliding_window` applies to.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Window {
-    /// No layer has a window: the key has no meaning.
+    /// No layer: the key is ignored.
     Never,
-    /// All, and this is the window where the key is missing.
+    /// All layers. The value is the default window if the key is absent.
     Always(usize),
-    /// Layers from `max_window_layers` on have one, with `use_sliding_window` only.
+    /// Layers from `max_window_layers` on, if `use_sliding_window` is set.
     Switched,
-    /// With `use_sliding_window` the layers that `layer_types` lists have one, or all where there is no list.
+    /// The layers that `layer_types` lists, or all without such a list, if `use_sliding_window` is set.
     Listed,
-    /// All layers, with `use_sliding_window` only.
+    /// All layers, if `use_sliding_window` is set.
     SwitchedForAll,
-    /// With `use_sliding_window` some layers have one, which is not served.
+    /// Some layers if `use_sliding_window` is set, which is unsupported and refused.
     Refused,
-    /// The layers that `layer_types` lists, or all but every so many-th one where there is no list.
+    /// The layers that `layer_types` lists or, without such a list, all layers except every n-th.
     Patterned(usize),
 }
 
@@ -154,7 +154,7 @@ pub(super) enum Window {
 mod tests {
     use super::*;
 
-    /// A folder of scripts/golden.py, which the integration tests compare.
+    /// Every family has a folder of golden numbers (scripts/golden.py), which the integration tests use.
     #[test]
     fn every_model_family_has_golden_test_data() {
         let golden = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");

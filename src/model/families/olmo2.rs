@@ -1,4 +1,4 @@
-//! OLMo 2: norms behind the sublayers, and over all heads of queries and keys (arXiv 2501.00656).
+//! OLMo 2 (arXiv 2501.00656): norms of the sublayers' outputs, and norms over all heads of queries and keys together.
 
 use super::{Traits, llama};
 use crate::model::spec::{NormPlaces, QkNorm};

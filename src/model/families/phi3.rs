@@ -1,5 +1,5 @@
-//! Phi-3 and Phi-4: Llama whose queries, keys and values are one tensor, and gate and up another; heads may be turned in part
-//! (arXiv 2404.14219, 2412.08905).
+//! Phi-3 and Phi-4 (arXiv 2404.14219, 2412.08905): Llama with queries, keys and values in one tensor and gate and up in another; only part of each
+//! head may be rotated.
 
 use serde_json::{Value, json};
 
@@ -26,7 +26,7 @@ pub(super) const TRAITS: Traits = Traits {
 
 const WINDOW_OF_PHI_3_MINI: usize = 2047;
 
-/// Scaled rotations are LongRoPE's, whatever name they have, whose frequencies are others for all tokens once a sequence is long.
+/// Refuses scaled rotary frequencies. They are LongRoPE's under any name; LongRoPE changes the frequencies of all tokens once a sequence is long.
 fn read(config: &JsonObject, spec: ModelSpec) -> Result<ModelSpec> {
     match spec.attention().rope.is_some_and(|rope| rope.scaling.is_some()) {
         false => Ok(spec),
@@ -35,7 +35,7 @@ fn read(config: &JsonObject, spec: ModelSpec) -> Result<ModelSpec> {
     }
 }
 
-/// Writes the key of partial rotation where transformers 4 reads it.
+/// Writes the key of the partial rotary embedding where transformers 4 reads it.
 fn write(_spec: &ModelSpec, config: &mut Value) {
     config["partial_rotary_factor"] = config["rope_parameters"]["partial_rotary_factor"].clone();
 }

@@ -1,4 +1,4 @@
-//! `config.json` of published models, as their pages have it, and the presets of their shapes.
+//! Tests `config.json` of published models, as copied from their pages, against the presets.
 
 use serde_json::{Value, json};
 
@@ -10,7 +10,7 @@ fn read(config: &Value) -> ModelSpec {
     ModelSpec::from_config_json(folder.path().join("config.json")).unwrap()
 }
 
-/// What files leave out is what transformers takes for it. End-of-sequence ids of some are in `generation_config.json`.
+/// Keys that files omit have transformers' defaults. Some models have their end-of-sequence ids only in `generation_config.json`.
 #[test]
 fn published_config_json_files_match_the_presets() {
     let gemma_1b = json!({"architectures": ["Gemma3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,

@@ -1,5 +1,4 @@
-//! Qwen1.5 and Qwen2 with experts: Qwen2's attention, and in its layers a router with experts in place of the MLP, beside one expert that
-//! every token goes to.
+//! Qwen1.5-MoE and Qwen2-MoE: Qwen2's attention; in place of the MLP a router with experts, plus a shared expert.
 
 use super::{Traits, Window, qwen2};
 

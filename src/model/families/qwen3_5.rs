@@ -1,5 +1,5 @@
-//! Qwen3.5 and 3.6: gated delta nets, and in every so many-th layer attention with an output gate whose heads are turned in part; norms
-//! that scale by 1 + weight.
+//! Qwen3.5 and Qwen3.6: gated delta nets, and in every n-th layer attention with an output gate and a partial rotary embedding; norms multiply by 1 +
+//! weight.
 
 use super::{Names, Traits, Whole, Window, qwen3};
 
@@ -15,7 +15,7 @@ pub(super) const TRAITS: Traits = Traits {
     ..qwen3::TRAITS
 };
 
-/// With a vision tower.
+/// Names in files that also contain the vision tower.
 pub(super) const WHOLE: Whole = Whole {
     names: Names { architecture: "Qwen3_5ForConditionalGeneration", model_type: "qwen3_5" },
     decoder: "model.language_model",

@@ -1,5 +1,4 @@
-//! Qwen3.5 and 3.6 with experts: Qwen3.5's layers, with a router and experts in place of the MLP, beside one expert that every token
-//! goes to.
+//! Qwen3.5 and Qwen3.6 MoE: Qwen3.5's layers with a router, experts and a shared expert in place of the MLP.
 
 use super::{Names, Traits, Whole, qwen3_5};
 

@@ -1,4 +1,4 @@
-//! Qwen3 with experts: Qwen3's attention, and in its layers a router with experts in place of the MLP.
+//! Qwen3 MoE: Qwen3's attention, with a router and experts in place of the MLP.
 
 use super::{Traits, Window, qwen3};
 

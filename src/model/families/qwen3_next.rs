@@ -1,8 +1,7 @@
-//! Qwen3-Next: Qwen3.5 with experts, but that some layers may have none, and that the projections of a gated delta net lie together in two
-//! tensors.
+//! Qwen3-Next: like Qwen3.5 MoE, but some layers may have no experts, and a checkpoint stores a gated delta net's projections in two tensors.
 //!
-//! LoRA on `in_proj_qkvz` and `in_proj_ba` is refused. PEFT gives each tensor one adapter, whose A its parts share. Here the parts
-//! are separate matrices; adapters trained apart are no adapter of rank r of the file's tensor. Sharing A needs a parameter that two
+//! LoRA on `in_proj_qkvz` and `in_proj_ba` is refused. PEFT gives each tensor one adapter, whose A is shared by its parts. Here the parts are
+//! separate matrices, and adapters trained separately are not a rank-r adapter of the file's tensor. Sharing A would need a parameter that two
 //! matrices have in common, in the optimizer, ZeRO's shards, dropout and checkpoints.
 
 use super::{Traits, qwen3_5_moe};

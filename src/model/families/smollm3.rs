@@ -1,4 +1,4 @@
-//! SmolLM3: Llama that turns nothing in some layers, which may have a window instead (arXiv 2501.18795).
+//! SmolLM3 (arXiv 2501.18795): Llama without a rotary embedding in some layers, which may have a sliding window instead.
 
 use serde_json::{Value, json};
 
@@ -16,13 +16,14 @@ pub(super) const TRAITS: Traits = Traits {
     ..llama::TRAITS
 };
 
-/// For every layer 1 if it turns, else 0.
+/// Key: for every layer 1 if it has a rotary embedding, else 0.
 const KEY: &str = "no_rope_layers";
-/// Where there is no list, every so many-th layer turns nothing.
+/// Key: without the list, every n-th layer has no rotary embedding.
 const INTERVAL: &str = "no_rope_layer_interval";
 const USUAL_INTERVAL: usize = 4;
 
-/// Absent keys mean what they mean to transformers: the head is tied, and without `layer_types` the layers that turn nothing have the window.
+/// Reads the family's keys. Defaults are transformers': the head is tied and, without `layer_types`, the layers without a rotary embedding have the
+/// window.
 fn read(config: &JsonObject, spec: ModelSpec) -> Result<ModelSpec> {
     let turns = turns(config, spec.num_layers())?;
     let lists_windows = config.has("layer_types");

@@ -1,4 +1,4 @@
-//! One safetensors file, mapped, with a header that was checked against the file before anything else happens.
+//! One safetensors file, mapped into memory, with a header that is checked against the file before anything is read.
 //!
 //! A file is 8 bytes of header length (little endian), the header (JSON: name to dtype, shape, data_offsets), the data.
 #![allow(unsafe_code)]
@@ -15,12 +15,12 @@ use tch::{Kind, Tensor};
 use crate::error::{Error, Result};
 use crate::untrusted;
 
-/// Longest header that is read, in bytes; the format's own limit.
+/// Longest header that is accepted, in bytes; this is safetensors' own limit.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
-/// Bytes of the header's length.
+/// Number of bytes that store the header's length.
 const LENGTH_BYTES: usize = 8;
 
-/// A mapped file whose tensors all lie within it, without gaps or overlaps.
+/// A mapped file whose tensors are all within it, without gaps or overlaps.
 #[derive(Debug)]
 pub(crate) struct MappedFile {
     pub(crate) path: PathBuf,
@@ -52,17 +52,17 @@ impl MappedFile {
         }
     }
 
-    /// An entry of its metadata.
+    /// The metadata entry of this name.
     pub(crate) fn metadata(&self, key: &str) -> Option<&str> {
         self.header.metadata().as_ref()?.get(key).map(String::as_str)
     }
 
-    /// Names of its tensors, in file order.
+    /// Names of the file's tensors, in file order.
     pub(crate) fn names(&self) -> Vec<String> {
         self.header.offset_keys()
     }
 
-    /// An entry of the header's own, which is no tensor.
+    /// A text entry of the header's metadata, such as a note about quantization.
     pub(in crate::model) fn note(&self, name: &str) -> Option<&str> {
         self.header.metadata().as_ref()?.get(name).map(String::as_str)
     }
@@ -71,21 +71,21 @@ impl MappedFile {
         self.header.info(name)
     }
 
-    /// A tensor's bytes, which may be misaligned.
+    /// The bytes of a tensor, which may be misaligned.
     pub(crate) fn bytes(&self, name: &str) -> Option<&[u8]> {
         let (start, end) = self.info(name)?.data_offsets;
         Some(&self.map[self.data_start + start..self.data_start + end])
     }
 
-    /// Refuses a tensor that is missing, of another shape or of a type that we do not read.
+    /// Checks that a tensor exists with this shape and a type that we can read.
     ///
     /// # Errors
-    /// [`Error::BadFile`] with its name, what was found and what is expected.
+    /// [`Error::BadFile`] with its name, what was found and what was expected.
     pub(in crate::model) fn check(&self, name: &str, shape: &[i64]) -> Result<()> {
         self.check_type(name, shape, &|dtype| kind_of(dtype).is_some(), "F32, BF16 or F16")
     }
 
-    /// [`MappedFile::check`] of a tensor of bytes.
+    /// Checks a tensor of bytes (U8), like [`MappedFile::check`].
     ///
     /// # Errors
     /// [`Error::BadFile`].
@@ -104,7 +104,7 @@ impl MappedFile {
         }
     }
 
-    /// Refuses a tensor that is missing or of another shape.
+    /// Checks that a tensor exists with this shape.
     ///
     /// # Errors
     /// The errors of [`MappedFile::check`].
@@ -117,11 +117,10 @@ impl MappedFile {
         Ok(info)
     }
 
-    /// Copies a tensor that passed [`MappedFile::check`], from its element `first` on, out of the map, whose data may be misaligned, to
-    /// some elements in the same order.
+    /// Copies a tensor that passed [`MappedFile::check`], from its element `first` on, into `target`. The mapped data may be misaligned.
     ///
     /// # Errors
-    /// [`Error::Torch`] where memory does not suffice.
+    /// [`Error::Torch`] if memory is exhausted.
     pub(in crate::model) fn copy_to(&self, name: &str, first: usize, target: &mut Tensor) -> Result<()> {
         let kind = self.info(name).and_then(|info| kind_of(info.dtype));
         let (bytes, kind) = self.bytes(name).zip(kind).expect("checked before");
@@ -132,10 +131,10 @@ impl MappedFile {
     }
 }
 
-/// The names in the header of a file, whatever it says of them.
+/// The names in a file's header, without checking the header's contents.
 ///
 /// # Errors
-/// [`Error::BadFile`] for a header that is no JSON object.
+/// [`Error::BadFile`] if the header is not a JSON object.
 pub(super) fn names(path: &Path) -> Result<Vec<String>> {
     let (map, data_start) = map(path)?;
     let header: HashMap<String, IgnoredAny> = serde_json::from_slice(&map[LENGTH_BYTES..data_start])
@@ -143,7 +142,7 @@ pub(super) fn names(path: &Path) -> Result<Vec<String>> {
     Ok(header.into_keys().collect())
 }
 
-/// A file, mapped, and where the data behind its header begins.
+/// Maps a file and returns the offset of the data after its header.
 fn map(path: &Path) -> Result<(Mmap, usize)> {
     let bad = |message: String| Error::bad_file(path, message);
     let file = untrusted::open(path).map_err(|error| match error.kind() {
@@ -154,8 +153,8 @@ fn map(path: &Path) -> Result<(Mmap, usize)> {
     if actual < LENGTH_BYTES as u64 {
         return Err(bad(format!("the file is truncated: it has {actual} bytes, expected at least {LENGTH_BYTES}")));
     }
-    // SAFETY: the map is read-only, and only this module reads it. Somebody who shortens the file meanwhile ends the
-    // process (SIGBUS), as with every reader that maps weights.
+    // SAFETY: the map is read-only, and only this module reads it. If another process truncates the file meanwhile, ours gets SIGBUS, like every
+    // program that maps weights.
     let map = unsafe { Mmap::map(&file) }.map_err(|error| bad(error.to_string()))?;
     let header_bytes = u64::from_le_bytes(map[..LENGTH_BYTES].try_into().expect("8 bytes"));
     if header_bytes > MAX_HEADER_BYTES {
@@ -170,7 +169,7 @@ fn map(path: &Path) -> Result<(Mmap, usize)> {
     Ok((map, data_start))
 }
 
-/// The entries of a header before [`Metadata`] checks that they fit together.
+/// A header's entries, before [`Metadata`] checks that they are consistent.
 #[derive(serde::Deserialize)]
 struct Entries {
     #[serde(rename = "__metadata__")]
@@ -179,7 +178,7 @@ struct Entries {
     tensors: HashMap<String, TensorInfo>,
 }
 
-/// The first tensor, in file order, that a header cannot have, where its entries can be read.
+/// The first invalid tensor of a header, in file order, if its entries can be parsed.
 fn fault(header: &[u8]) -> Option<String> {
     let entries: Entries = serde_json::from_slice(header).ok()?;
     let mut tensors: Vec<_> = entries.tensors.iter().map(|(name, info)| (info.data_offsets, name, info)).collect();
@@ -204,7 +203,7 @@ fn fault(header: &[u8]) -> Option<String> {
     None
 }
 
-/// The kind of a weight's type; `None` where we do not read it.
+/// The tensor type for a dtype in a file; `None` if we do not read it.
 fn kind_of(dtype: Dtype) -> Option<Kind> {
     match dtype {
         Dtype::F32 => Some(Kind::Float),
@@ -214,7 +213,7 @@ fn kind_of(dtype: Dtype) -> Option<Kind> {
     }
 }
 
-/// The type on disk of a kind.
+/// The dtype in a file for a tensor type.
 pub(in crate::model) fn dtype_of(kind: Kind) -> Result<Dtype> {
     match kind {
         Kind::Float => Ok(Dtype::F32),

@@ -1,30 +1,30 @@
-//! Qwen3-Next's tensors of a gated delta net's projections: `in_proj_qkvz`, with the rows of each key head together, those of its query,
-//! of its key, of its value heads' values and of their gates; and `in_proj_ba`, with its value heads' write strengths and decays.
+//! Qwen3-Next's tensors for a gated delta net's projections. `in_proj_qkvz` groups rows by key head: its query, its key, and its value heads' values
+//! and gates. `in_proj_ba` groups write strengths and decays in the same way.
 
 use std::ops::Range;
 
 use crate::model::spec::Matrix;
 use crate::ops::delta_net::DeltaHeads;
 
-/// Rows of a matrix that lie together in a tensor of a checkpoint.
+/// Consecutive rows of one of our matrices that are also consecutive in a checkpoint's tensor.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct InterleavedRows {
-    /// The tensor's name within its block.
+    /// Name of the tensor within its block.
     pub tensor: &'static str,
-    /// All rows of the tensor.
+    /// Number of rows of the tensor.
     pub num_rows: usize,
-    /// The first of them that is this piece's.
+    /// Index of the piece's first row in the tensor.
     pub first: usize,
-    /// The rows of the matrix.
+    /// Indices of the piece's rows in our matrix.
     pub rows: Range<usize>,
 }
 
-/// The pieces of a matrix, in its order of rows; none of a matrix that is a tensor by itself.
+/// The pieces of a matrix, in its order of rows; empty if the checkpoint stores the matrix as one tensor.
 pub(super) fn pieces(matrix: Matrix, heads: DeltaHeads) -> Vec<InterleavedRows> {
     let DeltaHeads { num_key_heads, num_value_heads, key_dim, value_dim, .. } = heads;
     let of_key = num_value_heads / num_key_heads;
     let (values, keys) = (of_key * value_dim, num_key_heads * key_dim);
-    // Of every section of the matrix: its first row, rows of a key head, and where these begin among the key head's rows of the tensor.
+    // For every section of the matrix: its first row, its rows per key head, and the offset of these among the key head's rows of the tensor.
     let (tensor, of_head, sections) = match matrix {
         Matrix::DeltaQkv => {
             let sections = vec![(0, key_dim, 0), (keys, key_dim, key_dim), (2 * keys, values, 2 * key_dim)];

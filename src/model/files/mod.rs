@@ -1,7 +1,7 @@
 //! Weight files: safetensors with Hugging Face names and shapes, one file or shards with an index.
 //!
-//! `names` maps our parameters to theirs, `header` checks a file before anything is allocated from it, `scaled` has matrices in FP8, `read` and
-//! `write` move one unit at a time.
+//! `names` maps our parameters to Hugging Face's, `header` checks a file before anything is allocated from it, `scaled` reads FP8 matrices, `read`
+//! and `write` transfer one unit at a time.
 
 mod header;
 mod interleaved;
@@ -21,7 +21,7 @@ pub(super) use read::has_own_head;
 pub use write::WeightWriter;
 pub(crate) use write::{TORCH_FORMAT, encode_header, sync};
 
-/// Weights in one file.
+/// File name of unsharded weights.
 pub(super) const SINGLE: &str = "model.safetensors";
-/// Which shard holds which tensor.
+/// File name of the index, which maps tensors to shards.
 pub(super) const INDEX: &str = "model.safetensors.index.json";

@@ -1,19 +1,19 @@
-//! MXFP4: blocks of 32 numbers of four bits, e2m1, each block with a scale of eight bits, an exponent of 2 (OCP's microscaling formats). A
-//! checkpoint has the numbers of a matrix by its rows, two a byte and the lower half first, in NAME_blocks, and the scales in NAME_scales.
+//! MXFP4 (OCP microscaling): blocks of 32 numbers in 4 bits (e2m1), each block with an 8-bit scale, an exponent of 2. A checkpoint stores a matrix's
+//! numbers row by row, two per byte with the lower 4 bits first, in NAME_blocks, and the scales in NAME_scales.
 
 use tch::Tensor;
 
 use crate::error::Result;
 
-/// Numbers of a block.
+/// Numbers in a block.
 const BLOCK: usize = 32;
-/// The exponent of a scale of 1.
+/// The exponent that means a scale of 1.
 const BIAS: i32 = 127;
-/// Numbers by their four bits.
+/// The value of each 4-bit code.
 const E2M1: [f32; 16] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
 const ENDINGS: [&str; 2] = ["_blocks", "_scales"];
 
-/// The tensors that have matrices [E, N, K], with their shapes.
+/// Names and shapes of the two tensors that store matrices [E, N, K].
 pub(super) fn parts(name: &str, [experts, rows, columns]: [i64; 3]) -> [(String, Vec<i64>); 2] {
     let scales = vec![experts, rows, columns / BLOCK as i64];
     let blocks = [&scales[..], &[BLOCK as i64 / 2]].concat();
@@ -21,15 +21,15 @@ pub(super) fn parts(name: &str, [experts, rows, columns]: [i64; 3]) -> [(String,
     [(of_blocks, blocks), (of_scales, scales)]
 }
 
-/// Whether a tensor is one of the two.
+/// Whether a tensor's name is that of an MXFP4 tensor.
 pub(super) fn is_part(name: &str) -> bool {
     ENDINGS.iter().any(|ending| name.ends_with(ending))
 }
 
-/// Writes the numbers to matrices of a type that has them exactly, bfloat16 among these.
+/// Decodes the numbers into a tensor whose type represents them exactly, such as bfloat16.
 ///
 /// # Errors
-/// [`crate::Error::Torch`] where memory does not suffice.
+/// [`crate::Error::Torch`] if memory is exhausted.
 pub(super) fn decode(
     blocks: &[u8], // [E, N, K / 32, 16]
     scales: &[u8], // [E, N, K / 32]
@@ -63,7 +63,7 @@ mod tests {
         blocks[0] = 0x72; // 1, 6
         blocks[16] = 0x91; // 0.5, -0.5 of the second block, scaled by 2
         blocks[32 + 15] = 0xf0; // -6 at the end of the third, scaled by 2^-7
-        let to = Tensor::zeros([2, 32, 2], (Kind::BFloat16, Device::Cpu)).transpose(1, 2); // as a file's tensor lies
+        let to = Tensor::zeros([2, 32, 2], (Kind::BFloat16, Device::Cpu)).transpose(1, 2); // the memory layout of a file's tensor
         decode(&blocks, &scales, &to).unwrap();
         let rows = Vec::<Vec<f32>>::try_from(to.to_kind(Kind::Float).reshape([4, 32])).unwrap();
         assert_eq!((rows[0][0], rows[0][1], rows[1][0], rows[1][1]), (1.0, 6.0, 1.0, -1.0));

@@ -1,4 +1,4 @@
-//! Hugging Face's tensors and where each lies within our parameters.
+//! Hugging Face's tensors, and where each is within our parameters.
 
 use tch::Tensor;
 
@@ -9,64 +9,64 @@ use crate::model::families::Whole;
 use crate::model::params::UnitLayout;
 use crate::model::spec::{LinearSpec, MLP, Matrix, Mixer, ModelSpec, ParamName, Projection, Unit, room};
 
-/// The beginning of the names of a draft head's tensors.
+/// Prefix of the names of a draft head's tensors.
 const DRAFT_HEAD: &str = "mtp.";
 
-/// One tensor of a checkpoint.
+/// One tensor of a checkpoint, and its place in our parameters.
 #[derive(Debug, Clone, PartialEq)]
 pub(in crate::model) struct HfTensor {
-    /// `model.layers.0.self_attn.q_proj.weight`
+    /// Full name, such as `model.layers.0.self_attn.q_proj.weight`.
     pub name: String,
     /// Shape of the tensor in the file.
     pub shape: Vec<i64>,
     param: ParamName,
-    /// The projection that a matrix or its bias belongs to.
+    /// The matrix, and the index of its projection that this tensor or bias contains.
     rows: Option<(LinearSpec, usize)>,
-    /// The index of the expert, of an expert's matrix.
+    /// Index of the expert, if the matrix belongs to one.
     expert: Option<usize>,
-    /// Rows of a matrix whose tensor in the file has those of other matrices between them.
+    /// The piece of an interleaved tensor that this is, if the file mixes rows of several matrices.
     piece: Option<InterleavedRows>,
-    /// All rows of the file's tensor, and the first that is this one's, where it has several projections.
+    /// Number of rows of the file's tensor and the first row of this projection, if the tensor fuses several projections.
     within: Option<(usize, usize)>,
-    /// Columns of a head that are turned, where the file has those that are turned together next to each other.
+    /// Number of rotated columns per head, if the file stores the columns that rotate together next to each other.
     pairs: Option<usize>,
-    /// It has all experts' matrices, of each [in, out], or all of their biases.
+    /// The tensor contains the matrices of all experts, each [in, out], or all of their biases.
     is_stacked: bool,
 }
 
-/// A tensor of a file that has one of ours.
+/// A position in a file's tensor where one of our tensors begins.
 #[derive(Debug, Clone, PartialEq)]
 pub(in crate::model) struct FilePlace {
     pub name: String,
     pub shape: Vec<i64>,
-    /// The first of its elements that are ours.
+    /// Index of the first element that belongs to our tensor.
     pub first: usize,
 }
 
 impl HfTensor {
-    /// A parameter that is a tensor by itself.
+    /// A tensor that corresponds to a whole parameter.
     fn whole(name: String, shape: Vec<i64>, param: ParamName) -> Self {
         Self { name, shape, param, rows: None, expert: None, piece: None, within: None, pairs: None, is_stacked: false }
     }
 
-    /// Whether it is a matrix of a block or of one of its experts, not a norm, a bias or a router.
+    /// Whether the tensor is a matrix of a block or of an expert, and not a norm, a bias or a router.
     pub fn is_projection(&self) -> bool {
         self.rows.is_some() && self.shape.len() == 2
     }
 
-    /// Whether its tensor in the file has other matrices, too.
+    /// Whether the file's tensor also contains other matrices.
     pub fn is_part(&self) -> bool {
         self.piece.is_some() || self.within.is_some() || self.is_stacked
     }
 
-    /// Whether published checkpoints in FP8 have it so: all matrices of a block but routers, and of a gated delta net write strengths and decays.
+    /// Whether published FP8 checkpoints quantize this tensor: all matrices of a block except routers, and a gated delta net's write strengths and
+    /// decays.
     pub fn is_rounded_as_published(&self) -> bool {
         self.is_projection()
             && self.rows.as_ref().is_some_and(|(linear, _)| !matches!(linear.matrix, Matrix::DeltaB | Matrix::DeltaA))
     }
 
-    /// The matrix of all experts that a checkpoint may have in place of each expert's, where
-    /// gates of an expert come before its ups.
+    /// The tensor of all experts that a checkpoint may have instead of one per expert; an expert's gate rows come before its up rows.
     pub fn fused(&self) -> Option<FilePlace> {
         let (expert, (linear, projection)) = self.expert.zip(self.rows.as_ref())?;
         let (own, is_gate_up) = (format!(".experts.{expert}."), linear.matrix == Matrix::GateUp);
@@ -78,7 +78,7 @@ impl HfTensor {
         Some(FilePlace { name: format!("{place}.experts.{name}"), shape, first: first as usize })
     }
 
-    /// The tensor that a checkpoint is written with.
+    /// The tensor under which this one is written to a checkpoint.
     pub fn place(&self) -> FilePlace {
         let piece = self.piece.as_ref().map(|piece| (piece.num_rows, piece.first));
         let Some((num_rows, first)) = piece.or(self.within) else {
@@ -89,13 +89,13 @@ impl HfTensor {
         FilePlace { name: self.name.clone(), shape, first: first * columns as usize }
     }
 
-    /// Whether it is float32 in every file, and how it is made of its parameter and back.
+    /// Whether this is the router's score correction, which is float32 in every file and is converted to and from its summands.
     pub fn is_correction(&self) -> bool {
         self.param == ParamName::RouterCorrection
     }
 
-    /// The tensor as a view of its unit's flat tensor, but for a correction, whose parameter it is then. Its elements are in the order of `shape`, its sizes may be split
-    /// further: a tensor of `shape` fits after `view_as`.
+    /// A view of the tensor within its unit's flat tensor; for a router's correction, its whole parameter. Its elements are in the order of `shape`,
+    /// but its dimensions may be split further: use `view_as` on a tensor of `shape`.
     pub fn view(&self, layout: &UnitLayout, flat: &Tensor) -> Tensor {
         let whole = layout.view(self.param, flat).expect("tensors() lists parameters of the layout");
         let whole = self.expert.map_or_else(|| whole.shallow_clone(), |expert| whole.get(expert as i64));
@@ -109,7 +109,7 @@ impl HfTensor {
         }
     }
 
-    /// The shape of the matrices of all experts [E, out, in], which a file may have in MXFP4 in place of the tensor.
+    /// The shape [E, out, in] of the stacked matrices of all experts, which a file may store in MXFP4 instead.
     pub fn stacked(&self) -> Option<[i64; 3]> {
         match self.shape[..] {
             [experts, columns, rows] if self.is_stacked => Some([experts, rows, columns]),
@@ -118,7 +118,7 @@ impl HfTensor {
     }
 }
 
-/// Whether a parameter stands around the block of the draft head.
+/// Whether a parameter belongs to the draft head but not to its block.
 fn is_of_draft_head(param: ParamName) -> bool {
     use ParamName::{DraftEmbeddingNorm, DraftHiddenNorm, DraftProjection, FinalNorm};
     matches!(param, DraftEmbeddingNorm | DraftHiddenNorm | DraftProjection | FinalNorm)
@@ -144,7 +144,7 @@ pub(in crate::model) fn tensors(spec: &ModelSpec, unit: Unit) -> Vec<HfTensor> {
         let linear = linears.iter().find(is_weight).map(|linear| (linear, "weight"));
         let biased = || linears.iter().find(|linear| linear.bias == Some(param)).map(|linear| (linear, "bias"));
         let Some((linear, suffix)) = linear.or_else(biased) else {
-            // A checkpoint has a channel's taps as those of one input channel.
+            // A checkpoint's convolution has an additional dimension of size 1, its input channels.
             let shape = match (param, &shape[..]) {
                 (ParamName::RouterCorrection, &[parts]) => vec![parts / correction::PARTS as i64],
                 (ParamName::DeltaConv, &[channels, width]) => vec![channels, 1, width],
@@ -197,7 +197,7 @@ pub(in crate::model) fn tensors(spec: &ModelSpec, unit: Unit) -> Vec<HfTensor> {
     tensors
 }
 
-/// The tensor that has a projection among others, as a module of its block; all its rows, and the first that is the projection's.
+/// The fused tensor that contains a projection: the module's name in its block, its number of rows, and the projection's first row.
 fn fused_place(spec: &ModelSpec, linear: &LinearSpec, projection: usize) -> Option<(&'static str, (usize, usize))> {
     let of = |own: Projection| spec.family.traits().fused_tensors.iter().find(|fused| own.is_one_of(fused.modules));
     let fused = of(linear.projections[projection].0)?;
@@ -210,7 +210,7 @@ fn fused_place(spec: &ModelSpec, linear: &LinearSpec, projection: usize) -> Opti
     Some((fused.name, (all, before)))
 }
 
-/// Columns of a head of a projection that are turned, where the file has them in pairs.
+/// Number of rotated columns per head of a projection, if the file stores them in pairs.
 pub(in crate::model) fn pairs(spec: &ModelSpec, unit: Unit, projection: Projection) -> Option<usize> {
     let is_turned = projection.is_one_of(&[TargetModule::QProj, TargetModule::KProj]);
     let (Unit::Block(layer), true) = (unit, is_turned && spec.family.traits().turns_pairs) else { return None };
@@ -218,7 +218,7 @@ pub(in crate::model) fn pairs(spec: &ModelSpec, unit: Unit, projection: Projecti
     Some(attention.rope?.columns(attention.head_dim))
 }
 
-/// Rows [.., inner, ..] of heads in the order of a file that has, of every so many of them, the first half and the second in turn.
+/// Reorders the rows [.., inner, ..] of heads into pairs as in a file: of the rotated rows, the first and second half alternate.
 pub(in crate::model) fn in_pairs(rows: Tensor /* [groups, heads, inner, ..] */, pairs: Option<usize>) -> Tensor {
     let Some(turned) = pairs else { return rows };
     let (size, turned) = (rows.size(), turned as i64);
@@ -226,27 +226,27 @@ pub(in crate::model) fn in_pairs(rows: Tensor /* [groups, heads, inner, ..] */, 
     rows.view([&size[..2], &split, &size[3..]].concat().as_slice()).transpose(3, 4)
 }
 
-/// The name, in a checkpoint, of all but the head.
+/// Prefix in a checkpoint of all tensors except the head.
 pub(super) fn decoder(spec: &ModelSpec) -> &'static str {
     whole(spec).map_or("model", |whole| whole.decoder)
 }
 
-/// The name of the head's matrix in a checkpoint.
+/// Name of the output head's matrix in a checkpoint.
 pub(super) fn head(spec: &ModelSpec) -> &'static str {
     whole(spec).map_or("lm_head.weight", |whole| whole.head)
 }
 
-/// The name of the module that has all but the head, as transformers 5 has it.
+/// Name in transformers 5 of the module that contains everything except the head.
 pub(in crate::model) fn decoder_module(spec: &ModelSpec) -> &'static str {
     if spec.is_text_part { "model.language_model" } else { "model" }
 }
 
-/// Of files with a vision tower, how they name the text part.
+/// How files with a vision tower name the text part, if the model is such a part.
 fn whole(spec: &ModelSpec) -> Option<Whole> {
     spec.family.traits().whole.filter(|_| spec.is_text_part)
 }
 
-/// `self_attn.q_proj`, or `mlp.experts.3.up_proj` of an expert.
+/// Path of a module in its block: `self_attn.q_proj`, or `mlp.experts.3.up_proj` for an expert.
 pub(in crate::model) fn module_path(module: TargetModule, expert: Option<usize>) -> String {
     let (room, name) = (room(module), module.name());
     match expert {
@@ -255,7 +255,7 @@ pub(in crate::model) fn module_path(module: TargetModule, expert: Option<usize>)
     }
 }
 
-/// The name, within its block or the decoder, of a parameter that is a tensor by itself.
+/// Name of a whole parameter, within its block or within the decoder.
 fn name(spec: &ModelSpec, param: ParamName) -> &'static str {
     if let Some((_, own)) = spec.family.traits().tensor_names.iter().find(|(own, _)| *own == param) {
         return own;
@@ -285,22 +285,22 @@ fn name(spec: &ModelSpec, param: ParamName) -> &'static str {
     }
 }
 
-/// Whether a tensor that we do not read may stand in a checkpoint, as in transformers: the head of a tied model, which equals the table, the rotary
-/// frequencies that old checkpoints carry, and what is kept as it is.
+/// Whether a checkpoint may contain this tensor although we do not read it, as in transformers: the head of a tied model, which equals the table;
+/// rotary frequencies in old checkpoints; and tensors that are copied unchanged.
 pub(super) fn is_ignored(spec: &ModelSpec, name: &str) -> bool {
     (spec.tie_word_embeddings && name == head(spec))
         || name.ends_with(".self_attn.rotary_emb.inv_freq")
         || is_kept(spec, name)
 }
 
-/// Modules of which tensors are kept, as [`is_kept`] has them.
+/// Names of the modules whose tensors are copied unchanged; see [`is_kept`].
 pub(in crate::model) fn kept_modules(spec: &ModelSpec) -> impl Iterator<Item = String> {
     let kept = whole(spec).map_or(&[][..], |whole| whole.kept).iter().map(|kept| kept.trim_end_matches('.').to_owned());
     kept.chain(spec.delta_net().filter(|_| spec.draft_head.is_none()).map(|_| "mtp".to_owned()))
 }
 
-/// Whether a tensor is no part of the model, and goes from its checkpoint to those that are written: the vision tower, and a draft
-/// head that nobody asks for, which only families with gated delta nets have.
+/// Whether a tensor is not part of the model and is copied unchanged to written checkpoints: a vision tower, or a draft head that is not in use (only
+/// families with gated delta nets have one).
 pub(super) fn is_kept(spec: &ModelSpec, name: &str) -> bool {
     let further = |name: &str| {
         let layer = name.strip_prefix("model.layers.")?.split('.').next()?.parse::<usize>().ok()?;

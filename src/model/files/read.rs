@@ -1,4 +1,4 @@
-//! Reading weights.
+//! Reads weights from safetensors files, one unit at a time.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet, HashSet};
@@ -21,7 +21,7 @@ use crate::model::spec::ModelSpec;
 use crate::torch::byte_vec;
 use crate::untrusted::MAX_INDEX_BYTES;
 
-/// A tensor that goes from its checkpoint to those that are written.
+/// A tensor that is not part of the model and is copied unchanged to written checkpoints.
 #[derive(Debug)]
 pub(super) struct KeptTensor<'a> {
     pub name: &'a str,
@@ -30,24 +30,24 @@ pub(super) struct KeptTensor<'a> {
     pub bytes: Cow<'a, [u8]>,
 }
 
-/// Most names listed in one message.
+/// Number of names that one error message lists at most.
 const MAX_LISTED: usize = 8;
 
-/// A model folder's weights, mapped, every tensor's name, type and shape checked against the model.
+/// The weight files of a model folder, mapped into memory. The name, type and shape of every tensor were checked against the model.
 #[derive(Debug)]
 pub struct WeightFiles {
     spec: Arc<ModelSpec>,
     shards: Vec<MappedFile>,
-    /// Tensor name to index in `shards`.
+    /// Index in `shards` for every tensor name.
     places: BTreeMap<String, usize>,
 }
 
 impl WeightFiles {
-    /// Maps `model.safetensors`, or the shards of `model.safetensors.index.json`.
+    /// Maps `model.safetensors`, or the shards that `model.safetensors.index.json` lists.
     ///
     /// # Errors
-    /// [`Error::BadFile`], before anything is allocated: no weights or only pickled ones, a truncated file, a header or
-    /// index that lies, missing, unexpected or duplicate tensors, other shapes or types than the model's.
+    /// [`Error::BadFile`], before anything is allocated: no weights or only pickled ones, a truncated file, an inconsistent header or index, missing,
+    /// unexpected or duplicate tensors, or types and shapes that differ from the model's.
     pub fn open(folder: impl AsRef<Path>, spec: Arc<ModelSpec>) -> Result<Self> {
         let folder = folder.as_ref();
         let mut files = Self { spec, shards: Vec::new(), places: BTreeMap::new() };
@@ -64,10 +64,10 @@ impl WeightFiles {
         Ok(files)
     }
 
-    /// One unit [layout.len] of `kind` on the CPU, in our layout, padding zero.
+    /// Reads one unit [layout.len] as `kind` to the CPU, in our layout, with zeros as padding.
     ///
     /// # Errors
-    /// [`Error::Torch`] where memory does not suffice.
+    /// [`Error::Torch`] if memory is exhausted.
     pub fn read_unit(&self, layout: &UnitLayout, kind: Kind) -> Result<Tensor> {
         let flat = Tensor::f_zeros([layout.len as i64], (kind, Device::Cpu))?;
         for tensor in tensors(&self.spec, layout.unit) {
@@ -89,7 +89,7 @@ impl WeightFiles {
         Ok(flat)
     }
 
-    /// Copies a tensor that was checked to some elements, from its element `first` on; one in e4m3 times its scales.
+    /// Copies a checked tensor, from its element `first` on, into `target`. An e4m3 tensor is multiplied by its scales.
     fn copy_to(&self, name: &str, first: usize, target: &mut Tensor) -> Result<()> {
         let shard = self.shard_of(name);
         let (Some(scales), Some(info), Some(bytes)) = (self.scales(name), shard.info(name), shard.bytes(name)) else {
@@ -103,7 +103,7 @@ impl WeightFiles {
         Ok(())
     }
 
-    /// The scales of a matrix that is in e4m3, if its files have them.
+    /// The scales of an e4m3 matrix, if the files have them.
     fn scales(&self, name: &str) -> Option<Scales<'_>> {
         if !is_scaled(self.shard_of(name), name) {
             return None;
@@ -112,14 +112,14 @@ impl WeightFiles {
         place.map(|(name, &shard)| Scales { file: &self.shards[shard], name })
     }
 
-    /// Whether a tensor has scales of a matrix that is in e4m3.
+    /// Whether a tensor contains the scales of an e4m3 matrix.
     fn has_scales(&self, name: &str) -> bool {
         let matrix = matrix_of(name).filter(|matrix| self.places.contains_key(matrix));
         matrix.is_some_and(|matrix| is_scaled(self.shard_of(&matrix), &matrix))
     }
 
-    /// Tensors that are no part of the model and are kept: name, type and shape, bytes. They stay as they are, but that those in e4m3
-    /// become what their scales make of them, in `kind`.
+    /// The tensors that are not part of the model and are kept: name, type and shape, bytes. They are unchanged, except that e4m3 tensors are
+    /// multiplied by their scales and become `kind`.
     ///
     /// # Errors
     /// The errors of [`WeightFiles::read_unit`]; [`Error::BadFile`] for scales that do not fit.
@@ -140,7 +140,7 @@ impl WeightFiles {
         })
     }
 
-    /// A kept tensor in e4m3, times its scales.
+    /// Decodes a kept e4m3 tensor by its scales.
     fn kept_values<'a>(&'a self, name: &'a str, shape: &[usize], kind: Kind) -> Result<KeptTensor<'a>> {
         let size: Vec<i64> = shape.iter().map(|&side| side as i64).collect();
         self.check_tensor(name, &size)?;
@@ -150,7 +150,7 @@ impl WeightFiles {
         Ok(KeptTensor { name, dtype: dtype_of(kind)?, shape: shape.to_vec(), bytes })
     }
 
-    /// Refuses a tensor of another shape or type than we read.
+    /// Checks that a tensor has the expected shape and a type that we read.
     fn check_tensor(&self, name: &str, shape: &[i64]) -> Result<()> {
         let shard = self.shard_of(name);
         if !is_scaled(shard, name) {
@@ -180,7 +180,7 @@ impl WeightFiles {
         Ok(())
     }
 
-    /// Every tensor of the index lies in the shard that the index names.
+    /// Checks that every tensor of the index is in the shard that the index names.
     fn check_index(&self, folder: &Path) -> Result<()> {
         for (name, file) in weight_map(folder)? {
             if self.places.get(&name).is_none_or(|&shard| self.shards[shard].path != folder.join(&file)) {
@@ -190,7 +190,7 @@ impl WeightFiles {
         Ok(())
     }
 
-    /// Names and shapes of the tensors that have the model's weights.
+    /// Names and shapes of the tensors that contain the model's weights.
     fn expected(&self) -> Vec<(String, Vec<i64>)> {
         let tensors = self.spec.units().flat_map(|unit| tensors(&self.spec, unit));
         let places = tensors.flat_map(|tensor| match self.mxfp4_of(&tensor) {
@@ -201,17 +201,17 @@ impl WeightFiles {
             }
         });
         let mut expected: Vec<_> = places.collect();
-        expected.dedup(); // a tensor of all experts comes once for each, one of several matrices once for each piece
+        expected.dedup(); // several of our tensors may be parts of one file tensor
         expected
     }
 
-    /// The `expected` tensors that no file has, each as name and shape.
+    /// The `expected` tensors that no file contains, each as name and shape.
     fn missing(&self, expected: &[(String, Vec<i64>)]) -> Vec<String> {
         let missing = expected.iter().filter(|(name, _)| !self.places.contains_key(name));
         missing.map(|(name, shape)| format!("{name} {shape:?}")).collect()
     }
 
-    /// Adds to an error about a file the tensors of the model that no header of `paths` names: a header with a gap lacks one.
+    /// Extends an error about a file by the model's tensors that no header of `paths` names, because a gap in a header often means a missing tensor.
     fn with_missing(&self, error: Error, paths: &[PathBuf]) -> Error {
         if !matches!(&error, Error::BadFile { path, .. } if header::names(path).is_ok()) {
             return error;
@@ -227,7 +227,7 @@ impl WeightFiles {
         }
     }
 
-    /// Every tensor of the model is there, with its shape and a type that we read, and nothing else is.
+    /// Checks that every tensor of the model exists with its shape and a readable type, and that there are no others.
     fn check(&self, origin: &Path) -> Result<()> {
         let expected = self.expected();
         let missing = self.missing(&expected);
@@ -256,26 +256,26 @@ impl WeightFiles {
         })
     }
 
-    /// The two tensors that have the matrices of all experts in MXFP4, with their shapes, where the files have the first of them.
+    /// Names and shapes of the two MXFP4 tensors with the matrices of all experts, if the files contain the first of them.
     fn mxfp4_of(&self, tensor: &HfTensor) -> Option<[(String, Vec<i64>); 2]> {
         let parts = mxfp4::parts(&tensor.name, tensor.stacked()?);
         (self.spec.family.traits().reads_mxfp4 && self.places.contains_key(&parts[0].0)).then_some(parts)
     }
 
-    /// The tensor of the files that has a tensor of the model: that of all experts where there is one.
+    /// The file tensor that contains a tensor of the model; the stacked one of all experts if it exists.
     fn place_of(&self, tensor: &HfTensor) -> FilePlace {
         let fused = tensor.fused().filter(|place| self.places.contains_key(&place.name));
         fused.unwrap_or_else(|| tensor.place())
     }
 
-    /// The shard that has a tensor of the model.
+    /// The shard that contains a tensor.
     fn shard_of(&self, name: &str) -> &MappedFile {
         &self.shards[self.places[name]]
     }
 }
 
-/// Whether the files of a tied model have a head that is not the table, bit for bit. Files that cannot be read have none:
-/// [`WeightFiles::open`] says what is wrong with them.
+/// Whether the files of a tied model have a separate head that differs from the embedding table in any bit. Returns false for unreadable files;
+/// [`WeightFiles::open`] reports what is wrong with them.
 pub(in crate::model) fn has_own_head(folder: &Path, spec: &ModelSpec) -> bool {
     let table = format!("{}.embed_tokens.weight", decoder(spec));
     let paths = if spec.tie_word_embeddings { locate(folder).unwrap_or_default() } else { Vec::new() };
@@ -290,7 +290,7 @@ pub(in crate::model) fn has_own_head(folder: &Path, spec: &ModelSpec) -> bool {
     !same(|info| (info.dtype, &info.shape)) || head_file.bytes(head) != table_file.bytes(&table)
 }
 
-/// The files that hold the weights. As in transformers, a single file comes before an index.
+/// The files that contain the weights. As in transformers, a single file takes precedence over an index.
 fn locate(folder: &Path) -> Result<Vec<PathBuf>> {
     if folder.join(SINGLE).exists() {
         return Ok(vec![folder.join(SINGLE)]);
@@ -320,7 +320,7 @@ fn convert_hint(folder: &Path) -> String {
     )
 }
 
-/// The index: tensor name to file name, every file name a plain one.
+/// Reads the index, a map from tensor name to file name, and checks that file names have no path.
 fn weight_map(folder: &Path) -> Result<BTreeMap<String, String>> {
     let path = folder.join(INDEX);
     let bad = |message: String| Error::bad_file(&path, message);
@@ -334,7 +334,7 @@ fn weight_map(folder: &Path) -> Result<BTreeMap<String, String>> {
     map.iter().map(file).collect()
 }
 
-/// A name that stays in its folder.
+/// Whether a file name has no path, so that it stays within its folder.
 fn is_plain(file: &str) -> bool {
     Path::new(file).file_name().is_some_and(|name| name == file)
         && !file.contains('\0')

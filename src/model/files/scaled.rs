@@ -1,6 +1,6 @@
-//! Matrices in e4m3 with scales beside them, as checkpoints are published in FP8. `NAME_scale_inv` of DeepSeek's and Qwen's has one scale for
-//! each block of 128 x 128 (or for the whole matrix), `NAME_scale` of compressed-tensors one for each row, each block or the whole matrix. A weight is the product of
-//! both, in float32. What files say of activations is not read: they are not rounded by such scales here.
+//! FP8 checkpoints: e4m3 matrices with scales. `NAME_scale_inv` (DeepSeek, Qwen) has one scale for each block of 128 x 128 or for the whole matrix;
+//! `NAME_scale` (compressed-tensors) has one for each row, each block or the whole matrix. A weight is value times scale, in float32. Scales of
+//! activations are ignored, as our activations are not quantized with them.
 
 use safetensors::Dtype;
 use tch::{Kind, Tensor};
@@ -9,10 +9,10 @@ use super::header::MappedFile;
 use crate::error::{Error, Result};
 use crate::ops::fp8::{BLOCK, blocks};
 
-/// What names of scales have behind that of their matrix.
+/// Suffixes of the names of scales, after the name of their matrix.
 pub(super) const SCALES: [&str; 2] = [BLOCK_SCALES, "_scale"];
 pub(super) const BLOCK_SCALES: &str = "_scale_inv";
-/// Behind a module's name: scales of activations.
+/// Suffixes, after a module's name, of activation scales, which are ignored.
 const UNREAD: [&str; 2] = ["input_scale", "activation_scale"];
 
 /// Whether a tensor is in e4m3.
@@ -20,14 +20,14 @@ pub(super) fn is_scaled(file: &MappedFile, name: &str) -> bool {
     file.info(name).is_some_and(|info| info.dtype == Dtype::F8_E4M3)
 }
 
-/// The matrix that a tensor has scales of, or of what is multiplied with it.
+/// The name of the matrix that a tensor has scales for: of the matrix itself or of its input activations.
 pub(super) fn matrix_of(name: &str) -> Option<String> {
     let of_weight = || SCALES.iter().find_map(|scales| name.strip_suffix(scales)).map(str::to_owned);
     let module = UNREAD.iter().find_map(|scale| name.strip_suffix(scale));
     module.map(|module| format!("{module}weight")).or_else(of_weight)
 }
 
-/// The scales of a matrix.
+/// The scales of one matrix.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Scales<'a> {
     pub file: &'a MappedFile,
@@ -35,10 +35,10 @@ pub(super) struct Scales<'a> {
 }
 
 impl Scales<'_> {
-    /// Refuses scales that are not those of a matrix of `shape`.
+    /// Checks that the scales fit a matrix of `shape`.
     ///
     /// # Errors
-    /// [`Error::BadFile`] with what was found and what is expected.
+    /// [`Error::BadFile`] with what was found and what was expected.
     pub fn check(self, shape: &[i64]) -> Result<()> {
         let bad = |message| Err(Error::bad_file(&self.file.path, message));
         let &[rows, columns] = shape else {
@@ -62,10 +62,10 @@ impl Scales<'_> {
         self.file.info(self.name).map_or_else(Vec::new, |info| info.shape.iter().map(|&side| side as i64).collect())
     }
 
-    /// Codes [R, K] of a matrix of `all` rows, from its row `first` on, times their scales: float32.
+    /// Multiplies codes [R, K], rows from `first` on of a matrix with `all` rows, by their scales. Returns float32.
     ///
     /// # Errors
-    /// [`Error::Torch`] where memory does not suffice.
+    /// [`Error::Torch`] if memory is exhausted.
     pub(super) fn apply(self, codes: &Tensor, (first, all): (i64, i64)) -> Result<Tensor> {
         let (shape, size) = (self.shape(), codes.size());
         let mut scales = Tensor::f_zeros(shape.as_slice(), (Kind::Float, codes.device()))?;
@@ -112,7 +112,8 @@ mod tests {
         values
     }
 
-    /// transformers and compressed-tensors dequantise to the same bits, whole and from any row on: scripts/golden_fp8.py.
+    /// The expected values are those of transformers and compressed-tensors (scripts/golden_fp8.py). Bits must be equal for the whole matrix and from
+    /// any row on.
     #[test]
     fn fp8_weights_dequantize_as_in_other_libraries() {
         let file = golden();
@@ -125,7 +126,7 @@ mod tests {
             let scales = Scales { file: &file, name: &name_of_scales };
             scales.check(&codes.size()).unwrap();
             let expected = format!("{name}.expected");
-            let is_rounded = file.info(&expected).unwrap().dtype == Dtype::BF16; // scales in float32 give float32
+            let is_rounded = file.info(&expected).unwrap().dtype == Dtype::BF16; // float32 scales give float32 weights
             let expected = plain(&file, &expected);
             let all = codes.size()[0];
             for (first, rows) in [(0, all), (7, 20), (all - 1, 1), (all / 2, all - all / 2)] {
@@ -136,8 +137,8 @@ mod tests {
         }
     }
 
-    /// Values are those of transformers' quantiser, and scales within a rounding of its, which are reciprocals of reciprocals. A block of zeros has the scale
-    /// 0 here and 1 / 448 .. there; its values are 0 with either.
+    /// Values must equal transformers' quantizer; scales may differ by one rounding, because transformers' are reciprocals of reciprocals. A block of
+    /// zeros has the scale 0 here and 1 / 448 .. there; its values are 0 with either.
     #[test]
     fn fp8_rounding_equals_transformers() {
         let file = golden();

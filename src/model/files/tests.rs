@@ -1,4 +1,4 @@
-//! Round trips over shards and units in any order; what the outside sees is tested in tests/it/model.rs.
+//! Round trips over shards, with units in any order. The public behaviour is tested in tests/it/model.rs.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use super::{INDEX, SINGLE, WeightFiles, WeightWriter};
 use crate::error::Error;
 use crate::model::{ModelSpec, ParamTable, QkNorm};
 
-/// Every unit filled with other numbers, padding zero.
+/// Units filled with distinct random numbers, with zeros as padding.
 fn random_units(table: &ParamTable, kind: Kind) -> Vec<Tensor> {
     let fill = |layout: &crate::model::UnitLayout| {
         let flat = Tensor::zeros([layout.len as i64], (kind, Device::Cpu));
@@ -127,7 +127,7 @@ fn a_failed_rename_keeps_the_previous_model() {
     assert_eq!(names(folder.path()), [last, SINGLE.to_owned()]);
 }
 
-/// Matrices of all experts in one tensor, gates of an expert before its ups, as files of Qwen3.5 have them.
+/// One tensor contains the matrices of all experts, with an expert's gate rows before its up rows, as in Qwen3.5's files.
 #[test]
 fn stacked_experts_are_read_like_separate_ones() {
     let spec = Arc::new(ModelSpec::preset("tiny-moe").unwrap().with_num_layers(1));
@@ -174,7 +174,8 @@ fn stacked_experts_are_read_like_separate_ones() {
     assert!(message.contains("unexpected model.layers.0.mlp.experts.3.up_proj.weight [192, 128]"), "{message}");
 }
 
-/// Files in FP8 are read as the values that were rounded: those of blocks times their scales, all else bit by bit, over several files, too.
+/// Weights written in FP8 and read back must equal the rounded values: blocks times their scales, all other tensors bit for bit, also over several
+/// files.
 #[test]
 fn fp8_weights_round_trip_through_files() {
     let (spec, folder) = (micro(false), tempfile::tempdir().unwrap());

@@ -1,4 +1,4 @@
-//! Writing weights, one unit at a time.
+//! Writes weights to safetensors files, one unit at a time.
 #![allow(unsafe_code)]
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -24,13 +24,13 @@ use crate::model::spec::{ModelSpec, Unit, product};
 use crate::ops::fp8;
 use crate::torch;
 
-/// Largest data of one file, in bytes (a single larger tensor has a file of its own).
+/// Most bytes of data in one file; a single larger tensor gets a file of its own.
 const MAX_SHARD_BYTES: usize = 5_000_000_000;
 
-/// A model's weights on their way to disk, under temporary names until [`WeightWriter::finish`].
+/// Writes a model's weights to temporary files, which [`WeightWriter::finish`] renames.
 ///
-/// Names, shapes and offsets are known beforehand, so units may come in any order and none is held. Dropped before
-/// `finish`, it removes what it has written.
+/// Names, shapes and offsets are known in advance, so units may come in any order and none is held in memory. If it is dropped before `finish`, it
+/// removes what it has written.
 #[derive(Debug)]
 pub struct WeightWriter {
     folder: PathBuf,
@@ -38,7 +38,7 @@ pub struct WeightWriter {
     kind: Kind,
     format: MatrixFormat,
     shards: Vec<Shard>,
-    /// Tensor name to (index in `shards`, byte offset in that file).
+    /// For every tensor name: index in `shards`, and byte offset in that file.
     places: BTreeMap<String, (usize, u64)>,
     remaining: BTreeSet<Unit>,
 }
@@ -51,7 +51,7 @@ struct Shard {
     data_bytes: usize,
 }
 
-/// A tensor that has its place in a file.
+/// A tensor with its place in a file.
 #[derive(Debug, Clone)]
 struct Planned {
     name: String,
@@ -61,21 +61,20 @@ struct Planned {
 }
 
 impl WeightWriter {
-    /// Creates the files in an existing folder, for weights of `kind` (float32, bfloat16 or float16). What the files of `base` have beside
-    /// the model, as a vision tower, is copied bit by bit.
+    /// Creates the files in an existing folder, for weights of `kind` (float32, bfloat16 or float16). Tensors of `base` that are not part of the
+    /// model, such as a vision tower, are copied bit for bit.
     ///
     /// # Errors
-    /// [`Error::Io`]; [`Error::InvalidArgument`] for another kind; the errors of [`WeightFiles::open`] for a model of which `base` may
-    /// have more.
+    /// [`Error::Io`]; [`Error::InvalidArgument`] for another kind; the errors of [`WeightFiles::open`] if `base` may have such tensors.
     pub fn create(folder: impl AsRef<Path>, spec: Arc<ModelSpec>, kind: Kind, base: Option<&Path>) -> Result<Self> {
         Self::planned(folder.as_ref(), spec, (kind, MatrixFormat::Plain), base, MAX_SHARD_BYTES)
     }
 
-    /// [`WeightWriter::create`], with matrices of blocks in e4m3 and a scale for each block of 128 x 128, as Qwen's checkpoints in FP8. What
-    /// is kept is of `kind` where it is in e4m3 in `base`.
+    /// Creates the files like [`WeightWriter::create`], but with blocks' matrices in e4m3 and a scale per block of 128 x 128, as in Qwen's FP8
+    /// checkpoints. Copied e4m3 tensors of `base` become `kind`.
     ///
     /// # Errors
-    /// The errors of [`WeightWriter::create`]; [`Error::InvalidArgument`] for a family whose files have several matrices in one tensor.
+    /// The errors of [`WeightWriter::create`]; [`Error::InvalidArgument`] for a family whose files fuse several matrices in one tensor.
     pub fn create_fp8(folder: impl AsRef<Path>, spec: Arc<ModelSpec>, kind: Kind, base: Option<&Path>) -> Result<Self> {
         if let Some(tensor) = spec.units().flat_map(|unit| tensors(&spec, unit)).find(HfTensor::is_part) {
             let expected = "a family of models whose files have every matrix in a tensor of its own".to_owned();
@@ -101,7 +100,7 @@ impl WeightWriter {
         let dtype = dtype_of(kind)?;
         let own = spec.units().flat_map(|unit| tensors(&spec, unit));
         let mut own: Vec<Planned> = own.flat_map(|tensor| Planned::all(&tensor, (dtype, kind), format)).collect();
-        own.dedup_by(|next, last| next.name == last.name); // a tensor of several matrices comes once for each piece
+        own.dedup_by(|next, last| next.name == last.name); // several of our tensors may be parts of one file tensor
         let kept = || base.iter().flat_map(|base| base.kept(kind));
         let planned = |KeptTensor { name, dtype, shape, bytes }: KeptTensor<'_>| Planned {
             name: name.to_owned(),
@@ -128,10 +127,10 @@ impl WeightWriter {
         Ok(writer)
     }
 
-    /// Writes one unit from its flat tensor [layout.len] of any kind, on any device.
+    /// Writes one unit from its flat tensor [layout.len], of any type and on any device.
     ///
     /// # Errors
-    /// [`Error::Io`], with [`std::io::ErrorKind::StorageFull`] where the disk is full.
+    /// [`Error::Io`], with [`std::io::ErrorKind::StorageFull`] if the disk is full.
     pub fn write_unit(&mut self, layout: &UnitLayout, flat: &Tensor) -> Result<()> {
         for tensor in tensors(&self.spec, layout.unit) {
             let view = tensor.view(layout, flat);
@@ -145,14 +144,14 @@ impl WeightWriter {
             };
             let values = view.f_to_device(Device::Cpu)?.f_contiguous()?;
             let FilePlace { name, first, .. } = tensor.place();
-            // SAFETY: weights change between steps alone, and no step runs while they are written.
+            // SAFETY: weights change only between steps, and no step runs while they are written.
             self.write((&name, first * self.kind.elt_size_in_bytes()), unsafe { torch::bytes(&values) }?)?;
         }
         self.remaining.remove(&layout.unit);
         Ok(())
     }
 
-    /// Writes a matrix in blocks of e4m3, and their scales.
+    /// Writes a matrix as e4m3 blocks, and their scales.
     fn write_blocks(&self, tensor: &HfTensor, view: &Tensor) -> Result<()> {
         let matrix = view.f_to_device(Device::Cpu)?.f_reshape(tensor.shape.as_slice())?;
         let [values, scales] = fp8::rounded_blocks(&matrix)?;
@@ -160,17 +159,17 @@ impl WeightWriter {
         self.write((&scales_name(tensor), 0), &torch::byte_vec(&scales)?)
     }
 
-    /// Writes bytes of a tensor, from its byte `first` on.
+    /// Writes bytes of a tensor, starting at its byte `first`.
     fn write(&self, (name, first): (&str, usize), bytes: &[u8]) -> Result<()> {
         let (shard, offset) = self.places[name];
         let shard = &self.shards[shard];
         shard.file.write_all_at(bytes, offset + first as u64).map_err(Error::io(&shard.temporary))
     }
 
-    /// Makes the files durable and gives them their names; with several, writes the index too.
+    /// Flushes the files to disk and renames them to their final names; with several files, also writes the index.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] when units are missing (nothing is left behind then), [`Error::Io`].
+    /// [`Error::InvalidArgument`] if units are missing (then nothing is left behind), [`Error::Io`].
     pub fn finish(mut self) -> Result<()> {
         if !self.remaining.is_empty() {
             let missing: Vec<_> = self.remaining.iter().map(Unit::to_string).collect();
@@ -188,7 +187,7 @@ impl WeightWriter {
         if let Some(index) = &index {
             write_index(&self.folder, index)?;
         }
-        // A reader takes the single file before an index: what an earlier model left must not win.
+        // Readers prefer the single file over an index, so the one that an earlier model left must be removed.
         let stale = self.folder.join(if index.is_some() { SINGLE } else { INDEX });
         if stale.exists() {
             std::fs::remove_file(&stale).map_err(Error::io(stale))?;
@@ -211,14 +210,14 @@ impl WeightWriter {
         }
         let temporary = self.folder.join(format!(".{name}.tmp"));
         let file = File::create(&temporary).map_err(Error::io(&temporary))?;
-        // Known to the drop before anything can fail.
+        // Registered first, so that a drop after a failure removes the file.
         self.shards.push(Shard { file, temporary, name, data_bytes });
         let shard = &self.shards[self.shards.len() - 1];
         shard.file.set_len((header.len() + data_bytes) as u64).map_err(Error::io(&shard.temporary))?;
         shard.file.write_all_at(&header, 0).map_err(Error::io(&shard.temporary))
     }
 
-    /// Which tensor is in which file.
+    /// The index: which tensor is in which file.
     fn index(&self) -> Value {
         let total_size: usize = self.shards.iter().map(|shard| shard.data_bytes).sum();
         let files = self.places.iter().map(|(name, &(shard, _))| (name, &self.shards[shard].name));
@@ -240,9 +239,9 @@ impl Drop for WeightWriter {
 /// How matrices of blocks are written.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum MatrixFormat {
-    /// As all else.
+    /// In the type of the other tensors.
     Plain,
-    /// In e4m3, a scale for each block.
+    /// In e4m3, with one scale per block.
     Fp8Blocks,
 }
 
@@ -252,13 +251,13 @@ impl MatrixFormat {
     }
 }
 
-/// The name of a matrix' scales.
+/// The name of the tensor with a matrix's scales.
 fn scales_name(tensor: &HfTensor) -> String {
     format!("{}{BLOCK_SCALES}", tensor.name)
 }
 
 impl Planned {
-    /// A tensor, and its scales where it has some.
+    /// The tensors to write for one tensor of the model: the tensor and, if it is quantized, its scales.
     fn all(tensor: &HfTensor, (dtype, kind): (Dtype, Kind), format: MatrixFormat) -> Vec<Self> {
         let FilePlace { name, shape, .. } = tensor.place();
         let new = |name: &str, shape: &[i64], (dtype, kind): (Dtype, Kind)| Self {
@@ -277,7 +276,7 @@ impl Planned {
     }
 }
 
-/// Tensors in order, in runs of at most `max_bytes`. In a run those of the widest type come first, so that each starts aligned.
+/// Splits tensors, in order, into files of at most `max_bytes`. Within a file the widest types come first, so that every tensor is aligned.
 fn split(tensors: impl Iterator<Item = Planned>, max_bytes: usize) -> Vec<Vec<Planned>> {
     let (mut plan, mut shard, mut filled) = (Vec::new(), Vec::new(), 0);
     for tensor in tensors {
@@ -293,11 +292,11 @@ fn split(tensors: impl Iterator<Item = Planned>, max_bytes: usize) -> Vec<Vec<Pl
     plan
 }
 
-/// The metadata by which libraries know a file of PyTorch's tensors.
+/// The metadata entry by which libraries recognize a file of PyTorch tensors.
 pub(crate) const TORCH_FORMAT: (&str, &str) = ("format", "pt");
 
-/// Length and JSON header of tensors that follow one another, padded with spaces to a multiple of 8 bytes, so that the data
-/// starts aligned; `entries` are its metadata.
+/// Encodes the length and the JSON header of consecutive tensors, padded with spaces to a multiple of 8 bytes so that the data is aligned. `entries`
+/// are metadata.
 pub(crate) fn encode_header(infos: Vec<(String, TensorInfo)>, entries: &[(&str, &str)]) -> Vec<u8> {
     let entries: HashMap<_, _> = entries.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect();
     let metadata = Metadata::new(Some(entries), infos).expect("offsets are consecutive");
@@ -321,7 +320,7 @@ fn rename(from: &Path, to: &Path) -> Result<()> {
     std::fs::rename(from, to).map_err(Error::io(to))
 }
 
-/// Makes a file's data, or a folder's entries, durable.
+/// Flushes a file's data, or a folder's entries, to disk.
 pub(crate) fn sync(path: &Path) -> Result<()> {
     File::open(path).and_then(|file| file.sync_all()).map_err(Error::io(path))
 }

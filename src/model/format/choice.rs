@@ -1,4 +1,4 @@
-//! Which format a key asks for, and what it says where one does not serve.
+//! Maps configuration keys to formats, and refuses formats that a model or device does not support.
 
 use tch::Device;
 
@@ -8,14 +8,14 @@ use crate::error::{Error, Result};
 use crate::model::spec::ModelSpec;
 
 impl Config {
-    /// The format that policy and reference model are multiplied in.
+    /// The number format in which the policy and the reference model compute GEMMs.
     pub(crate) fn training_format(&self) -> &'static dyn Format {
         if self.exact { &Exact } else { self.mixed_precision.format() }
     }
 }
 
 impl MixedPrecision {
-    /// The format that training multiplies in.
+    /// The format in which training computes GEMMs.
     pub fn format(self) -> &'static dyn Format {
         match self {
             MixedPrecision::None => &Plain,
@@ -26,7 +26,7 @@ impl MixedPrecision {
 }
 
 impl RolloutQuantization {
-    /// The format that an engine multiplies in.
+    /// The format in which an engine computes GEMMs.
     pub fn format(self) -> &'static dyn Format {
         match self {
             RolloutQuantization::None => &Plain,
@@ -36,7 +36,7 @@ impl RolloutQuantization {
 }
 
 impl Quantization {
-    /// The format that frozen blocks are stored in; none where they are kept as they are multiplied.
+    /// The format in which frozen blocks are stored; `None` if they are stored as they are computed with.
     pub fn format(self) -> Option<&'static dyn StoredFormat> {
         match self {
             Quantization::None => None,
@@ -46,23 +46,24 @@ impl Quantization {
 }
 
 impl dyn Format {
-    /// Whether it serves a use of a model's blocks, on a GPU or not. A chip is looked at where a network or an engine is made.
+    /// Checks that the format supports a use of a model's blocks, on a GPU or a CPU. The GPU itself is checked when a network or an engine is
+    /// created.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`] on the key of the use, with the reason.
+    /// [`Error::InvalidValue`] for the configuration key of that use, with the reason.
     pub fn check(&self, of: Use, spec: &ModelSpec, on_gpu: bool) -> Result<()> {
         self.refusal(of, spec, on_gpu).map_or(Ok(()), |reason| self.refuse(of, &reason))
     }
 
-    /// Whether a device multiplies in it.
+    /// Checks that a device can compute in the format.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`] on the key of the use, with the reason.
+    /// [`Error::InvalidValue`] for the configuration key of that use, with the reason.
     pub fn check_device(&self, of: Use, device: Device) -> Result<()> {
         self.device_refusal(device)?.map_or(Ok(()), |reason| self.refuse(of, &reason))
     }
 
-    /// Refuses a use.
+    /// Returns the error that refuses a use of the format.
     ///
     /// # Errors
     /// [`Error::InvalidValue`], always.

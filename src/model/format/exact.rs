@@ -1,8 +1,8 @@
-//! Rows in the type of the network, multiplied so that a row's bits depend on nothing but itself and the weights: the format of
-//! `exact`, in which the engine and the trainer give a token the same log-probability. [`crate::ops::exact`] says how. Gradients are those
-//! of plain rows: nothing is compared with them.
+//! The format of `exact = true`: rows are in the network's type, and the bits of a row's result depend only on that row and the weights. So the
+//! engine and the trainer compute the same log-probability for a token; [`crate::ops::exact`] explains how. Gradients are computed as in the plain
+//! format, as nothing compares them.
 //!
-//! A block's output, with its adapter's part, is rounded before it is added to the residual stream, as in the engine's steps.
+//! A block's output, including the adapter's part, is rounded before it is added to the residual stream, as in the engine's steps.
 
 use std::collections::BTreeMap;
 
@@ -17,11 +17,11 @@ use crate::model::spec::{LinearSpec, ModelSpec};
 use crate::ops::exact;
 use crate::ops::swiglu::{Activation, GateUp};
 
-/// Matrices that are multiplied as they are, row by row alike in the engine and in training.
+/// The bit-exact format: unquantized GEMMs whose rows have the same bits in the engine and in training.
 #[derive(Debug)]
 pub struct Exact;
 
-/// Bytes of a GPU that products of a K in parts hold: matrices with equally many features share them.
+/// GPU memory in bytes that GEMMs with a split K need for partial sums. Matrices with the same number of outputs share it.
 pub fn bytes_of_parts(spec: &ModelSpec) -> usize {
     let cut = |linear: &LinearSpec| {
         let (features, k) = (linear.rows(), linear.columns);
@@ -31,7 +31,7 @@ pub fn bytes_of_parts(spec: &ModelSpec) -> usize {
     linears.filter_map(|linear| cut(&linear)).collect::<BTreeMap<_, _>>().into_values().sum()
 }
 
-/// Bytes of a GPU that a machine's first run takes to find products of up to `rows` rows, and of `scored` rows of the head.
+/// GPU memory in bytes that the first run on a machine needs to choose algorithms for GEMMs of up to `rows` rows, and of `scored` rows of the head.
 pub fn trial_bytes(spec: &ModelSpec, rows: usize, scored: usize) -> usize {
     let linears = spec.layers.iter().flat_map(|block| block.linears());
     let of_blocks = linears.map(|linear| Products::trial_bytes(rows, [linear.rows(), linear.columns])).max();

@@ -1,5 +1,5 @@
-//! Rows of e4m3, each with a float32 scale. An engine has a copy of its weights, rounded when it wakes; training rounds both factors of a
-//! product as they come, rows along what is summed over. Arithmetic and its kernels are in [`crate::ops::fp8`].
+//! FP8 (e4m3) with one float32 scale per row. An engine keeps a quantized copy of its weights, made when it wakes. Training quantizes both operands
+//! of a GEMM on the fly, along the dimension that the GEMM sums over. The arithmetic and its kernels are in [`crate::ops::fp8`].
 
 use tch::{Device, Kind, Tensor};
 
@@ -14,17 +14,17 @@ use crate::ops::grouped::Dispatch;
 use crate::ops::linear::{self, Onto};
 use crate::ops::swiglu::{Activation, GateUp};
 
-/// Products in FP8.
+/// GEMMs with FP8 operands.
 #[derive(Debug)]
 pub struct Fp8 {
-    /// Whether gradients of weights are made of factors that are rounded, by columns: their scales are those of a micro-batch's tokens.
+    /// Whether weight gradients are computed in FP8 too. Their operands are scaled by column, so a scale spans a micro-batch's tokens.
     rounds_columns: bool,
 }
 
 impl Fp8 {
-    /// Forward, and the gradient of the input.
+    /// FP8 in the forward pass and for input gradients.
     pub const ROWS: Self = Self { rounds_columns: false };
-    /// Forward, the gradient of the input and the gradient of the weight.
+    /// FP8 in the forward pass, for input gradients and for weight gradients.
     pub const ALL: Self = Self { rounds_columns: true };
 
     fn rounded(x: &Rows) -> Result<ScaledRows> {
@@ -34,13 +34,13 @@ impl Fp8 {
         }
     }
 
-    /// The weight as it was prepared, else rounded now.
+    /// The weight's prepared quantized copy, or else a new one.
     fn weight(w: &Piece) -> Result<ScaledRows> {
         w.prepared.as_ref().map_or_else(|| fp8::rounded(&w.weight), |prepared| Ok(prepared.shallow_clone()))
     }
 }
 
-/// The matrices that training rounds, those of blocks that are alike once.
+/// The matrices that training quantizes; blocks of the same shape are listed once.
 fn trained_linears(spec: &ModelSpec) -> impl Iterator<Item = LinearSpec> + '_ {
     let linears = spec.kinds_of_blocks().into_iter().flat_map(|kind| spec.layers[kind.layer].linears());
     linears.filter(|linear| linear.matrix.is_rounded())
@@ -97,7 +97,7 @@ impl Format for Fp8 {
         ElementBytes { read: rounded + if adapts { plain.narrow } else { 0 }, rounded, ..plain }
     }
 
-    /// Values, scales, and the largest values of columns by which they are found.
+    /// Bytes of the quantized values, of their scales, and of the columns' largest absolute values from which scales are computed.
     fn matrix_bytes(&self, spec: &ModelSpec) -> usize {
         let scales = 2 * size_of::<f32>();
         let bytes = |linear: LinearSpec| {
@@ -182,7 +182,7 @@ impl Format for Fp8 {
         }
     }
 
-    /// By a kernel that rounds on its way, where one serves the rows.
+    /// Uses a kernel that normalizes and quantizes in one pass, if it supports the rows' shape.
     fn norm(&self, norm: NormOptions, x: &Tensor, weight: &Tensor, is_read: bool) -> Result<Rows> {
         if !kernels::fp8_norm_serves(x, weight) {
             return Ok(norm.forward(x, weight)?.0.into());
@@ -196,7 +196,7 @@ impl Format for Fp8 {
         Ok(Rows::Rounded { rows, plain })
     }
 
-    /// By a kernel that rounds on its way, where one serves the pairs.
+    /// Uses a kernel that activates and quantizes in one pass, if it supports the rows' shape.
     fn activate(&self, activation: Activation, gate_up: &GateUp, is_read: bool) -> Result<Rows> {
         let pairs = match gate_up {
             GateUp::Interleaved(pairs) if kernels::fp8_swiglu_serves(pairs) => pairs,
@@ -212,7 +212,7 @@ impl Format for Fp8 {
         Ok(Rows::Rounded { rows, plain })
     }
 
-    /// By a kernel that rounds on its way, where one serves the pairs.
+    /// Uses a kernel that computes gradients and quantizes in one pass, if it supports the rows' shape.
     fn activate_backward(&self, activation: Activation, gate_up: GateUp, d_act: &Tensor) -> Result<ActivationGradient> {
         match gate_up {
             GateUp::Interleaved(pairs) if kernels::fp8_swiglu_serves(&pairs) => {

@@ -1,16 +1,16 @@
-//! Formats of blocks' matrices. A format has a file, which owns what it takes to train and to sample in it: what it serves, its bytes, how
-//! weights are prepared when an engine wakes, products and their gradients. All else asks the matrix or the format. A tensor-parallel
-//! slice is one of the plain matrix, and prepared as a matrix of its own.
+//! Number formats of blocks' matrices. Each format has a file with everything needed to train and sample in it: which models it supports, its bytes,
+//! how weights are prepared when an engine wakes, and its GEMMs with their gradients. All other code calls the matrix or the format. A
+//! tensor-parallel slice is cut from the plain matrix and prepared like a matrix of its own.
 //!
-//! | file | what it is |
+//! | file | content |
 //! |---|---|
-//! | `choice` | which format a key asks for, and what it says where one does not serve |
+//! | `choice` | which format a configuration key requests, and the refusals |
 //! | `plain` | rows in the type of the network |
-//! | `exact` | the same rows, in products of which a row has the same bits in the engine and in training |
-//! | `fp8` | rows of e4m3 with a scale each |
-//! | `nf4` | 4 bits a weight, for blocks that are stored |
-//! | `rows`, `step` | factors of products; those of a step on a GPU |
-//! | `stored` | frozen blocks that are stored in one format and multiplied in another |
+//! | `exact` | plain rows, in GEMMs that give a row the same bits in the engine and in training |
+//! | `fp8` | e4m3 rows with one scale each |
+//! | `nf4` | 4 bits per weight, for stored blocks |
+//! | `rows`, `step` | operands of GEMMs; those of an engine step on a GPU |
+//! | `stored` | frozen blocks that are stored in one format and computed with in another |
 
 mod choice;
 mod exact;
@@ -43,14 +43,14 @@ use crate::ops::linear::{self, Onto};
 use crate::ops::rms_norm::NormOptions;
 use crate::ops::swiglu::{Activation, GateUp, SwigluGradient};
 
-/// A use of a format.
+/// What a format is used for.
 #[derive(Debug, Clone, Copy)]
 pub enum Use {
-    /// Training.
+    /// GEMMs of training.
     Training,
-    /// An engine.
+    /// GEMMs of an engine.
     Engine {
-        /// Ranks that share its matrices.
+        /// Number of tensor-parallel ranks that split its matrices.
         tp_size: usize,
     },
 }
@@ -58,13 +58,12 @@ pub enum Use {
 /// Shape and type of a tensor.
 pub type Section = (Vec<i64>, Kind);
 
-/// How products of blocks' matrices are made: of which rows, by which operations, in how many bytes. What a format leaves out is done as
-/// plain rows have it.
+/// How the GEMMs of blocks' matrices are computed: their operands, kernels and memory. The default methods are those of the plain format.
 pub trait Format: Debug + Sync {
-    /// The name, as keys have it.
+    /// The format's name, as used in configuration values.
     fn name(&self) -> &'static str;
 
-    /// The configuration key that asks for it.
+    /// The configuration key that selects the format.
     fn key(&self, of: Use) -> &'static str {
         match of {
             Use::Training => "mixed_precision",
@@ -72,21 +71,21 @@ pub trait Format: Debug + Sync {
         }
     }
 
-    /// Whether it rounds what products read.
+    /// Whether the format quantizes the inputs of GEMMs.
     fn rounds(&self) -> bool {
         true
     }
 
-    /// Whether a row's bits depend on nothing but the row and the weights: all else of a forward is then computed so, too.
+    /// Whether the bits of a row's result depend only on the row and the weights. If so, the whole forward is computed that way.
     fn is_exact(&self) -> bool {
         false
     }
 
-    /// The reason why it does not serve matrices of a model's blocks, on a GPU or not; none if it does. Kinds of models are in the table of what
-    /// goes together.
+    /// The reason why the format does not support a model's blocks, on a GPU or a CPU; `None` if it does. Exclusions of kinds of models are in the
+    /// table of combinations.
     fn refusal(&self, of: Use, spec: &ModelSpec, on_gpu: bool) -> Option<String>;
 
-    /// The reason why a device does not multiply in it; none if it does. A CPU simulates it.
+    /// The reason why a device cannot compute in the format; `None` if it can. A CPU simulates the format.
     ///
     /// # Errors
     /// [`crate::Error::Environment`] without the GPU.
@@ -94,52 +93,52 @@ pub trait Format: Debug + Sync {
         Ok(None)
     }
 
-    /// Bytes of an element in training, from those where nothing is rounded; adapters read rows as they are, too.
+    /// Bytes per element in training, given those without quantization. Adapters also read unquantized rows.
     fn element_bytes(&self, plain: ElementBytes, _adapts: bool) -> ElementBytes {
         plain
     }
 
-    /// Bytes of the largest matrix as training has it beside the weight, for a product.
+    /// Bytes of the quantized copy that training makes of the largest matrix for a GEMM.
     fn matrix_bytes(&self, _spec: &ModelSpec) -> usize {
         0
     }
 
-    /// Bytes of a GPU that training's products take for themselves, beside those of libtorch.
+    /// GPU memory in bytes that training's GEMMs use in addition to libtorch's.
     fn workspace_bytes(&self, _spec: &ModelSpec) -> usize {
         0
     }
 
-    /// Values and scales of rows [R, K] that are rounded.
+    /// Shapes and types of the values and of the scales of quantized rows [R, K].
     fn sections(&self, _size: [i64; 2]) -> [Section; 2] {
         [(vec![0], Kind::Uint8), (vec![0], Kind::Float)]
     }
 
-    /// Rounds rows [R, K], of a weight that an engine multiplies by, into memory of [`Format::sections`].
+    /// Quantizes rows [R, K] of an engine's weight into memory as described by [`Format::sections`].
     ///
     /// # Errors
-    /// [`crate::Error::InvalidArgument`] for a matrix that the kernel of a GPU does not take; [`crate::Error::OutOfMemory`].
+    /// [`crate::Error::InvalidArgument`] for a matrix that the GPU kernel does not support; [`crate::Error::OutOfMemory`].
     fn round(&self, _x: &Tensor, _to: &ScaledRows) -> Result<()> {
         Ok(())
     }
 
-    /// The rows as products read them, for several that read the same.
+    /// Converts rows once into the form that GEMMs read, for several GEMMs with the same input.
     ///
     /// # Errors
-    /// [`crate::Error::OutOfMemory`], as of all products.
+    /// [`crate::Error::OutOfMemory`].
     fn rows(&self, x: &Rows) -> Result<Rows> {
         Ok(Rows::Plain(x.plain().shallow_clone()))
     }
 
-    /// x w^T + bias. [T, N]
+    /// Returns x w^T + bias. [T, N]
     ///
     /// # Errors
-    /// [`crate::Error::OutOfMemory`], as of all products.
+    /// [`crate::Error::OutOfMemory`].
     fn forward(&self, x: &Rows /* [T, K] */, w: &Piece) -> Result<Tensor>;
 
-    /// residual + x w^T, of the residual's kind. [T, N]
+    /// Returns residual + x w^T, in the residual's type. [T, N]
     ///
     /// # Errors
-    /// [`crate::Error::OutOfMemory`], as of all products.
+    /// [`crate::Error::OutOfMemory`].
     fn forward_onto(
         &self,
         residual: &Tensor, /* [T, N] */
@@ -149,39 +148,40 @@ pub trait Format: Debug + Sync {
         Ok(residual.f_add(&self.forward(x, w)?)?)
     }
 
-    /// y + (x A^T) B^T of an adapter, in y's memory where it may be. [T, N]
+    /// Returns y + (x A^T) B^T for an adapter, in y's memory if possible. [T, N]
     ///
     /// # Errors
-    /// [`crate::Error::OutOfMemory`], as of all products.
+    /// [`crate::Error::OutOfMemory`].
     fn adapt(&self, x: &Rows /* [T, K] */, lora: &Lora, y: Tensor /* [T, N] */) -> Result<Tensor> {
         lora.add(x.plain(), y)
     }
 
-    /// x w^T of a matrix that has gate and up.
+    /// Returns x w^T for the fused gate and up matrix.
     ///
     /// # Errors
-    /// [`crate::Error::OutOfMemory`], as of all products.
+    /// [`crate::Error::OutOfMemory`].
     fn gate_up(&self, x: &Rows /* [T, D] */, w: &Piece) -> Result<GateUp> {
         GateUp::of_pairs(self.forward(x, w)?)
     }
 
-    /// x w^T of rows that are sorted by expert, each with the matrix of its own. [R, N]
+    /// Returns x w^T for rows that are sorted by expert, each with its own expert's matrix. [R, N]
     ///
     /// # Errors
-    /// [`crate::Error::OutOfMemory`], as of all products.
+    /// [`crate::Error::OutOfMemory`].
     fn experts_forward(&self, dispatch: &Dispatch, x: &Rows /* [R, K] */, w: &Piece) -> Result<Tensor> {
         dispatch.forward(x.plain(), &w.weight)
     }
 
-    /// [`Format::experts_forward`] of matrices that have gate and up.
+    /// Returns x w^T like [`Format::experts_forward`], for the fused gate and up matrices.
     ///
     /// # Errors
-    /// [`crate::Error::OutOfMemory`], as of all products.
+    /// [`crate::Error::OutOfMemory`].
     fn experts_gate_up(&self, dispatch: &Dispatch, x: &Rows /* [R, D] */, w: &Piece) -> Result<GateUp> {
         dispatch.gate_up(x.plain(), &w.weight)
     }
 
-    /// Each sorted row's copy of what its token has, as products of experts read it; as it is, too, where something else does (`is_read`). [R, N]
+    /// Copies each token's values to its sorted rows, in the form that the experts' GEMMs read. If `is_read` is set, an unquantized copy is kept for
+    /// other readers. [R, N]
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -189,32 +189,32 @@ pub trait Format: Debug + Sync {
         Ok(dispatch.scatter(x)?.into())
     }
 
-    /// dx = dy w of rows that are sorted by expert. [R, K]
+    /// Returns dx = dy w for rows that are sorted by expert. [R, K]
     ///
     /// # Errors
-    /// [`crate::Error::OutOfMemory`], as of all products.
+    /// [`crate::Error::OutOfMemory`].
     fn experts_backward_input(&self, dispatch: &Dispatch, dy: &Rows /* [R, N] */, w: &Piece) -> Result<Tensor> {
         dispatch.backward_input(dy.plain(), &w.weight)
     }
 
-    /// [`Format::experts_backward_input`] of matrices that have gate and up.
+    /// Returns dx like [`Format::experts_backward_input`], for the fused gate and up matrices.
     ///
     /// # Errors
-    /// [`crate::Error::OutOfMemory`], as of all products.
+    /// [`crate::Error::OutOfMemory`].
     fn experts_gate_up_backward(&self, dispatch: &Dispatch, d: &GateUp /* [R, I] */, w: &Piece) -> Result<Tensor> {
         dispatch.gate_up_backward_input(d, &w.weight)
     }
 
-    /// dx = dy w. [T, K]
+    /// Returns dx = dy w. [T, K]
     ///
     /// # Errors
-    /// [`crate::Error::OutOfMemory`], as of all products.
+    /// [`crate::Error::OutOfMemory`].
     fn backward_input(&self, dy: &Tensor /* [T, N] */, w: &Piece) -> Result<Tensor>;
 
-    /// dx += dy w.
+    /// Adds to dx: dx += dy w.
     ///
     /// # Errors
-    /// [`crate::Error::OutOfMemory`], as of all products.
+    /// [`crate::Error::OutOfMemory`].
     fn accumulate_input(
         &self,
         dy: &Tensor, /* [T, N] */
@@ -225,31 +225,31 @@ pub trait Format: Debug + Sync {
         Ok(())
     }
 
-    /// dx of [`Format::gate_up`], whose gradients [`Format::activate_backward`] may have rounded. [T, D]
+    /// Returns dx of [`Format::gate_up`]. [`Format::activate_backward`] may have quantized the gradients `d` already. [T, D]
     ///
     /// # Errors
-    /// [`crate::Error::OutOfMemory`], as of all products.
+    /// [`crate::Error::OutOfMemory`].
     fn gate_up_backward(&self, d: &GateUp, _rounded: Option<&ScaledRows>, w: &Piece) -> Result<Tensor> {
         self.backward_input(&d.pairs()?, w)
     }
 
-    /// dw [N, K] = dy^T x, or dw += dy^T x, of dy [T, N] and x [T, K].
+    /// Computes the weight gradient dw [N, K] = dy^T x, or dw += dy^T x, from dy [T, N] and x [T, K].
     ///
     /// # Errors
-    /// [`crate::Error::OutOfMemory`], as of all products.
+    /// [`crate::Error::OutOfMemory`].
     fn weight_gradient(&self, dy: &Tensor, x: &Tensor, dw: &mut Tensor, onto: Onto) -> Result<()> {
         linear::weight_gradient(dy, x, dw, onto)
     }
 
-    /// [`Format::weight_gradient`] of [`Format::gate_up`].
+    /// Computes the weight gradient of [`Format::gate_up`], like [`Format::weight_gradient`].
     ///
     /// # Errors
-    /// [`crate::Error::OutOfMemory`], as of all products.
+    /// [`crate::Error::OutOfMemory`].
     fn gate_up_weight_gradient(&self, d: &GateUp, x: &Tensor, dw: &mut Tensor, onto: Onto) -> Result<()> {
         d.weight_gradient(x, dw, onto)
     }
 
-    /// Normalised rows for products; as they are, too, where something else reads them (`is_read`). [T, D]
+    /// Normalizes rows into the form that GEMMs read. If `is_read` is set, an unquantized copy is kept for other readers. [T, D]
     ///
     /// # Errors
     /// The errors of [`NormOptions::forward`].
@@ -257,7 +257,7 @@ pub trait Format: Debug + Sync {
         Ok(norm.forward(x, weight)?.0.into())
     }
 
-    /// activation(gate) * up for a product; as it is, too, where something else reads it (`is_read`). [T, F]
+    /// Computes activation(gate) * up in the form that a GEMM reads. If `is_read` is set, an unquantized copy is kept for other readers. [T, F]
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -265,7 +265,7 @@ pub trait Format: Debug + Sync {
         Ok(gate_up.activate(activation)?.into())
     }
 
-    /// Goes back through activation(gate) * up, and rounds the gradients for a product where a kernel does both.
+    /// Computes the gradients of activation(gate) * up, and quantizes them for the next GEMM if one kernel can do both.
     ///
     /// # Errors
     /// The errors of [`GateUp::backward`].
@@ -274,26 +274,25 @@ pub trait Format: Debug + Sync {
         Ok(ActivationGradient { d_gate_up, act, rounded: None })
     }
 
-    /// The cost of products in a step on a GPU, where an element of a plain weight has `plain_bytes`.
+    /// The cost of GEMMs in an engine step on a GPU, if an element of a plain weight has `plain_bytes`.
     fn step_cost(&self, plain_bytes: f64) -> StepCost {
         StepCost { element_bytes: plain_bytes, speedup: 1.0 }
     }
 
-    /// The form in which a step's sums over the group leave the rows that the next product reads; as they are, too, where something else
-    /// reads them.
+    /// The form in which an all-reduce of an engine step leaves the rows for the next GEMM. If `is_read` is set, it also leaves unquantized rows.
     fn step_sums(&self, _is_read: bool) -> NormedRows {
         NormedRows::Plain
     }
 
-    /// Rounds a step's rows for the product that reads them next.
+    /// Quantizes rows of an engine step for the GEMM that reads them next.
     ///
     /// # Errors
-    /// [`crate::Error::InvalidArgument`] for rows that do not fit, as of all of a step; [`crate::Error::Cuda`].
+    /// [`crate::Error::InvalidArgument`] for rows that do not fit; [`crate::Error::Cuda`].
     fn step_round(&self, _x: &Tensor /* [T, K] */, _to: &ScaledRows) -> Result<()> {
         Ok(())
     }
 
-    /// In a step x += delta, out = its norm.
+    /// Computes x += delta and out = norm(x) in an engine step.
     ///
     /// # Errors
     /// The errors of [`Format::step_round`].
@@ -308,7 +307,7 @@ pub trait Format: Debug + Sync {
         kernels::add_rms_norm(x, delta, weight, out.plain, norm)
     }
 
-    /// In a step out = activation(gate) * up.
+    /// Computes out = activation(gate) * up in an engine step.
     ///
     /// # Errors
     /// The errors of [`Format::step_round`].
@@ -321,7 +320,7 @@ pub trait Format: Debug + Sync {
         kernels::silu_mul(activation, gate_up, out.plain)
     }
 
-    /// In a step act = silu(gate) * up of x w^T, by the own kernels that have SwiGLU within.
+    /// Computes act = silu(gate) * up of x w^T in an engine step, by own kernels that fuse SwiGLU into the GEMM.
     ///
     /// # Errors
     /// The errors of [`Format::step_round`].
@@ -338,7 +337,8 @@ pub trait Format: Debug + Sync {
         }
     }
 
-    /// In a step act = silu(gate) * up of x w^T, or with biases the clamped SwiGLU, of each sorted row's token with the weight of its expert.
+    /// Computes act = silu(gate) * up of x w^T in an engine step, or the clamped SwiGLU if there are biases, for each sorted row with its expert's
+    /// weight.
     ///
     /// # Errors
     /// The errors of [`Format::step_round`].
@@ -355,7 +355,8 @@ pub trait Format: Debug + Sync {
         }
     }
 
-    /// In a step out = act w^T of each sorted row with its expert's weight, at the place of its choice. Formats that round do so within.
+    /// Computes out = act w^T in an engine step, for each sorted row with its expert's weight, and writes it at the position of the token's choice.
+    /// Formats that quantize do so within the kernel.
     ///
     /// # Errors
     /// The errors of [`Format::step_round`].
@@ -372,7 +373,7 @@ pub trait Format: Debug + Sync {
         }
     }
 
-    /// In a step out = x w^T + bias.
+    /// Computes out = x w^T + bias in an engine step.
     ///
     /// # Errors
     /// The errors of [`Format::step_round`].

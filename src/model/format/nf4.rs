@@ -1,8 +1,8 @@
-//! 4-bit NormalFloat with double quantization (QLoRA, arXiv 2305.14314), as bitsandbytes computes and lays it out.
+//! 4-bit NormalFloat with double quantization (QLoRA, arXiv 2305.14314), with the same values and layout as bitsandbytes.
 //!
-//! 64 weights of a row share a scale, their largest absolute value. Each weight divided by it is rounded to the nearest of
-//! 16 levels, the quantiles of a normal distribution. The scales less their mean are quantised in turn: 256 of them share a
-//! maximum, and each is rounded to the nearest of 256 levels of a dynamic 8-bit float.
+//! 64 weights of a row share a scale, their largest absolute value. Each weight is divided by the scale and rounded to the nearest of 16 levels, the
+//! quantiles of a normal distribution. The scales, less their mean, are quantized in turn: 256 of them share a maximum, and each is rounded to the
+//! nearest of 256 levels of a dynamic 8-bit float.
 
 use tch::{Device, Kind, Tensor};
 
@@ -12,12 +12,12 @@ use crate::error::{Error, Result};
 use crate::ops::dynamic_map::{bounds, dynamic_levels, nearest, normalised};
 use crate::torch::{self, scalar};
 
-/// Weights that share a scale.
+/// Number of weights that share a scale.
 const BLOCK: usize = 64;
-/// Scales that share a maximum.
+/// Number of scales that share a maximum.
 const GROUP: usize = 256;
 
-/// The levels of QLoRA's appendix E, as bitsandbytes prints them.
+/// The 16 levels from QLoRA's appendix E, as bitsandbytes prints them.
 const LEVELS: [f32; 16] = [
     -1.0,
     -0.696_192_8,
@@ -37,7 +37,7 @@ const LEVELS: [f32; 16] = [
     1.0,
 ];
 
-/// 0.516 bytes a weight.
+/// The NF4 format; it needs 0.516 bytes per weight.
 #[derive(Debug)]
 pub struct Nf4;
 
@@ -60,17 +60,17 @@ impl StoredFormat for Nf4 {
     }
 }
 
-/// A quantised matrix [N, K].
+/// A quantized matrix [N, K].
 #[derive(Debug)]
 struct Nf4Matrix {
-    codes: Tensor,  // [N K / 2] u8, two a byte, the first in the high half
+    codes: Tensor,  // two codes per byte, the first in the upper 4 bits; [N K / 2] u8
     scales: Tensor, // [N K / 64] u8
     maxima: Tensor, // [ceil(N K / 64 / 256)] f32
     offset: Tensor, // [] f32
     levels: Levels,
 }
 
-/// The values of NF4's codes, on one device.
+/// The values of the NF4 codes and of the scales' codes, on one device.
 #[derive(Debug)]
 struct Levels {
     weights: Tensor, // [16] f32
@@ -78,7 +78,7 @@ struct Levels {
 }
 
 impl Levels {
-    /// Both code books.
+    /// Copies both code books to a device.
     fn new(device: Device) -> Result<Self> {
         let on = |levels: &[f32]| torch::tensor_on(levels, device);
         Ok(Self { weights: on(&LEVELS)?, scales: on(&dynamic_levels(true))? })
@@ -96,7 +96,7 @@ impl Encoder for Levels {
 }
 
 impl Nf4Matrix {
-    /// Quantises a matrix in row-major order, on its device.
+    /// Quantizes a matrix in row-major order, on the matrix's device.
     fn quantize(matrix: &Tensor /* [N, K] */, levels: &Levels) -> Result<Self> {
         if matrix.size()[1] % BLOCK as i64 != 0 {
             let got = format!("{:?}", matrix.size());
@@ -151,7 +151,7 @@ impl Encoded for Nf4Matrix {
 mod tests {
     use super::*;
 
-    /// A matrix with blocks of zeros, of one value and of wide range, by the formula that scripts/golden_peft.py has.
+    /// A matrix with blocks of zeros, of equal values and of wide range, by the formula in scripts/golden_peft.py.
     fn matrix(rows: i64, columns: i64) -> Tensor {
         let at = Tensor::arange(rows * columns, (Kind::Double, Device::Cpu));
         let block = (&at / 64.0).floor();

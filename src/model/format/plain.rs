@@ -1,4 +1,4 @@
-//! Rows in the type of the network.
+//! The plain format: rows and weights are multiplied in the type of the network.
 
 use tch::Tensor;
 
@@ -9,7 +9,7 @@ use crate::model::spec::ModelSpec;
 use crate::ops::linear;
 use crate::ops::swiglu::GateUp;
 
-/// Matrices that are multiplied as they are.
+/// GEMMs without quantization.
 #[derive(Debug)]
 pub struct Plain;
 

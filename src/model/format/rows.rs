@@ -1,26 +1,26 @@
-//! The factors of a product: rows of activations and of their gradients, and neighbouring rows of a matrix.
+//! Operands of GEMMs: rows of activations or of their gradients, and consecutive rows of a matrix.
 
 use tch::Tensor;
 
 use crate::cuda::kernels::ScaledRows;
 use crate::ops::swiglu::GateUp;
 
-/// Rows that a product reads.
+/// Input rows of a GEMM, plain or quantized.
 #[derive(Debug)]
 pub enum Rows {
-    /// Rows that nothing has rounded.
+    /// Unquantized rows.
     Plain(Tensor), // [T, K]
-    /// Rounded by what made them.
+    /// Rows that were quantized by the operation that computed them.
     Rounded {
-        /// The rows that products of a format read.
+        /// The quantized rows.
         rows: ScaledRows, // [T, K]
-        /// The unrounded rows, where other products read them.
+        /// The unquantized rows, if other operations read them.
         plain: Option<Tensor>, // [T, K]
     },
 }
 
 impl Rows {
-    /// How many there are.
+    /// Number of rows.
     pub fn num_rows(&self) -> i64 {
         match self {
             Rows::Plain(rows) => rows.size()[0],
@@ -28,10 +28,10 @@ impl Rows {
         }
     }
 
-    /// The rows as they are.
+    /// The unquantized rows.
     ///
     /// # Panics
-    /// If they were made for products that read rounded ones alone.
+    /// If only quantized rows were kept.
     pub fn plain(&self) -> &Tensor {
         match self {
             Rows::Plain(rows) | Rows::Rounded { plain: Some(rows), .. } => rows,
@@ -46,40 +46,40 @@ impl From<Tensor> for Rows {
     }
 }
 
-/// Results of going back through activation(gate) * up.
+/// Results of the backward of activation(gate) * up.
 #[derive(Debug)]
 pub struct ActivationGradient {
     /// The gradients of gate and up.
     pub d_gate_up: GateUp, // [T, F] each
-    /// The activation again.
+    /// The activation, recomputed.
     pub act: Tensor, // [T, F]
-    /// The gradients as the next product reads them, where they are rounded already.
+    /// The gradients of gate and up, quantized for the next GEMM, if the kernel did that.
     pub rounded: Option<ScaledRows>, // [T, 2 F]
 }
 
-/// Neighbouring rows of a matrix.
+/// Consecutive rows of a matrix.
 #[derive(Debug)]
 pub struct Piece {
-    /// [N, K], or [E, N, K] of experts; strides are kept in a slice
+    /// The weight's rows: [N, K], or [E, N, K] for experts. A slice keeps the strides of the whole matrix.
     pub weight: Tensor,
-    /// `[N]`
+    /// The bias of these rows. `[N]`
     pub bias: Option<Tensor>,
-    /// The weight as the format of an engine has prepared it, which its products then read: forward only.
+    /// The weight as an engine's format prepared it for its GEMMs; forward only.
     pub prepared: Option<ScaledRows>,
 }
 
 impl Piece {
-    /// Rows of weights that are read as they are.
+    /// Rows of a weight that is used unquantized.
     pub fn plain(weight: Tensor, bias: Option<Tensor>) -> Self {
         Self { weight, bias, prepared: None }
     }
 
-    /// The weight of an engine whose format rounds.
+    /// The quantized weight of an engine.
     pub(super) fn rounded(&self) -> &ScaledRows {
         self.prepared.as_ref().expect("a weight that was prepared at wake")
     }
 
-    /// The tensor that an engine's products read.
+    /// The tensor that an engine's GEMMs read: the quantized weight if there is one.
     pub fn multiplied(&self) -> &Tensor {
         self.prepared.as_ref().map_or(&self.weight, |rounded| &rounded.values)
     }

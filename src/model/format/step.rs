@@ -1,5 +1,5 @@
-//! Factors and results of products in a step of an engine on a GPU. No product allocates, so that a step can be recorded, and all are queued
-//! on the engine's stream.
+//! Operands and results of GEMMs in an engine step on a GPU. No GEMM allocates memory, so a step can be captured in a CUDA graph; all are queued on
+//! the engine's stream.
 
 use tch::Tensor;
 
@@ -7,43 +7,43 @@ use crate::cuda::kernels::{self, ExpertAdapter, ExpertTile, RoutedTokens, Scaled
 use crate::cuda::{Products, Tuning};
 use crate::error::Result;
 
-/// The cost of a step's products in a format.
+/// The cost of a step's GEMMs in a format.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StepCost {
-    /// Bytes of an element of a weight.
+    /// Bytes per element of a weight.
     pub element_bytes: f64,
-    /// How many times as many operations a second as plain products make.
+    /// Throughput in operations per second, relative to plain GEMMs.
     pub speedup: f64,
 }
 
-/// Products of blocks by the crate's own kernels, where cuBLASLt's are slower.
+/// Which GEMMs of blocks use the crate's own kernels, because cuBLASLt is slower.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OwnProducts {
-    /// None.
+    /// No GEMM uses an own kernel.
     None,
-    /// Gate and up with SwiGLU, by `kernels::gate_up`.
+    /// Only the gate and up GEMM, fused with SwiGLU (`kernels::gate_up`).
     GateUp,
-    /// All but gate and up, of those that `kernels::wide_product_serves`.
+    /// All GEMMs except gate and up that `kernels::wide_product_serves` supports.
     Wide,
-    /// [`OwnProducts::GateUp`] and [`OwnProducts::Wide`].
+    /// The union of [`OwnProducts::GateUp`] and [`OwnProducts::Wide`].
     WideAndGateUp,
-    /// All, by `kernels::product`.
+    /// All GEMMs, by `kernels::product`.
     All,
 }
 
-/// The kernels and the library that multiply in a step.
+/// The kernels and the library that compute a step's GEMMs.
 #[derive(Debug, Clone, Copy)]
 pub struct StepProducts<'a> {
-    /// The own kernels that are faster.
+    /// Which GEMMs use own kernels.
     pub own: OwnProducts,
-    /// cuBLASLt, for products without a kernel of their own.
+    /// cuBLASLt, for all other GEMMs.
     pub products: &'a Products,
-    /// How those were chosen.
+    /// How the own kernels were chosen.
     pub tuning: Tuning,
 }
 
 impl StepProducts<'_> {
-    /// out = x w^T + bias of factors that are not rounded.
+    /// Computes out = x w^T + bias with unquantized operands.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) for tensors that do not fit; [`Error::Cuda`](crate::Error::Cuda).
@@ -61,46 +61,46 @@ impl StepProducts<'_> {
     }
 }
 
-/// How a step's rows are sorted by expert, and what is beside the matrix of experts that they are multiplied with.
+/// How a step's rows are sorted by expert, and the adapter of the experts' matrix.
 #[derive(Debug, Clone, Copy)]
 pub struct StepExperts<'a> {
-    /// How the kernels cut the work.
+    /// The tile size with which the kernels divide the work.
     pub tile: ExpertTile,
-    /// The adapters' inner products and their other matrix.
+    /// The adapters' inner products x A^T, and their matrices B.
     pub adapter: Option<ExpertAdapter<'a>>,
-    /// The sorted rows.
+    /// The tokens' rows, sorted by expert.
     pub routed: &'a RoutedTokens,
 }
 
-/// Rows that a step's product reads.
+/// Input rows of a GEMM in a step.
 #[derive(Debug)]
 pub struct StepRows<'a> {
-    /// The unrounded rows, where something has written them.
+    /// The unquantized rows, if a previous operation wrote them.
     pub plain: &'a Tensor, // [T, K]
-    /// By a format that rounds.
+    /// The quantized rows, in a format that quantizes.
     pub rounded: Option<ScaledRows>, // [T, K]
 }
 
 impl StepRows<'_> {
-    /// The rows of a format that rounds.
+    /// The quantized rows. Panics in a format that does not quantize.
     pub(super) fn rounded(&self) -> &ScaledRows {
         self.rounded.as_ref().expect("rows of a format that rounds")
     }
 }
 
-/// Where rows go that a step's product reads.
+/// Output buffers for rows that a GEMM in a step reads.
 #[derive(Debug)]
 pub struct StepOutput<'a> {
-    /// The unrounded rows.
+    /// Buffer for the unquantized rows.
     pub plain: &'a mut Tensor, // [T, K]
-    /// The rounded rows, of a format that rounds.
+    /// Buffer for the quantized rows, in a format that quantizes.
     pub rounded: Option<ScaledRows>, // [T, K]
-    /// Whether a format that rounds leaves them as they are, too.
+    /// Whether unquantized rows must be written in addition to quantized ones.
     pub is_read: bool,
 }
 
 impl<'a> StepOutput<'a> {
-    /// Room for the unrounded rows, where something reads them, and for the rounded ones of a format that rounds.
+    /// Buffers for the unquantized rows, if something reads them, and for the quantized rows.
     pub(super) fn parts(self) -> (Option<&'a mut Tensor>, ScaledRows) {
         (self.is_read.then_some(self.plain), self.rounded.expect("room of a format that rounds"))
     }

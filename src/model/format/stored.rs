@@ -1,8 +1,8 @@
-//! Frozen blocks whose matrices are stored in a format of their own. Each matrix of a checkpoint is encoded by itself, as bitsandbytes
-//! does, whatever our layout fuses; it comes back row by row to its place.
+//! Frozen blocks whose matrices are stored in a compressed format. Each matrix of a checkpoint is encoded separately, as bitsandbytes does, even
+//! where our layout fuses several; decoding writes its rows to their places in the fused matrix.
 //!
-//! Every rank holds all stored blocks, at ZeRO-3 too: they are a quarter of the size. An engine's step dequantises a whole block
-//! before the block's first norm, because its GEMMs prefetch weights while the previous kernel runs and must find them complete.
+//! Every rank holds all stored blocks, also at ZeRO-3: they are a quarter of the size. An engine's step dequantizes a whole block before the block's
+//! first norm, because its GEMMs prefetch weights while the previous kernel runs and must find them complete.
 
 use std::fmt::Debug;
 
@@ -14,18 +14,18 @@ use crate::model::files::names::{HfTensor, tensors};
 use crate::model::params::UnitLayout;
 use crate::model::spec::{ModelSpec, Unit, product};
 
-/// A format in which frozen blocks are stored. They are decoded one after the other, into the type of the network.
+/// A format in which frozen blocks are stored. Blocks are decoded one after the other into the type of the network.
 pub trait StoredFormat: Debug + Sync {
-    /// The name, as keys have it.
+    /// The format's name, as used in configuration values.
     fn name(&self) -> &'static str;
 
-    /// Rows have to be a multiple of so many weights.
+    /// The length of a row must be a multiple of this many weights.
     fn multiple(&self) -> usize;
 
-    /// Bytes of a matrix [N, K].
+    /// Bytes of an encoded matrix [N, K].
     fn matrix_bytes(&self, size: [usize; 2]) -> usize;
 
-    /// Makes the encoder of matrices on a device.
+    /// Creates an encoder for matrices on a device.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].
@@ -34,10 +34,10 @@ pub trait StoredFormat: Debug + Sync {
 
 /// Encodes matrices on one device.
 pub trait Encoder: Debug {
-    /// Encodes a matrix in row-major order, on its device.
+    /// Encodes a matrix in row-major order, on the matrix's device.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for rows that are no [`StoredFormat::multiple`]; [`Error::OutOfMemory`].
+    /// [`Error::InvalidArgument`] if the length of a row is not a multiple of [`StoredFormat::multiple`]; [`Error::OutOfMemory`].
     fn encode(&self, matrix: &Tensor /* [N, K] */) -> Result<Box<dyn Encoded>>;
 }
 
@@ -46,7 +46,7 @@ pub trait Encoded: Debug + Send {
     /// The tensors that decoding reads.
     fn tensors(&self) -> Vec<&Tensor>;
 
-    /// Writes the matrix to `y`, rounded once to its kind. On a GPU nothing is allocated.
+    /// Decodes the matrix into `y`, rounded once to y's type. Allocates nothing on a GPU.
     ///
     /// # Errors
     /// The errors of the kernel; [`Error::OutOfMemory`] on a CPU.
@@ -54,11 +54,10 @@ pub trait Encoded: Debug + Send {
 }
 
 impl dyn StoredFormat {
-    /// Whether a model's blocks can be stored so.
+    /// Checks that a model's blocks can be stored in this format.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`] on `quantization` where only some layers have experts, and for matrices whose rows are no multiple of what
-    /// the format needs.
+    /// [`Error::InvalidValue`] for `quantization` if only some layers have experts, or if the rows of a matrix do not have a suitable length.
     pub fn check(&self, spec: &ModelSpec) -> Result<()> {
         let (name, multiple) = (self.name().to_uppercase(), self.multiple());
         let refuse = |reason: String| Err(Error::invalid_value("quantization", self.name(), format!("none: {reason}")));
@@ -74,7 +73,7 @@ impl dyn StoredFormat {
         ))
     }
 
-    /// Bytes of a block whose other weights are of `kind`.
+    /// Bytes of a stored block whose other weights are of `kind`.
     pub fn block_bytes(&self, spec: &ModelSpec, layer: usize, kind: Kind) -> usize {
         let bytes = |tensor: HfTensor| match tensor.shape[..] {
             [rows, columns] if tensor.is_projection() => self.matrix_bytes([rows as usize, columns as usize]),
@@ -84,7 +83,7 @@ impl dyn StoredFormat {
     }
 }
 
-/// One block.
+/// The stored weights of one block.
 #[derive(Debug)]
 pub struct StoredBlock {
     parts: Vec<(HfTensor, Stored)>,
@@ -93,19 +92,19 @@ pub struct StoredBlock {
 #[derive(Debug)]
 enum Stored {
     Matrix(Box<dyn Encoded>),
-    /// Norms, biases, routers, and of delta nets the convolution and the gates' parameters.
+    /// Weights that are not encoded: norms, biases, routers, and a delta net's convolution and gate parameters.
     Plain(Tensor),
 }
 
-/// Rounds a base to what its adapters were trained beside.
+/// Rounds base weights to the values that their adapters were trained with.
 #[derive(Debug)]
 pub struct BaseRounding(Option<Box<dyn Encoder>>);
 
 impl BaseRounding {
-    /// Rounds as bases of this quantization are stored.
+    /// Rounds as base weights with this quantization are stored.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`] for a model whose blocks cannot be stored so.
+    /// [`Error::InvalidValue`] for a model whose blocks cannot be stored in that format.
     pub fn new(spec: &ModelSpec, quantization: Quantization) -> Result<Self> {
         let encoder = |format: &'static dyn StoredFormat| {
             format.check(spec)?;
@@ -114,7 +113,7 @@ impl BaseRounding {
         Ok(Self(quantization.format().map(encoder).transpose()?))
     }
 
-    /// Rounds a unit's flat tensor [layout.len] on the CPU; embedding and head stay as they are.
+    /// Rounds a unit's flat tensor [layout.len] on the CPU; embedding and head are unchanged.
     ///
     /// # Errors
     /// The errors of [`StoredBlock::encode`].
@@ -129,7 +128,7 @@ impl BaseRounding {
 }
 
 impl StoredBlock {
-    /// Encodes a block's flat tensor [layout.len], on its device; norms, biases and the router are kept in its kind.
+    /// Encodes a block's flat tensor [layout.len], on its device; norms, biases and the router keep their type.
     ///
     /// # Errors
     /// The errors of [`Encoder::encode`].
@@ -152,7 +151,7 @@ impl StoredBlock {
         Ok(Self { parts: tensors(spec, layout.unit).into_iter().map(store).collect::<Result<_>>()? })
     }
 
-    /// Writes the block's weights to a flat tensor [layout.len]; padding is left as it is. On a GPU nothing is allocated.
+    /// Decodes the block's weights into a flat tensor [layout.len]; padding is not written. Allocates nothing on a GPU.
     ///
     /// # Errors
     /// The errors of the kernel.
@@ -166,7 +165,7 @@ impl StoredBlock {
         Ok(())
     }
 
-    /// Writes what is not encoded alone to the block's flat tensor [layout.len].
+    /// Copies only the weights that are not encoded to the block's flat tensor [layout.len].
     ///
     /// # Errors
     /// The errors of the device.
@@ -180,7 +179,7 @@ impl StoredBlock {
         Ok(())
     }
 
-    /// The tensors that are read to decode it.
+    /// All tensors that decoding the block reads.
     pub fn tensors(&self) -> impl Iterator<Item = &Tensor> {
         self.parts.iter().flat_map(|(_, stored)| match stored {
             Stored::Matrix(matrix) => matrix.tensors(),
@@ -189,7 +188,7 @@ impl StoredBlock {
     }
 }
 
-/// A matrix's rows as [groups, rows of a group, K], each group contiguous.
+/// Views a matrix's rows as [groups, rows of a group, K], with each group contiguous.
 fn groups_of_rows(view: &Tensor) -> Tensor {
     let size = view.size(); // [groups, heads, inner, K]
     view.view([size[0], -1, size[3]])
@@ -215,7 +214,7 @@ mod tests {
         experts.layers[1].mlp = spec.layers[1].mlp;
         let error = <dyn StoredFormat>::check(&Nf4, &experts).unwrap_err().to_string();
         assert!(error.ends_with("NF4 supports models with experts in all layers or in none"), "{error}");
-        // Of the block with attention alone.
+        // The block with attention is the only one whose rows do not fit.
         let hybrid = with_heads(ModelSpec::preset("tiny-hybrid").unwrap(), 3, 1);
         let error = <dyn StoredFormat>::check(&Nf4, &hybrid).unwrap_err().to_string();
         assert!(error.ends_with("those of model.layers.3.self_attn.o_proj.weight have 96"), "{error}");

@@ -1,4 +1,5 @@
-//! A format that is this file alone: rows of int8 with a scale each. It trains, wakes in slices and is stored, beside the dense reference.
+//! Tests that a new format needs only one file: int8 rows with one scale each. It trains, wakes in slices and is stored, and is compared with the
+//! dense reference.
 
 use std::sync::Arc;
 
@@ -9,7 +10,7 @@ use crate::model::{
     BlockContext, BlockParams, PackedMixer, ParamTable, Unit, UnitLayout, block_backward, block_forward, init_unit,
 };
 
-/// The largest code.
+/// The largest int8 code.
 const MOST: f64 = 127.0;
 
 #[derive(Debug)]
@@ -90,7 +91,7 @@ impl Encoded for ScaledRows {
     }
 }
 
-/// A model of one block, with its weights.
+/// A model with one block, its layout and its weights.
 fn block() -> (Arc<ModelSpec>, ParamTable, Tensor) {
     let spec = Arc::new(ModelSpec::preset("tiny").unwrap().with_num_layers(1));
     let table = ParamTable::new(spec.clone(), 1);
@@ -98,7 +99,7 @@ fn block() -> (Arc<ModelSpec>, ParamTable, Tensor) {
     (spec, table, flat)
 }
 
-/// The norm of a difference over that of what is expected.
+/// Relative error: the norm of the difference divided by the norm of the expected tensor.
 fn off(got: &Tensor, expected: &Tensor) -> f64 {
     ((got - expected).norm() / expected.norm()).double_value(&[])
 }
@@ -165,7 +166,7 @@ fn a_block_stored_in_every_format_is_restored() {
     assert_eq!(stored.tensors().map(bytes).sum::<usize>(), format.block_bytes(&spec, 0, Kind::Double));
 }
 
-/// A refusal names the value of the key, which is the format's name.
+/// The name of every format equals its configuration value, so that refusals name the value.
 #[test]
 fn format_names_match_their_config_values() {
     MixedPrecision::ALL.iter().for_each(|key| assert_eq!(key.format().name(), key.name()));

@@ -1,4 +1,4 @@
-//! Gated delta nets: the recurrence written plainly for autograd, and what belongs to hybrids alone.
+//! Gated delta nets for tests: a plain recurrence for autograd, and small hybrid models.
 
 use tch::{Kind, Tensor};
 
@@ -7,7 +7,7 @@ use super::shapes::{families, with_experts, with_heads, with_shared};
 use crate::model::{DeltaNetSpec, Family, Mixer, Mlp, ModelSpec, ParamName};
 use crate::ops::delta_net::DeltaHeads;
 
-/// Qwen3.5's shape: (name, spec).
+/// A small model of Qwen3.5's shape: (name, spec).
 pub(in crate::model) fn hybrid() -> (&'static str, ModelSpec) {
     let [_, (_, qwen3), ..] = families();
     let heads = DeltaHeads { num_key_heads: 2, num_value_heads: 4, key_dim: 6, value_dim: 4, conv_width: 3 };
@@ -23,7 +23,7 @@ pub(in crate::model) fn hybrid() -> (&'static str, ModelSpec) {
     ("qwen3.5", ModelSpec { family: Family::Qwen3_5, zero_centred_norms: true, ..spec })
 }
 
-/// With gated delta nets of so many heads of keys, and of values.
+/// Returns the spec with these numbers of key and value heads in its gated delta nets.
 pub(in crate::model) fn with_delta_heads(spec: ModelSpec, num_key_heads: usize, num_value_heads: usize) -> ModelSpec {
     spec.map_blocks(|_, block| {
         if let Mixer::DeltaNet(delta_net) = &mut block.mixer {
@@ -32,7 +32,7 @@ pub(in crate::model) fn with_delta_heads(spec: ModelSpec, num_key_heads: usize, 
     })
 }
 
-/// Qwen3.5's shape with experts in all layers, one of which every token goes to: (name, spec).
+/// A small model of Qwen3.5's shape with experts and a shared expert in all layers: (name, spec).
 pub(super) fn hybrid_with_experts() -> (&'static str, ModelSpec) {
     let ((_, spec), [(_, with_experts), _]) = (hybrid(), with_experts());
     let experts = Mlp::Experts(with_shared(with_experts.experts().unwrap(), 16));
@@ -40,7 +40,7 @@ pub(super) fn hybrid_with_experts() -> (&'static str, ModelSpec) {
     ("qwen3.5 with experts", ModelSpec { family: Family::Qwen3_5Moe, ..spec })
 }
 
-/// A gated delta net over one sequence, token by token.
+/// Computes a gated delta net over one sequence, token by token.
 pub(super) fn mix(
     spec: &ModelSpec,
     get: &dyn Fn(ParamName) -> Option<Tensor>,

@@ -1,11 +1,11 @@
-//! Gradients that begin in memory of any values, against those that are added to zeros.
+//! Compares gradients written into uninitialized memory with gradients added to zeros.
 
 use super::*;
 
 /// A batch, and the gradients of its log-probabilities and entropies.
 type Given = (Batch, [Tensor; 2]);
 
-/// The gradients of two micro-batches: the first in memory of zeros, to which it is added, or of what is no number; the second added.
+/// The gradients of two micro-batches. The first is added to zeros, or overwrites memory filled with NaN; the second is added.
 fn of_two(table: &ParamTable, flats: &[Tensor], batches: &[Given; 2], onto: Onto) -> Vec<Tensor> {
     let wide = accumulation_kind(flats[0].kind());
     let fill = if onto == Onto::Sum { 0.0 } else { f64::NAN };

@@ -1,4 +1,4 @@
-//! The whole network against an independent one under autograd, in float64; recomputation; tensor-parallel slices.
+//! Tests the whole network against an independent one under autograd, in float64; tests recomputation and tensor-parallel slices.
 
 pub(super) mod delta_net;
 mod gradients;
@@ -35,7 +35,7 @@ fn random_sequences(spec: &ModelSpec, lens: &[i64]) -> Vec<Vec<i64>> {
     lens.iter().map(|len| Vec::try_from(ids(len)).unwrap()).collect()
 }
 
-/// Sequences packed one after the other, all but the last row of each scored.
+/// Sequences packed one after the other; all rows except the last of each are scored.
 struct Batch {
     ids: Tensor,
     positions: Tensor,
@@ -61,7 +61,7 @@ impl Batch {
     }
 }
 
-/// (log-probabilities, entropies, gradients of the flat units) of sum(logprobs * a + entropies * b).
+/// Returns (log-probabilities, entropies, gradients of the flat units) of sum(logprobs * a + entropies * b).
 fn run(
     table: &ParamTable,
     flats: &[Tensor],
@@ -73,7 +73,7 @@ fn run(
     run_onto(table, flats, batch, (a, b), keep, (grads, Onto::Sum))
 }
 
-/// [`run`] with gradients that are added to sums, or begin in memory of any values.
+/// Like [`run`]; gradients are added to sums or overwrite uninitialized memory.
 fn run_onto(
     table: &ParamTable,
     flats: &[Tensor],
@@ -135,7 +135,7 @@ fn run_onto(
     (scored.logprobs, scored.entropy, grads)
 }
 
-/// transformers' own numbers: scripts/golden.py.
+/// The expected numbers come from transformers, through scripts/golden.py.
 #[test]
 fn logits_equal_transformers() {
     for name in [
@@ -194,7 +194,7 @@ fn logits_equal_transformers() {
     }
 }
 
-/// Logits [T, V] of each prompt, all of them packed, from a folder's weights in float32.
+/// The logits [T, V] of each prompt, computed in one packed batch with a folder's weights in float32.
 fn logits(folder: &Path, prompts: &[Vec<i64>]) -> Vec<Tensor> {
     let spec = Arc::new(ModelSpec::from_folder(folder).unwrap());
     let (files, table) = (WeightFiles::open(folder, spec.clone()).unwrap(), ParamTable::new(spec.clone(), 1));
@@ -245,7 +245,7 @@ fn every_model_family_matches_autograd() {
     }
 }
 
-/// Sequences fill chunks of gated delta nets, so that these can be kept, or they do not.
+/// Uses sequences that fill whole chunks of gated delta nets, so that chunks can be kept, and sequences that do not.
 #[test]
 fn recomputation_changes_no_bit() {
     use GradientCheckpointing::{Full, KeepChunks, Selective};
@@ -266,13 +266,13 @@ fn recomputation_changes_no_bit() {
     }
 }
 
-/// Sequences of 3 and 2 tokens, for the slices of so many ranks.
+/// A mixer for sequences of 3 and 2 tokens and for the slices of `tp_size` ranks.
 pub(super) fn slice_mixer(spec: &ModelSpec, tp_size: usize) -> PackedMixer {
     let slice = spec.clone().map_attention(|_, attention| *attention = attention.tp_slice(tp_size));
     PackedMixer::new(&slice, &[0, 3, 5], Device::Cpu)
 }
 
-/// One block on `tp_size` ranks, each with its slice, prepared for a format's products; every rank returns the output.
+/// Runs one block on `tp_size` ranks, each with its slice prepared for a format's GEMMs; returns every rank's output.
 pub(super) fn sliced_block(
     format: &'static dyn Format,
     spec: &ModelSpec,
@@ -340,7 +340,7 @@ fn tensor_parallel_slices_sum_to_the_block() {
     }
 }
 
-/// Where all experts are equal and their weights add up to 1, it does not matter which are chosen.
+/// If all experts are equal and their weights add up to 1, the router's choice does not matter.
 #[test]
 fn equal_experts_give_the_dense_model() {
     let [(_, spec), _] = with_experts();

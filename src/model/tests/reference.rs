@@ -1,5 +1,5 @@
-//! The network written once more, plainly, for autograd: separate q, k, v, gate and up, one sequence at a time, heads
-//! repeated, the mask spelt out. Shares no operation with the crate; only the flat weights' layout.
+//! An independent, plain implementation of the network for autograd: separate q, k, v, gate and up, one sequence at a time, heads repeated, an
+//! explicit mask. It shares no operation with the crate, only the layout of flat weights.
 
 use std::f64::consts::PI;
 
@@ -11,7 +11,7 @@ use crate::ops::rope::RopeScaling;
 use crate::ops::router::RouterScores;
 use crate::ops::swiglu::Activation;
 
-/// (log-probabilities, entropies) of all rows but the last of each sequence, against the next token, at `temperature`.
+/// Returns (log-probabilities, entropies) of all rows except the last of each sequence, for the next token, at `temperature`.
 pub(super) fn scores(
     table: &ParamTable,
     flats: &[Tensor], // one leaf per unit, f64
@@ -44,7 +44,7 @@ fn weight(table: &ParamTable, flats: &[Tensor], unit: Unit, name: ParamName) -> 
     table.units[index].view(name, &flats[index])
 }
 
-/// One block over one sequence.
+/// Computes one block over one sequence.
 pub(in crate::model) fn block(
     spec: &ModelSpec,
     layer: usize,
@@ -55,7 +55,7 @@ pub(in crate::model) fn block(
     let activation = mlp.activation();
     let has_shared = get(ParamName::SharedGateUp).is_some();
     let (need, eps) = (|name| get(name).unwrap(), spec.rms_norm_eps);
-    // A norm that is absent leaves what it is given.
+    // An absent norm returns its input.
     let norm =
         |name, x: &Tensor| get(name).map_or_else(|| x.shallow_clone(), |weight| rms_norm(x, &scale(spec, weight), eps));
     let normed = norm(ParamName::InputNorm, x);
@@ -84,12 +84,12 @@ pub(in crate::model) fn block(
     h + norm(ParamName::MlpPostNorm, &mlp) * residual_scale
 }
 
-/// Factors of a norm.
+/// The multipliers of a norm.
 fn scale(spec: &ModelSpec, weight: Tensor) -> Tensor {
     if spec.zero_centred_norms { weight + 1.0 } else { weight }
 }
 
-/// Attention over one sequence.
+/// Computes attention over one sequence.
 fn attend(
     spec: &ModelSpec,
     attention: AttentionSpec,
@@ -178,7 +178,7 @@ fn dense(
     product((activated * up).matmul(&down.tr()), down_bias)
 }
 
-/// Every expert computes every token, and those that were not chosen have the weight 0.
+/// Computes every expert for every token; experts that were not chosen have the weight 0.
 fn experts(
     spec: &ModelSpec,
     x: &Tensor,
@@ -189,7 +189,7 @@ fn experts(
     let ExpertsSpec { num_experts, router: options, .. } = spec.experts().unwrap();
     let logits = x.matmul(&router.tr());
     let logits = get(ParamName::RouterBias).map_or(logits.shallow_clone(), |bias| logits + bias);
-    let correction = get(ParamName::RouterCorrection); // [3 E], which add up
+    let correction = get(ParamName::RouterCorrection); // [3 E], three summands
     let (probs, scale) = match options.scores {
         RouterScores::Softmax => (logits.softmax(-1, None::<Kind>), 1.0),
         RouterScores::Sigmoid { scale, .. } => (logits.sigmoid(), scale),
@@ -212,7 +212,7 @@ pub(super) fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Tensor {
     x / (x.square().mean_dim(-1, true, None::<Kind>) + eps).sqrt() * weight
 }
 
-/// x * cos + rotate_half(x) * sin of the columns that are turned, with Llama 3's scaling in its wavelength form.
+/// Returns x * cos + rotate_half(x) * sin for the rotated columns, with Llama 3's scaling in its wavelength form.
 fn rotate(attention: AttentionSpec, x: &Tensor /* [heads, S, hd] */) -> Tensor {
     let Some(rope) = attention.rope else { return x.shallow_clone() };
     let (len, hd) = (x.size()[1], (attention.head_dim as f64 * rope.partial_rotary_factor) as usize);

@@ -1,4 +1,4 @@
-//! Small shapes of every family.
+//! Small model shapes of every family.
 
 use super::delta_net::{hybrid, hybrid_with_experts};
 use crate::model::{DenseSpec, ExpertsSpec, Family, Mlp, ModelSpec, NormPlaces, QkNorm, SharedExpertSpec};
@@ -59,13 +59,13 @@ pub(in crate::model) fn families() -> [(&'static str, ModelSpec); 10] {
     ]
 }
 
-/// With Granite's factors.
+/// Returns the spec with multipliers like Granite's.
 fn with_factors(spec: ModelSpec) -> ModelSpec {
     let spec = ModelSpec { embedding_multiplier: 1.5, logits_scaling: 3.0, ..spec };
     spec.map_attention(|_, attention| attention.scale = 0.4).map_blocks(|_, block| block.residual_scale = 0.7)
 }
 
-/// A layer with a window and a rotation of its own, one without; norms on both sides, GELU.
+/// Returns a spec like Gemma 3's: one layer with a window and its own rotary embedding, one without; norms before and after sublayers; GELU.
 fn as_gemma3(spec: ModelSpec) -> ModelSpec {
     let spec = spec.map_attention(|layer, attention| {
         attention.qk_norm = Some(QkNorm::Head);
@@ -83,18 +83,18 @@ fn as_gemma3(spec: ModelSpec) -> ModelSpec {
     ModelSpec { zero_centred_norms: true, embedding_multiplier, rounds_embedding_multiplier: true, ..spec }
 }
 
-/// With so many heads of queries, and of keys and values.
+/// Returns the spec with these numbers of query heads and key/value heads.
 pub(in crate::model) fn with_heads(spec: ModelSpec, num_heads: usize, num_kv_heads: usize) -> ModelSpec {
     spec.map_attention(|_, attention| (attention.num_heads, attention.num_kv_heads) = (num_heads, num_kv_heads))
 }
 
-/// With so many experts, shared whole among ranks.
+/// Returns the spec with `num_experts` experts and expert parallelism.
 pub(in crate::model) fn in_parallel(spec: ModelSpec, num_experts: usize) -> ModelSpec {
     let spec = spec.map_experts(|experts| (experts.num_experts, experts.own) = (num_experts, num_experts));
     spec.with_expert_parallel(true).unwrap()
 }
 
-/// Qwen3's shape with experts: (name, spec).
+/// Small shapes like Qwen3's, with experts: (name, spec).
 pub(in crate::model) fn with_experts() -> [(&'static str, ModelSpec); 2] {
     let [_, (_, qwen3), ..] = families();
     let experts = ExpertsSpec {
@@ -117,7 +117,7 @@ pub(in crate::model) fn with_experts() -> [(&'static str, ModelSpec); 2] {
     ]
 }
 
-/// Qwen2's shape with experts of which one is shared: (name, spec).
+/// A small shape like Qwen2's, with experts and a shared expert: (name, spec).
 pub(super) fn with_shared_expert() -> (&'static str, ModelSpec) {
     let ([(_, qwen2), ..], [(_, moe), _]) = (families(), with_experts());
     let mut experts = with_shared(moe.experts().unwrap(), 16);
@@ -130,7 +130,7 @@ pub(super) fn with_shared_expert() -> (&'static str, ModelSpec) {
     ("shared expert", ModelSpec { family: Family::Qwen2Moe, router_aux_loss_coef: 0.0, ..spec })
 }
 
-/// GLM-4.5's layers: (name, spec).
+/// A small shape like GLM-4.5's: (name, spec).
 fn with_sigmoid_scores() -> (&'static str, ModelSpec) {
     let (_, spec) = with_shared_expert();
     let scores = RouterScores::Sigmoid { num_groups: 1, groups_per_tok: 1, scale: 1.5 };
@@ -141,7 +141,7 @@ fn with_sigmoid_scores() -> (&'static str, ModelSpec) {
     ("sigmoid scores", ModelSpec { family: Family::Glm4Moe, ..spec })
 }
 
-/// gpt-oss's layers: (name, spec).
+/// A small shape like gpt-oss's: (name, spec).
 fn with_sinks() -> (&'static str, ModelSpec) {
     let [(_, spec), _] = with_experts();
     let spec = spec.map_attention(|layer, attention| {
@@ -155,13 +155,13 @@ fn with_sinks() -> (&'static str, ModelSpec) {
     ("sinks and biases", ModelSpec { family: Family::GptOss, ..spec })
 }
 
-/// With an expert of this width that every token goes to.
+/// Returns the experts with a shared expert of this width added.
 pub(super) fn with_shared(experts: ExpertsSpec, intermediate: usize) -> ExpertsSpec {
     let shared = SharedExpertSpec(DenseSpec { intermediate, ..experts.expert });
     ExpertsSpec { shared: Some(shared), ..experts }
 }
 
-/// Shapes with a shared expert, with sinks, with gated delta nets, and with several of these: (name, spec).
+/// Small shapes with a shared expert, with sinks, with gated delta nets, and with several of these: (name, spec).
 pub(super) fn others() -> [(&'static str, ModelSpec); 5] {
     [with_shared_expert(), with_sigmoid_scores(), with_sinks(), hybrid(), hybrid_with_experts()]
 }

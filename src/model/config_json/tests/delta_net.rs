@@ -1,4 +1,4 @@
-//! Files of models with gated delta nets.
+//! Configurations of models with gated delta nets.
 
 use super::*;
 
@@ -11,7 +11,7 @@ fn gated_delta_net_settings_are_read_as_in_transformers_or_refused() {
     assert_eq!(load(&usual).unwrap(), spec, "every fourth layer");
     let every_second = load(&with(&usual, "full_attention_interval", json!(2))).unwrap();
     assert_eq!(every_second.attention_layers().collect::<Vec<_>>(), [1, 3]);
-    // Keys and values of 2 heads of 32 in one layer; states of 4 heads of 32 x 32 in three.
+    // One layer has keys and values of 2 heads of width 32; three layers have states of 4 heads of 32 x 32.
     assert_eq!((spec.cached_elements(1), spec.cached_elements(2)), (128, 64));
     assert_eq!(spec.ropes().columns(), 8);
     let cases = [
@@ -74,14 +74,14 @@ fn gated_delta_nets_with_experts_are_read_as_in_transformers_or_refused() {
     let mut usual = with(&with(&good, "norm_topk_prob", json!("remove")), "intermediate_size", json!("remove"));
     usual = with(&with(&usual, "decoder_sparse_step", json!("remove")), "mlp_only_layers", json!("remove"));
     assert_eq!(load(&usual).unwrap(), spec);
-    // The text part of a file with a vision tower, which says outside of it whether the head is tied.
+    // The text part of a model with a vision tower; whether the head is tied is stated outside `text_config`.
     let whole = json!({
         "architectures": ["Qwen3_5MoeForConditionalGeneration"],
         "text_config": with(&usual, "architectures", json!("remove")),
         "tie_word_embeddings": true,
     });
     assert_eq!(load(&whole).unwrap(), ModelSpec { is_text_part: true, tie_word_embeddings: true, ..spec.clone() });
-    // Of 40 layers' experts a token has 8 and the shared one.
+    // In each of 40 layers a token uses 8 experts and the shared one.
     let idle = 40 * 248 * 3 * 512 * 2048;
     assert_eq!(spec.num_params() - spec.num_active_params(), idle);
     for (key, value, message) in [
