@@ -1,4 +1,4 @@
-//! The abilities that this program's kernels ask of a GPU, by its compute capability.
+//! Which GPU features this program's kernels can use, by compute capability.
 
 use std::sync::OnceLock;
 
@@ -9,35 +9,35 @@ use super::devices::{NamedGpu, capabilities};
 use super::library::environment;
 use crate::error::Result;
 
-/// Products in bfloat16 on tensor cores, and copies to shared memory in the background, begin here.
+/// The oldest supported capability: the first with bfloat16 tensor cores and asynchronous copies to shared memory.
 const LEAST: Capability = Capability::new(8, 0);
 
-/// Whether chips of this capability have clusters, and launches that overlap.
+/// Whether GPUs of this capability support thread block clusters and programmatic dependent launch.
 pub(super) fn has_clusters(capability: Capability) -> bool {
     capability >= Capability::HOPPER
 }
 
-/// Whether the program multiplies in FP8 on chips of this capability: cuBLASLt takes a scale for each row and column on Hopper alone.
+/// Whether the program runs FP8 GEMMs on GPUs of this capability. Only on Hopper does cuBLASLt support one scale per row and column.
 pub(super) fn has_fp8_products(capability: Capability) -> bool {
     capability == Capability::HOPPER
 }
 
-/// Whether blocks have 227 KiB of shared memory: Hopper's and the data centre's Blackwell have, others 163 or 99.
+/// Whether a thread block can use 227 KiB of shared memory. True for Hopper and data-centre Blackwell; others have 163 or 99 KiB.
 fn has_wide_shared_memory(capability: Capability) -> bool {
     matches!(capability.major, 9 | 10)
 }
 
-/// Whether a visible GPU has clusters; no where the driver does not tell.
+/// Whether a visible GPU supports thread block clusters; false if the driver does not answer.
 pub(super) fn gpu_has_clusters(ordinal: usize) -> bool {
     gpu_capability(ordinal).is_some_and(has_clusters)
 }
 
-/// Whether blocks of a visible GPU have 227 KiB of shared memory; no where the driver does not tell.
+/// Whether thread blocks of a visible GPU can use 227 KiB of shared memory; false if the driver does not answer.
 pub(super) fn gpu_has_wide_shared_memory(ordinal: usize) -> bool {
     gpu_capability(ordinal).is_some_and(has_wide_shared_memory)
 }
 
-/// The widest head that cuDNN's attention serves on a device, forward and backward.
+/// The largest head width for which cuDNN's attention has forward and backward on a device.
 pub fn cudnn_most_head_dim(device: Device) -> usize {
     match device {
         Device::Cuda(ordinal) if gpu_capability(ordinal) == Some(Capability::HOPPER) => 256,
@@ -51,11 +51,10 @@ fn gpu_capability(ordinal: usize) -> Option<Capability> {
     KNOWN.get_or_init(of_gpus).get(ordinal).copied()
 }
 
-/// Messages at start about the visible GPUs, one line for each kind: which work libraries do there in place of kernels of this
-/// program.
+/// Messages to show at start, one line per kind of visible GPU: for which operations libraries replace this program's kernels there.
 ///
 /// # Errors
-/// [`Error::Environment`](crate::Error::Environment) for a GPU that no kernel runs on.
+/// [`Error::Environment`](crate::Error::Environment) for a GPU that no kernel supports.
 pub(super) fn shortfalls() -> Result<Vec<String>> {
     let mut lines = Vec::new();
     for NamedGpu { name, capability } in capabilities()? {

@@ -1,4 +1,4 @@
-//! Files that spare later starts some work on the same GPU: compiled kernels, what was timed of products.
+//! Cache files that save work at later starts on the same GPU: compiled kernels, and timings of GEMM algorithms.
 
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
@@ -8,27 +8,27 @@ use sha2::{Digest, Sha256};
 use super::library::environment;
 use crate::error::{Error, Result};
 
-/// Where what `key` decides is kept, by its kind and a name for people.
+/// Path of the cache file for `key`, in a folder for its `kind`; `name` makes the file's name readable.
 ///
 /// # Errors
-/// [`Error::Environment`] where the user has no cache folder.
+/// [`Error::Environment`] if the user has no cache folder.
 pub(super) fn path(kind: &str, name: &str, key: &str) -> Result<PathBuf> {
     Ok(folder()?.join(kind).join(file_name(kind, name, key)))
 }
 
-/// The name of the file with what `key` decides: another key is another name.
+/// The name of the cache file for `key`; it contains a hash of the key.
 pub(super) fn file_name(kind: &str, name: &str, key: &str) -> String {
     let hash: String = Sha256::digest(key).iter().map(|byte| format!("{byte:02x}")).collect();
     format!("{name}-{}.{kind}", &hash[..32])
 }
 
-/// The file of this name that a package brought: in the folder `kernels` beside the program, or beside the program's folder.
+/// Path of a file that was installed with the program, in a folder `kernels` beside the program or beside its `bin` folder.
 pub(super) fn packaged(file_name: &str) -> Option<PathBuf> {
     let program = std::env::current_exe().ok()?;
     packaged_beside(&program, file_name)
 }
 
-/// In `kernels` beside the program, or beside the folder `bin` that it is in. No other folder above it belongs to the package.
+/// Looks in `kernels` beside the program, or beside the folder `bin` that contains it. No other folder above belongs to the package.
 fn packaged_beside(program: &Path, file_name: &str) -> Option<PathBuf> {
     let folder = program.parent()?;
     let above = folder.parent().filter(|_| folder.file_name().is_some_and(|name| name == "bin"));
@@ -36,7 +36,8 @@ fn packaged_beside(program: &Path, file_name: &str) -> Option<PathBuf> {
     places.map(|place| place.join("kernels").join(file_name)).find(|path| path.is_file())
 }
 
-/// Reads a file with `parse`, if it is there. One that `parse` rejects is replaced later.
+/// Reads a file through `parse`; returns `None` if it is missing or `parse` rejects it. Rejected files are removed, so that they can be written
+/// again.
 pub(super) fn read<T>(path: &Path, parse: impl FnOnce(Vec<u8>) -> Option<T>) -> Result<Option<T>> {
     let parsed = match std::fs::read(path) {
         Ok(bytes) => parse(bytes),
@@ -54,15 +55,15 @@ pub(super) fn read<T>(path: &Path, parse: impl FnOnce(Vec<u8>) -> Option<T>) -> 
     Ok(parsed)
 }
 
-/// Keeps `bytes` for later starts, unless another process was faster: what that one has found stays, and who goes by it reads it
-/// back. Where keeping fails it only costs time: `done` says what is done again.
+/// Writes `bytes` for later starts, unless another process has written the file first: then that content stays, and callers read it back. A failure
+/// is only logged, as it costs time but no correctness; `done` names the work that will be repeated.
 pub(super) fn keep(path: &Path, bytes: &[u8], done: &str) {
     if let Err(error) = write(path, bytes) {
         tracing::warn!("cannot write to the cache, so {done} again at every start: {error}");
     }
 }
 
-/// Whole or not at all, after a power cut too, and the first of several ranks alone.
+/// Writes the file atomically and durably, but only if it does not exist yet, so that the first of several ranks wins.
 fn write(path: &Path, bytes: &[u8]) -> Result<()> {
     let folder = path.parent().unwrap_or(Path::new("."));
     std::fs::create_dir_all(folder).map_err(Error::io(folder))?;
@@ -74,7 +75,7 @@ fn write(path: &Path, bytes: &[u8]) -> Result<()> {
     }
 }
 
-/// `$COLO_GRPO_CACHE`, `$XDG_CACHE_HOME/colo-grpo` or `~/.cache/colo-grpo`, as scripts/setup.sh has it.
+/// The cache folder: `$COLO_GRPO_CACHE`, `$XDG_CACHE_HOME/colo-grpo` or `~/.cache/colo-grpo`, the same as in scripts/setup.sh.
 fn folder() -> Result<PathBuf> {
     let folder = |variable: &str| std::env::var_os(variable).filter(|value| !value.is_empty()).map(PathBuf::from);
     let own = folder("COLO_GRPO_CACHE")

@@ -2,21 +2,21 @@
 
 use std::fmt;
 
-/// A GPU's compute capability; later chips are greater.
+/// A GPU's compute capability; newer GPUs compare greater.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Capability {
     /// The number before the dot.
     pub major: i32,
-    /// The number behind the dot.
+    /// The number after the dot.
     pub minor: i32,
 }
 
 impl Capability {
-    /// The only chips with the instructions that `product.cu`, `gate_up.cu` and others are written with. Clusters of blocks, and launches that
-    /// overlap with the work before them, begin here.
+    /// Compute capability 9.0. Only this one has the instructions that `product.cu`, `gate_up.cu` and others use. It is also the first with thread
+    /// block clusters and programmatic dependent launch.
     pub const HOPPER: Self = Self::new(9, 0);
 
-    /// Capability `major.minor`.
+    /// Creates the capability `major.minor`.
     pub const fn new(major: i32, minor: i32) -> Self {
         Self { major, minor }
     }

@@ -1,39 +1,39 @@
-//! Rates of GPUs by their data sheets, and measured ones where this program was measured.
+//! Throughput of known GPUs: from data sheets, and measured where this program was benchmarked.
 
 use tch::{Device, Kind};
 
 use super::context::Context;
 use crate::error::Result;
 
-/// A GPU that is known by its name.
+/// Data-sheet figures of a GPU that is recognized by name.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Chip {
-    /// Name of the chip as the driver gives it.
+    /// Name of the GPU as the driver reports it.
     pub name: &'static str,
-    /// Dense bfloat16 products with float32 sums, in floating-point operations a second, by the data sheet.
+    /// Dense bfloat16 GEMM throughput with float32 accumulation, in floating-point operations per second, from the data sheet.
     pub bf16_flop_per_s: f64,
-    /// Bandwidth of its memory in bytes a second, by the data sheet.
+    /// Memory bandwidth in bytes per second, from the data sheet.
     pub memory_bytes_per_s: f64,
-    /// Rates that were measured on one (docs/benchmarks.md).
+    /// Measured throughput, if this GPU was benchmarked (docs/benchmarks.md).
     pub measured: Option<Rates>,
 }
 
-/// Rates that a GPU reaches.
+/// Throughput that a GPU reaches in practice.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Rates {
-    /// Large bfloat16 products, in floating-point operations a second.
+    /// Throughput of large bfloat16 GEMMs, in floating-point operations per second.
     pub product_flop_per_s: f64,
-    /// A large copy within its memory, bytes read and written, a second.
+    /// Bandwidth of a large copy within its memory, in bytes read and written per second.
     pub memory_bytes_per_s: f64,
 }
 
-/// By the driver's name, whole: a part of a GPU (MIG), or another variant, is another chip.
+/// Looks up a GPU by the driver's full name. MIG slices and variants have other names and are not found.
 pub fn chip(name: &str) -> Option<&'static Chip> {
     CHIPS.iter().find(|chip| chip.name == name)
 }
 
-/// The rate of a GPU's dense products of `kind`, in floating-point operations a second; none of a CPU, of a chip that is not known by
-/// its name, and of other kinds than bfloat16, whose rates are not listed.
+/// Peak throughput of dense GEMMs of `kind` on a device, in floating-point operations per second. `None` on a CPU, for unknown GPUs, and for types
+/// other than bfloat16.
 ///
 /// # Errors
 /// [`crate::Error::Cuda`].
@@ -42,8 +42,8 @@ pub fn chip_flop_per_s(device: Device, kind: Kind) -> Result<Option<f64>> {
     Ok(chip(&Context::retain(ordinal)?.name()?).map(|chip| chip.bf16_flop_per_s))
 }
 
-/// NVIDIA's data sheets, without sparsity: H200 and H100 (SXM, PCIe, NVL), GH200, GB200 and HGX B200, A100, A30, A10, A40, L40, L40S, L4.
-/// Where sheets differ (B200: 7.7 or 8 TB/s) the greater figure stands, so that a floor is one.
+/// NVIDIA's data sheets, without sparsity: H200 and H100 (SXM, PCIe, NVL), GH200, GB200 and HGX B200, A100, A30, A10, A40, L40, L40S, L4. Where
+/// sheets differ (B200: 7.7 or 8 TB/s), this is the larger figure, so that lower bounds on time hold.
 const CHIPS: &[Chip] = &[
     Chip {
         measured: Some(Rates { product_flop_per_s: 798e12, memory_bytes_per_s: 4.25e12 }),

@@ -1,4 +1,4 @@
-//! The device's primary context, which libtorch uses too: addresses and streams pass both ways.
+//! The device's primary CUDA context. libtorch uses the same one, so addresses and streams can be exchanged with it.
 #![allow(unsafe_code)]
 
 use std::ffi::CStr;
@@ -11,16 +11,16 @@ use super::capability::Capability;
 use super::library;
 use crate::error::{Error, Result};
 
-/// Memory of one GPU.
+/// Free and total memory of one GPU.
 #[derive(Debug, Clone, Copy)]
 pub struct FreeMemory {
-    /// Bytes that nobody holds.
+    /// Bytes that no process uses.
     pub free_bytes: usize,
-    /// Bytes in all.
+    /// Total bytes.
     pub total_bytes: usize,
 }
 
-/// One GPU's primary context, retained while this lives.
+/// A reference to one GPU's primary context, released when dropped.
 #[derive(Debug)]
 pub struct Context {
     ordinal: usize,
@@ -34,10 +34,10 @@ unsafe impl Send for Context {}
 unsafe impl Sync for Context {}
 
 impl Context {
-    /// The primary context of GPU `ordinal`, made current in this thread.
+    /// Retains the primary context of GPU `ordinal` and makes it current in this thread.
     ///
     /// # Errors
-    /// [`Error::Environment`] without a driver, a GPU or libtorch's CUDA half; [`Error::Cuda`] if there is no such GPU.
+    /// [`Error::Environment`] without a driver, a GPU or libtorch's CUDA libraries; [`Error::Cuda`] if there is no such GPU.
     pub fn retain(ordinal: usize) -> Result<Arc<Self>> {
         library::require()?;
         let number = i32::try_from(ordinal).unwrap_or(i32::MAX);
@@ -49,12 +49,12 @@ impl Context {
         Ok(Arc::new(context))
     }
 
-    /// The GPU's number.
+    /// The index of the GPU.
     pub fn ordinal(&self) -> usize {
         self.ordinal
     }
 
-    /// Makes the context, and with it the GPU, this thread's: for libtorch's operations too.
+    /// Makes this context and its GPU current in this thread, also for libtorch's operations.
     ///
     /// # Errors
     /// [`Error::Cuda`].
@@ -63,16 +63,16 @@ impl Context {
         check("cuCtxSetCurrent", unsafe { result::ctx::set_current(self.raw) })
     }
 
-    /// Waits for all work queued on the GPU by this process.
+    /// Waits for all work that this process has queued on the GPU.
     ///
     /// # Errors
-    /// [`Error::Cuda`], also for work that failed before.
+    /// [`Error::Cuda`], including failures of earlier work.
     pub fn synchronize(&self) -> Result<()> {
         self.make_current()?;
         check("cuCtxSynchronize", result::ctx::synchronize())
     }
 
-    /// The GPU's memory, as the driver counts it over all processes.
+    /// The GPU's free and total memory; free memory takes all processes into account.
     ///
     /// # Errors
     /// [`Error::Cuda`].
@@ -82,7 +82,7 @@ impl Context {
         Ok(FreeMemory { free_bytes, total_bytes })
     }
 
-    /// Where the GPU stands on the PCI bus, as in /sys/bus/pci/devices: `0000:0f:00.0`.
+    /// The GPU's PCI address, such as `0000:0f:00.0`, in the form of /sys/bus/pci/devices.
     ///
     /// # Errors
     /// [`Error::Cuda`].
@@ -103,7 +103,7 @@ impl Context {
         check("cuDeviceGetName", result::device::get_name(self.device))
     }
 
-    /// Asks for the compute capability.
+    /// Reads the GPU's compute capability.
     ///
     /// # Errors
     /// [`Error::Cuda`].
@@ -115,7 +115,7 @@ impl Context {
         Ok(Capability::new(self.attribute(MAJOR)?, self.attribute(MINOR)?))
     }
 
-    /// Whether this program multiplies in FP8 on the GPU.
+    /// Whether this program runs FP8 GEMMs on the GPU.
     ///
     /// # Errors
     /// [`Error::Cuda`].
@@ -123,7 +123,7 @@ impl Context {
         Ok(has_fp8_products(self.compute_capability()?))
     }
 
-    /// The reason why this program does not multiply in FP8 on the GPU, if it does not.
+    /// The reason why this program does not run FP8 GEMMs on the GPU; `None` if it does.
     ///
     /// # Errors
     /// [`Error::Cuda`].
@@ -135,7 +135,7 @@ impl Context {
         Ok(Some(format!("it needs a GPU of compute capability 9.0 (H100, H200), and {name} has {capability}")))
     }
 
-    /// Multiprocessors of the GPU.
+    /// Number of streaming multiprocessors of the GPU.
     ///
     /// # Errors
     /// [`Error::Cuda`].
@@ -152,15 +152,15 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
-        // SAFETY: retained once by `retain`. At the process's end the driver may be gone already: nothing to mend.
+        // SAFETY: retained once by `retain`. At process exit the driver may be gone already; the error is then ignored.
         let _ = unsafe { result::primary_ctx::release(self.device) };
     }
 }
 
-/// The code of an [`Error::Cuda`] for memory that a GPU, or pinned memory that its host, does not have.
+/// The code of an [`Error::Cuda`] when GPU memory, or pinned host memory, is exhausted.
 pub(crate) const OUT_OF_MEMORY: u32 = sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY as u32;
 
-/// The driver's answer to `op` as the crate's result.
+/// Converts the driver's result of `op` into the crate's result.
 pub(crate) fn check<T>(op: &'static str, answer: std::result::Result<T, result::DriverError>) -> Result<T> {
     answer.map_err(|error| {
         let text = error.error_string().map_or("".into(), CStr::to_string_lossy);

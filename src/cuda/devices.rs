@@ -1,4 +1,4 @@
-//! Which GPUs are visible, and what is free on them.
+//! Lists the visible GPUs and the memory available on them.
 #![allow(unsafe_code)]
 
 use cudarc::driver::{result, sys};
@@ -6,14 +6,13 @@ use cudarc::driver::{result, sys};
 use super::capability::Capability;
 use crate::error::{Error, Result};
 
-/// Memory that a context with cuBLAS and NCCL takes of a GPU, roughly.
+/// Approximate GPU memory of a context with cuBLAS and NCCL, in bytes.
 const LIBRARY_BYTES: usize = 1 << 30;
 
-/// One line per visible GPU, in the driver's order: `0: NVIDIA H200, 143771 MiB`. Empty where there is no driver. Creates no
-/// context.
+/// Describes each visible GPU in one line, in the driver's order: `0: NVIDIA H200, 143771 MiB`. Empty if there is no driver. Creates no context.
 ///
 /// # Errors
-/// [`Error::Environment`] if the driver is there but does not work.
+/// [`Error::Environment`] if there is a driver but it does not work.
 pub fn devices() -> Result<Vec<String>> {
     // SAFETY: opens the driver's library, whose initialisers are its vendor's.
     if !unsafe { sys::is_culib_present() } {
@@ -35,17 +34,17 @@ pub fn devices() -> Result<Vec<String>> {
         .collect()
 }
 
-/// A visible GPU.
+/// A visible GPU's name and compute capability.
 #[derive(Debug)]
 pub(super) struct NamedGpu {
     pub name: String,
     pub capability: Capability,
 }
 
-/// Every visible GPU, in the driver's order. Empty where there is no driver. Creates no context.
+/// All visible GPUs, in the driver's order. Empty if there is no driver. Creates no context.
 ///
 /// # Errors
-/// [`Error::Environment`] if the driver is there but does not work.
+/// [`Error::Environment`] if there is a driver but it does not work.
 pub(super) fn capabilities() -> Result<Vec<NamedGpu>> {
     use sys::CUdevice_attribute::{
         CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR as MAJOR, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR as MINOR,
@@ -62,16 +61,16 @@ pub(super) fn capabilities() -> Result<Vec<NamedGpu>> {
         .collect()
 }
 
-/// Name of the first visible GPU, as the driver gives it; none without a GPU.
+/// Name of the first visible GPU, as the driver reports it; `None` without a GPU.
 ///
 /// # Errors
-/// [`Error::Environment`] if the driver is there but does not work.
+/// [`Error::Environment`] if there is a driver but it does not work.
 pub fn first_name() -> Result<Option<String>> {
     Ok(capabilities()?.into_iter().next().map(|gpu| gpu.name))
 }
 
-/// Memory that this process may still take on its GPU, in bytes: what is free where the calling thread has a context, else
-/// the size of the smallest visible GPU less what contexts and libraries take.
+/// Bytes of GPU memory that this process can still allocate. If the calling thread has a context, this is its GPU's free memory; otherwise the total
+/// memory of the smallest visible GPU, less an estimate for contexts and libraries.
 ///
 /// # Errors
 /// [`Error::Environment`] if there is no driver, or it does not answer.
@@ -91,7 +90,7 @@ pub fn available_bytes() -> Result<usize> {
     Ok(smallest.saturating_sub(LIBRARY_BYTES))
 }
 
-/// An error of the driver before there is a context.
+/// Converts an error of the driver that occurred before a context existed.
 pub(super) fn failed(error: result::DriverError) -> Error {
     Error::Environment { message: format!("CUDA driver: {:?}", error.0) }
 }

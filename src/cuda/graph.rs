@@ -1,4 +1,4 @@
-//! Work recorded once and replayed with one call.
+//! CUDA graphs: work that is captured once and replayed with one call.
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use super::context::{Context, check};
 use super::torch_stream::TorchStream;
 use crate::error::Result;
 
-/// A recorded sequence of kernels, copies and collectives, with the addresses they had.
+/// A captured sequence of kernels, copies and collectives, including the addresses they used.
 #[derive(Debug)]
 pub struct Graph {
     raw: sys::CUgraphExec,
@@ -21,25 +21,24 @@ pub struct Graph {
 unsafe impl Send for Graph {}
 
 impl Graph {
-    /// Records what `work` queues on `stream`, which is libtorch's current one meanwhile; nothing runs yet.
+    /// Captures the work that `work` queues on `stream`, which is libtorch's current stream meanwhile. Nothing runs yet.
     ///
-    /// `work` may not wait for the GPU, read from it or allocate on it: buffers come from outside and stay, libraries and
-    /// communicators have run once before on this stream. libtorch's cache would hand out the memory of tensors made inside
-    /// again.
+    /// `work` must not wait for the GPU, read from it or allocate memory on it. Its buffers must exist before and stay allocated, because libtorch's
+    /// allocator would reuse the memory of tensors created inside. Libraries and communicators must have run once before on this stream.
     ///
     /// # Errors
-    /// What `work` returns; [`crate::Error::Cuda`] for what cannot be recorded.
+    /// The errors of `work`; [`crate::Error::Cuda`] for operations that cannot be captured.
     pub fn capture(stream: &TorchStream, work: impl FnOnce() -> Result<()>) -> Result<Self> {
         let _current = stream.make_current()?;
         let raw = stream.raw().cast();
-        // Calls that cannot be recorded fail in this thread alone: those of NCCL's watcher are none of the graph's.
+        // In this mode only calls of this thread can invalidate the capture, so NCCL's watchdog thread does not interfere.
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: the stream lives as long as the process.
         check("cuStreamBeginCapture", unsafe { result::stream::begin_capture(raw, mode) })?;
         let capture = Capture(raw);
         work()?;
         let graph = capture.end()?;
-        // SAFETY: recorded just now.
+        // SAFETY: captured just now.
         let instance = unsafe { result::graph::instantiate(graph, INSTANTIATE) };
         // SAFETY: not used after this; the instance has its own copy.
         let destroyed = unsafe { result::graph::destroy(graph) };
@@ -48,24 +47,24 @@ impl Graph {
         Ok(graph)
     }
 
-    /// Queues the recorded work on `stream`.
+    /// Queues the captured work on `stream`.
     ///
     /// # Safety
-    /// Every address that was recorded has memory for what the work does there, until the stream has passed it. The memory
-    /// may have gone and come back in between, as an arena's does.
+    /// Every captured address must be backed by suitable memory until the stream has passed the work. The memory may have been unmapped and mapped
+    /// again in between, as an arena's is.
     ///
     /// # Errors
     /// [`crate::Error::Cuda`].
     pub unsafe fn replay(&mut self, stream: &TorchStream) -> Result<()> {
         stream.context().make_current()?;
-        // SAFETY: the graph is alive; the rest is the caller's promise.
+        // SAFETY: the graph is alive; the caller guarantees the rest.
         check("cuGraphLaunch", unsafe { result::graph::launch(self.raw, stream.raw().cast()) })
     }
 
-    /// Replays the recorded work `replays` times and returns the median time on the GPU; waits for it.
+    /// Replays the captured work `replays` times, waits for it, and returns the median time on the GPU.
     ///
     /// # Safety
-    /// The promise of [`Graph::replay`].
+    /// The caller must guarantee the same as for [`Graph::replay`].
     ///
     /// # Errors
     /// [`crate::Error::Cuda`].
@@ -73,7 +72,7 @@ impl Graph {
         let mut times = Vec::with_capacity(replays);
         for _ in 0..replays {
             let start = stream.record_timed()?;
-            // SAFETY: the caller's promise.
+            // SAFETY: guaranteed by the caller.
             unsafe { self.replay(stream)? };
             times.push(start.time_until(&stream.record_timed()?)?);
         }
@@ -91,14 +90,14 @@ impl Drop for Graph {
 
 const INSTANTIATE: sys::CUgraphInstantiate_flags = sys::CUgraphInstantiate_flags(0);
 
-/// A stream that records; dropped without [`Capture::end`], also by a panic, it records no more.
+/// A stream in capture mode. Dropping it without [`Capture::end`], also in a panic, ends the capture.
 struct Capture(sys::CUstream);
 
 impl Capture {
     fn end(self) -> Result<sys::CUgraph> {
         let stream = self.0;
         std::mem::forget(self);
-        // SAFETY: the stream records since this was made.
+        // SAFETY: the stream has been capturing since this was created.
         check("cuStreamEndCapture", unsafe { result::stream::end_capture(stream) })
     }
 }
@@ -106,7 +105,7 @@ impl Capture {
 impl Drop for Capture {
     fn drop(&mut self) {
         let mut graph = std::ptr::null_mut();
-        // SAFETY: as in `end`; the graph is null if what was queued made the recording invalid.
+        // SAFETY: as in `end`; the graph is null if queued work made the capture invalid.
         unsafe {
             if sys::cuStreamEndCapture(self.0, &raw mut graph).result().is_ok() && !graph.is_null() {
                 let _ = result::graph::destroy(graph);

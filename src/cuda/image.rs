@@ -1,26 +1,26 @@
-//! Kernels of a cubin, with the shared memory that each declares and the threads that it allows: tests read them, so that launches are
-//! checked where there is no GPU.
+//! Reads kernels from a cubin, with the shared memory that each declares and its maximum number of threads. Tests use this to check launches without
+//! a GPU.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The limits of a kernel.
+/// Resource limits of a kernel.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct KernelLimits {
-    /// Shared memory that it declares, with what the chip keeps of each block.
+    /// Static shared memory of the kernel, including what the hardware reserves per block.
     pub static_bytes: usize,
-    /// Most threads of a block.
+    /// Maximum number of threads per block.
     pub threads: usize,
 }
 
-/// Shared memory of one of Hopper's multiprocessors, of which one block may have all but what the chip keeps.
+/// Shared memory of one Hopper multiprocessor. A single block can use all of it except the hardware's reservation.
 pub(super) const HOPPER_SHARED_BYTES: usize = 228 << 10;
 
-/// Names of the kernels of an ELF image: each has a section `.text.` and its name.
+/// Names of the kernels in an ELF image: each has a section `.text.<name>`.
 pub(super) fn kernels(image: &[u8]) -> BTreeSet<String> {
     sections(image).filter_map(|(name, ..)| name.strip_prefix(".text.").map(str::to_owned)).collect()
 }
 
-/// The limits of every kernel of an ELF image, by name.
+/// The limits of every kernel in an ELF image, by name.
 pub(super) fn limits(image: &[u8]) -> BTreeMap<String, KernelLimits> {
     const SIZED_VALUE: u8 = 4;
     const MAX_THREADS: u8 = 5;
@@ -42,7 +42,7 @@ pub(super) fn limits(image: &[u8]) -> BTreeMap<String, KernelLimits> {
     all
 }
 
-/// Name, size and contents of every section; those that take memory alone have no contents.
+/// Name, size and contents of every section; contents are empty for sections that only reserve memory.
 fn sections(image: &[u8]) -> impl Iterator<Item = (&str, usize, &[u8])> {
     const NO_BITS: usize = 8;
     let (table, entry_bytes) = (number(image, 0x28, 8), number(image, 0x3a, 2));

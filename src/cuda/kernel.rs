@@ -1,4 +1,4 @@
-//! Loading and launching what `nvrtc` compiled.
+//! Loads and launches kernels that `nvrtc` compiled.
 #![allow(unsafe_code)]
 
 use std::collections::HashMap;
@@ -14,7 +14,7 @@ use super::library::environment;
 use super::nvrtc::{KernelSource, cubin};
 use crate::error::{Error, Result};
 
-/// Shared memory that a block may have without asking for it, static and dynamic together.
+/// Shared memory, static and dynamic together, that a block can use without an explicit request to the driver.
 const SHARED_UNASKED_BYTES: u32 = 48 << 10;
 
 /// A kernel on one GPU. Its module stays loaded until the process ends.
@@ -23,54 +23,54 @@ pub(super) struct Kernel {
     context: Arc<Context>,
     function: sys::CUfunction,
     name: Arc<str>,
-    /// Shared memory that the kernel declares, beside what a launch gives it.
+    /// Static shared memory of the kernel, in addition to a launch's dynamic shared memory.
     static_bytes: u32,
-    /// Whether its launches may overlap with the work before them.
+    /// Whether the GPU supports launches that overlap with preceding work (programmatic dependent launch).
     overlaps: bool,
 }
 
 // SAFETY: a function of a module that is never unloaded; the driver's functions may be called from any thread.
 unsafe impl Send for Kernel {}
 
-/// Kernels and modules of this process, by GPU and by name or file.
+/// The kernels and modules that this process has loaded, by GPU and by name or file.
 #[derive(Default)]
 struct LoadedKernels {
     kernels: HashMap<(usize, String), Kernel>,
     modules: HashMap<(usize, &'static str), Module>,
 }
 
-/// The machine code of one source on one GPU; it is never unloaded.
+/// The loaded machine code of one source file on one GPU; it is never unloaded.
 struct Module(sys::CUmodule);
 
 // SAFETY: the driver's functions may be called with a module from any thread.
 unsafe impl Send for Module {}
 
-/// One argument of a launch, of the exact type that the kernel declares.
+/// One argument of a launch; it must have exactly the type that the kernel declares.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Argument {
     /// A device address, or null.
     Address(*mut c_void),
-    /// A structure of addresses.
+    /// A structure of up to eight device addresses.
     Addresses([*mut c_void; 8]),
-    /// `long long`.
+    /// A `long long`.
     Count(i64),
-    /// `float`.
+    /// A `float`.
     Float(f32),
-    /// The descriptor by which boxes of a matrix are copied.
+    /// A tensor map (TMA descriptor) for copies of boxes of a matrix.
     TensorMap(sys::CUtensorMap),
 }
 
 impl Argument {
-    /// The address of nothing.
+    /// The null address.
     pub(super) const NULL: Self = Self::Address(std::ptr::null_mut());
 }
 
 impl Kernel {
-    /// The function `name` (`extern "C"`) of `source` on GPU `ordinal`, compiled and loaded on first use.
+    /// Returns the function `name` (`extern "C"`) of `source` on GPU `ordinal`, compiled and loaded on first use.
     ///
     /// # Errors
-    /// The errors of the compiler; [`Error::InvalidArgument`] with the name where the source has no such kernel;
-    /// [`Error::Cuda`] when the driver cannot load it.
+    /// The errors of the compiler; [`Error::InvalidArgument`] with the name if the source has no such kernel; [`Error::Cuda`] if the driver cannot
+    /// load it.
     pub(super) fn get(source: &'static KernelSource, name: &str, ordinal: usize) -> Result<Self> {
         static LOADED: Mutex<Option<LoadedKernels>> = Mutex::new(None);
         let mut loaded = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
@@ -103,14 +103,14 @@ impl Kernel {
         Ok(kernel)
     }
 
-    /// Queues the kernel on `stream` with `grid` blocks of `block` threads and `shared_bytes` of dynamic shared memory. An
-    /// `early` one is brought to the processors while the work before it ends, which hides its launch (programmatic
-    /// dependent launch); before `wait_for_inputs` of scalar.cuh it writes nothing and reads only what the work before it does not
-    /// write. Chips that have no such launches take an ordinary one. `cluster` neighbours run at the same time.
+    /// Queues the kernel on `stream` with `grid` blocks of `block` threads and `shared_bytes` of dynamic shared memory. With `early`, blocks are
+    /// scheduled while the preceding work still runs, which hides launch latency (programmatic dependent launch); before `wait_for_inputs` in
+    /// scalar.cuh such a kernel must write nothing, and must not read memory that the preceding work writes. On GPUs without this feature the launch
+    /// is an ordinary one. The blocks of a `cluster` run at the same time.
     ///
     /// # Safety
-    /// The arguments are those that the kernel declares, in number and type, and every address is valid on this GPU for
-    /// what the kernel does there, until `stream` has passed it.
+    /// The arguments match the kernel's declaration in number and type. Every address is valid on this GPU for the kernel's accesses, until `stream`
+    /// has passed it.
     ///
     /// # Errors
     /// [`Error::Cuda`].
@@ -164,7 +164,7 @@ impl Kernel {
             attrs: attributes.as_mut_ptr(),
             numAttrs: attributes.len() as u32,
         };
-        // SAFETY: the caller's promise; the driver copies configuration and arguments before it returns.
+        // SAFETY: guaranteed by the caller; the driver copies configuration and arguments before it returns.
         let code = unsafe {
             sys::cuLaunchKernelEx(&raw const config, self.function, addresses.as_mut_ptr(), std::ptr::null_mut())
         };
@@ -172,7 +172,7 @@ impl Kernel {
     }
 }
 
-/// Whether a launch must ask for its shared memory: a kernel's own counts, too.
+/// Whether a launch must explicitly request its shared memory. The kernel's static shared memory counts too.
 pub(super) fn must_ask(static_bytes: u32, dynamic_bytes: u32) -> bool {
     static_bytes + dynamic_bytes > SHARED_UNASKED_BYTES
 }
@@ -186,7 +186,7 @@ fn static_shared_bytes(function: sys::CUfunction) -> Result<u32> {
     Ok(bytes as u32)
 }
 
-/// The shape of a launch, for messages.
+/// The configuration of a launch, for error messages.
 #[derive(Debug, Clone, Copy)]
 struct LaunchShape {
     grid: u32,
@@ -196,7 +196,7 @@ struct LaunchShape {
 }
 
 impl LaunchShape {
-    /// `error` with the kernel's name and the launch's shape: the driver's description alone does not tell launches apart.
+    /// Adds the kernel's name and the launch configuration to `error`, because the driver's message does not identify the launch.
     fn name(self, error: Error, kernel: &str, static_bytes: u32) -> Error {
         let Error::Cuda { op, code, message } = error else { return error };
         let Self { grid, block, shared_bytes, cluster } = self;
@@ -207,7 +207,8 @@ impl LaunchShape {
     }
 }
 
-/// Names are put together from the kinds and sizes of an operation's tensors: those of this one have no kernel.
+/// The error for a kernel name that the source does not define. Names are built from the types and sizes of an operation's tensors, so this means
+/// that no kernel supports them.
 fn no_kernel(source: &KernelSource, name: &str) -> Error {
     let expected = "dtypes and sizes that one of its kernels supports".to_owned();
     Error::InvalidArgument { op: source.file, expected, got: name.to_owned() }

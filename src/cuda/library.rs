@@ -1,7 +1,7 @@
-//! libtorch's CUDA half and the one NCCL.
+//! Loads libtorch's CUDA libraries, and makes sure that only one NCCL is loaded.
 //!
-//! The program links libtorch_cpu and libc10 alone and so starts on any machine. Where there is a GPU, libc10_cuda.so and
-//! libtorch_cuda.so are opened before the first tensor; they register themselves with the half already loaded.
+//! The program links only libtorch_cpu and libc10, so it starts on any machine. If there is a GPU, libc10_cuda.so and libtorch_cuda.so are opened
+//! before the first tensor is created; they register themselves with the libraries already loaded.
 #![allow(unsafe_code)]
 
 use std::collections::BTreeSet;
@@ -13,14 +13,13 @@ use std::sync::OnceLock;
 use crate::cuda::devices;
 use crate::error::{Error, Result};
 
-/// Variable with the folder of libtorch_cuda.so, of a PyTorch 2.11.0 installation; by default it is looked for beside
-/// libtorch_cpu.so.
+/// Environment variable with the folder of libtorch_cuda.so in a PyTorch 2.11.0 installation. By default the folder of libtorch_cpu.so is searched.
 pub(super) const FOLDER_VARIABLE: &str = "COLO_GRPO_TORCH_CUDA";
 
-/// Opens libtorch's CUDA half, once.
+/// Loads libtorch's CUDA libraries, once.
 ///
 /// # Errors
-/// [`Error::Environment`] that says what is missing: a GPU, the library, or a single NCCL.
+/// [`Error::Environment`] that states what is missing: a GPU, the library, or a unique NCCL.
 pub fn require() -> Result<()> {
     static OUTCOME: OnceLock<std::result::Result<(), String>> = OnceLock::new();
     OUTCOME
@@ -50,7 +49,7 @@ fn load() -> Result<()> {
     Ok(())
 }
 
-/// Opens a library for good, its symbols visible to all.
+/// Opens a library permanently, with its symbols visible to all others.
 pub(super) fn open(path: &Path) -> Result<()> {
     let name = CString::new(path.as_os_str().as_bytes()).map_err(|_| environment("a path with a NUL byte"))?;
     // SAFETY: loads a library of the installation that the user named; it is never closed.
@@ -64,9 +63,9 @@ pub(super) fn open(path: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Lets cudarc find the NCCL that libtorch has loaded. It asks the loader for `libnccl.so`, a name that PyTorch's wheels do
-/// not have; a link of that name beside libtorch_cpu.so, where this program's run path leads, points to the same file. With
-/// two different ones loaded, every communicator fails.
+/// Makes cudarc use the NCCL that libtorch has loaded. cudarc opens `libnccl.so`, a name that PyTorch's wheels do not contain. So this creates a link
+/// of that name beside libtorch_cpu.so, on this program's run path, to the loaded file. If two different NCCLs were loaded, every communicator would
+/// fail.
 fn share_nccl(torch: &Path) -> Result<()> {
     let Some(nccl) = mapped_files("libnccl.so")?.into_iter().next() else {
         return Err(environment(&format!(
@@ -77,7 +76,7 @@ fn share_nccl(torch: &Path) -> Result<()> {
     let beside = mapped_files("libtorch_cpu.so")?.first().and_then(|library| library.parent().map(Path::to_owned));
     let link = beside.unwrap_or_else(|| torch.to_owned()).join("libnccl.so");
     if std::fs::read_link(&link).ok().as_deref() != Some(nccl.as_path()) {
-        // Ranks may race here: the loser finds the winner's link.
+        // Ranks may do this at the same time: the last rename wins, and all links are equal.
         let draft = link.with_extension(std::process::id().to_string());
         let made = std::os::unix::fs::symlink(&nccl, &draft).and_then(|()| std::fs::rename(&draft, &link));
         made.map_err(|error| {
@@ -96,7 +95,7 @@ fn share_nccl(torch: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Files mapped into this process whose name starts with `prefix`.
+/// Files mapped into this process whose names start with `prefix`.
 pub(super) fn mapped_files(prefix: &str) -> Result<BTreeSet<PathBuf>> {
     let maps = std::fs::read_to_string("/proc/self/maps").map_err(Error::io("/proc/self/maps"))?;
     let files = maps.lines().filter_map(|line| line.find('/').map(|start| Path::new(&line[start..])));

@@ -1,19 +1,20 @@
-//! The GPUs of this machine, libtorch's CUDA half, opened at run time so that one program serves both worlds, and what the
-//! program asks of the driver itself: context, streams, events and kernels. Knows nothing of models.
+//! The machine's GPUs. libtorch's CUDA libraries are opened at run time, so that one program runs with and without GPUs. This module also has the
+//! program's own use of the CUDA driver: contexts, streams, events and kernels. Knows nothing of models.
 //!
-//! | file | what it is |
+//! | file | content |
 //! |---|---|
-//! | `library`, `devices` | libtorch's CUDA half and the one NCCL; which GPUs are visible |
-//! | `nvml` | who holds memory of the visible GPUs |
-//! | `capability`, `abilities`, `chips` | what GPUs can do: by their number; of what kernels ask for; by their data sheets |
-//! | `placement` | where a run computes, and in what kind |
-//! | `context`, `stream` | the context shared with libtorch; streams and events beside libtorch's |
-//! | `torch_stream`, `graph` | streams that libtorch's operations are sent to; what is queued there, recorded and replayed |
-//! | `nvrtc`, `kernel`, `cache`, `packaged_kernels` | `src/kernels/*.cu` compiled once into a cache of cubins, or at packaging; loaded and launched |
-//! | `peer_memory` | memory of several GPUs that their processes all map |
-//! | `pinned` | host memory that is copied from and to while the host goes on |
-//! | `products` | matrix products through cuBLASLt |
-//! | `profile`, `stopwatch` | the time of operations by family; of some of them, added up over a step |
+//! | `library`, `devices` | libtorch's CUDA libraries and NCCL; the visible GPUs |
+//! | `nvml` | which processes use memory of the visible GPUs |
+//! | `capability`, `abilities`, `chips` | compute capability, supported features, and data-sheet throughput of GPUs |
+//! | `placement` | device and dtype of a run |
+//! | `context`, `stream` | the context shared with libtorch; own streams and events |
+//! | `torch_stream`, `graph` | streams for libtorch's operations; CUDA graphs captured on them |
+//! | `nvrtc`, `kernel`, `cache`, `packaged_kernels` | compiles `src/kernels/*.cu` into a cache of cubins, or when packaging; loads and launches them
+//! |
+//! | `peer_memory` | memory of several GPUs that all their processes map |
+//! | `pinned` | pinned host memory for asynchronous copies |
+//! | `products` | GEMMs through cuBLASLt |
+//! | `profile`, `stopwatch` | time of operations by family; time of selected work, summed over a step |
 //! | `kernels` | one safe function per kernel, over tensors |
 
 mod abilities;

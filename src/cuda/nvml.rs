@@ -1,5 +1,5 @@
-//! Queries NVML for the visible GPUs: who holds their memory (it needs no context and sees other processes), what energy they
-//! have taken.
+//! Queries NVML about the visible GPUs: which processes use their memory (this needs no context and covers other processes), and the energy they have
+//! used.
 
 use std::sync::LazyLock;
 
@@ -11,18 +11,18 @@ use nvml_wrapper::{Device, Nvml};
 use super::devices::{devices, failed};
 use crate::error::{Error, Result};
 
-/// Memory that a GPU may hold for others: displays, monitors, the driver itself.
+/// Memory in bytes that other users of a GPU may hold without being reported: displays, monitoring, the driver.
 const TOLERATED_BYTES: u64 = 1 << 30;
 
-/// The driver's library, which stays open; none where it is not installed.
+/// The NVML library, opened once; `None` if it is not installed.
 static NVML: LazyLock<Option<Nvml>> =
     LazyLock::new(|| Nvml::builder().lib_path("libnvidia-ml.so.1".as_ref()).init().ok());
 
-/// Refuses GPUs that other processes hold memory of.
+/// Checks that no other process uses memory of the visible GPUs.
 ///
 /// # Errors
-/// [`Error::Environment`] with the GPU, its processes and their MiB; or if the driver does not answer. Where there is no
-/// NVML, a warning is logged and nothing is refused.
+/// [`Error::Environment`] with the GPU, the processes and their MiB, or if the driver does not answer. Without NVML a warning is logged and the check
+/// is skipped.
 pub fn require_free() -> Result<()> {
     let count = devices()?.len();
     if NVML.is_none() {
@@ -40,15 +40,15 @@ pub fn require_free() -> Result<()> {
     Err(Error::Environment { message })
 }
 
-/// The energy that one GPU has taken since its driver was loaded.
+/// Reads the energy that one GPU has used since its driver was loaded.
 #[derive(Debug)]
 pub struct EnergyMeter(Device<'static>);
 
 impl EnergyMeter {
-    /// The energy meter of a visible GPU.
+    /// Creates the energy meter of a visible GPU.
     ///
     /// # Errors
-    /// [`Error::Cuda`] for a GPU that does not exist; [`Error::Environment`] where there is no NVML or it does not know the GPU.
+    /// [`Error::Cuda`] for a GPU that does not exist; [`Error::Environment`] if there is no NVML or it does not know the GPU.
     pub fn new(ordinal: usize) -> Result<Self> {
         let untold = || Error::Environment {
             message: format!("NVML, which reports a GPU's energy, does not know GPU {ordinal}"),
@@ -56,10 +56,10 @@ impl EnergyMeter {
         handle(ordinal)?.map(Self).ok_or_else(untold)
     }
 
-    /// Joules. The counter moves every few hundredths of a second.
+    /// The energy used so far, in joules. The counter is updated every few hundredths of a second.
     ///
     /// # Errors
-    /// [`Error::Environment`] for a GPU that does not count.
+    /// [`Error::Environment`] for a GPU without an energy counter.
     pub fn joules(&self) -> Result<f64> {
         let failed =
             |error| Error::Environment { message: format!("NVML cannot report the energy of the GPU: {error}") };
@@ -67,21 +67,21 @@ impl EnergyMeter {
     }
 }
 
-/// Memory of a GPU as its driver counts it: contexts, libraries and other processes included.
+/// Memory of a GPU as the driver reports it, including contexts, libraries and other processes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct GpuMemory {
     /// Bytes in use.
     pub used_bytes: u64,
-    /// Bytes in all.
+    /// Total bytes.
     pub total_bytes: u64,
 }
 
-/// The memory of one GPU as its driver counts it: contexts, libraries and other processes included.
+/// Reads the memory use of one GPU as the driver reports it, including contexts, libraries and other processes.
 #[derive(Debug)]
 pub struct MemoryMeter(Device<'static>);
 
 impl MemoryMeter {
-    /// The memory of a visible GPU; none where there is no NVML, or it does not know the GPU.
+    /// Creates the memory meter of a visible GPU; `None` if there is no NVML or it does not know the GPU.
     ///
     /// # Errors
     /// [`Error::Cuda`] for a GPU that does not exist.
@@ -89,7 +89,7 @@ impl MemoryMeter {
         Ok(handle(ordinal)?.map(Self))
     }
 
-    /// The memory now; none while the driver does not say.
+    /// The current memory use; `None` if the driver does not answer.
     pub fn read(&self) -> Option<GpuMemory> {
         self.0.memory_info().ok().map(|memory| GpuMemory { used_bytes: memory.used, total_bytes: memory.total })
     }
@@ -103,7 +103,7 @@ fn handle(ordinal: usize) -> Result<Option<Device<'static>>> {
     Ok(nvml.device_by_uuid(uuid_text(&uuid.bytes.map(|byte| byte as u8))).ok())
 }
 
-/// Describes the memory of one GPU that others hold, if it is more than is tolerated.
+/// Describes the memory of one GPU that other processes hold, if it is more than tolerated.
 fn held_memory(ordinal: usize) -> Result<Option<String>> {
     let known = handle(ordinal)?.and_then(|device| Some((device.memory_info().ok()?.used, device)));
     let Some((used, device)) = known else {

@@ -1,5 +1,5 @@
-//! `src/kernels/*.cu` compiled at run time, once per source, architecture and compiler version: the cubins come from the package of the
-//! program, or are kept in the user's cache folder.
+//! Compiles `src/kernels/*.cu` at run time, once per source, architecture and compiler version. The cubins come from the installed package, or are
+//! kept in the user's cache folder.
 #![allow(unsafe_code)]
 
 use std::ffi::{CStr, CString, c_char, c_int};
@@ -16,7 +16,7 @@ use crate::console::Progress;
 use crate::error::{Error, Result};
 use crate::types::Place;
 
-/// A file of `src/kernels`.
+/// A source file of `src/kernels`.
 #[derive(Debug)]
 pub(super) struct KernelSource {
     pub(super) file: &'static str,
@@ -26,7 +26,7 @@ pub(super) struct KernelSource {
 macro_rules! sources {
     ($($name:ident = $file:literal),* $(,)?) => {
         $(pub(super) static $name: KernelSource = KernelSource { file: $file, text: include_str!(concat!("../kernels/", $file)) };)*
-        /// All of them.
+        /// All kernel sources.
         pub(super) static SOURCES: &[&KernelSource] = &[$(&$name),*];
     };
 }
@@ -78,7 +78,7 @@ sources! {
     WIDE_PRODUCT = "wide_product.cu",
 }
 
-/// Headers that the sources include. CUDA's own ones, such as that for bf16, do not come with the compiler's package.
+/// Headers that the sources include. CUDA's own headers, such as that for bf16, are not part of the compiler's package.
 const HEADERS: [(&CStr, &str); 20] = [
     (c"adamw.cuh", include_str!("../kernels/adamw.cuh")),
     (c"async.cuh", include_str!("../kernels/async.cuh")),
@@ -102,16 +102,16 @@ const HEADERS: [(&CStr, &str); 20] = [
     (c"tiles.cuh", include_str!("../kernels/tiles.cuh")),
 ];
 
-/// The source, and all that it might include.
+/// The text of a source, and of every header that it might include.
 #[cfg(test)]
 pub(super) fn texts(source: &KernelSource) -> impl Iterator<Item = &'static str> {
     HEADERS.into_iter().map(|(_, text)| text).chain([source.text])
 }
 
-/// Beside the architecture.
+/// Compiler options in addition to the architecture.
 const OPTIONS: [&str; 2] = ["--std=c++17", "--extra-device-vectorization"];
 
-/// Machine code of `source` for a compute capability, from the program's package or the cache if it is there.
+/// Machine code of `source` for a compute capability: from the installed package, from the cache, or compiled now.
 ///
 /// # Errors
 /// [`Error::Environment`] without NVRTC, or with the compiler's log.
@@ -131,8 +131,8 @@ pub(super) fn cubin(source: &KernelSource, capability: Capability) -> Result<Vec
     Ok(image)
 }
 
-/// Compiles the sources that the cache lacks, on this rank's share of the processors: one after another they take most of a minute. The
-/// ranks of a machine begin at different sources and find in the cache what another rank has compiled meanwhile.
+/// Compiles the sources that the cache lacks, in parallel on this rank's share of the CPU cores; in sequence they would take most of a minute. The
+/// ranks of a machine start at different sources, and find in the cache what another rank has compiled meanwhile.
 ///
 /// # Errors
 /// Returns the first error of [`cubin`].
@@ -179,17 +179,17 @@ fn cubin_path(source: &KernelSource, capability: Capability) -> Result<PathBuf> 
     cache::path("cubin", source.file.trim_end_matches(".cu"), &key(source, capability)?)
 }
 
-/// Name of the file with the machine code of `source`, in the cache and in packages.
+/// Name of the cubin file for `source`, in the cache and in packages.
 pub(super) fn file_name(source: &KernelSource, capability: Capability) -> Result<String> {
     Ok(cache::file_name("cubin", source.file.trim_end_matches(".cu"), &key(source, capability)?))
 }
 
-/// A file's bytes, if they begin as machine code does.
+/// Returns a file's bytes if they start like an ELF image.
 fn machine_code_of(bytes: Vec<u8>) -> Option<Vec<u8>> {
     bytes.starts_with(b"\x7fELF").then_some(bytes)
 }
 
-/// Everything that the machine code of `source` follows from.
+/// The cache key of a cubin: everything that the machine code of `source` depends on.
 ///
 /// # Errors
 /// [`Error::Environment`] without NVRTC.
@@ -202,7 +202,7 @@ fn key_of(source: &KernelSource, capability: Capability, version: (c_int, c_int)
     format!("{} {version:?} {OPTIONS:?}\n{headers}\n{}", architecture(capability), source.text)
 }
 
-/// The compiler's name of the architecture, for Hopper with the instructions that no later chip has.
+/// The compiler's name of the architecture. For Hopper it selects the instructions that no later GPU has (`sm_90a`).
 fn architecture(capability @ Capability { major, minor }: Capability) -> String {
     let own = if capability == Capability::HOPPER { "a" } else { "" };
     format!("sm_{major}{minor}{own}")
@@ -246,8 +246,10 @@ fn compile(source: &KernelSource, capability: Capability) -> Result<Vec<u8>> {
     image
 }
 
+/// Returns the cubin of a compiled program.
+///
 /// # Safety
-/// `program` was compiled for a real architecture and not destroyed.
+/// `program` was compiled for a real architecture and is not destroyed.
 unsafe fn machine_code(program: sys::nvrtcProgram) -> Result<Vec<u8>> {
     let failed = |error| environment(&format!("nvrtcGetCUBIN: {error}"));
     let mut bytes = 0;
@@ -259,7 +261,7 @@ unsafe fn machine_code(program: sys::nvrtcProgram) -> Result<Vec<u8>> {
     Ok(image)
 }
 
-/// The compiler's version.
+/// The version of NVRTC, as (major, minor).
 fn version() -> Result<(c_int, c_int)> {
     open_library()?;
     let (mut major, mut minor) = (0, 0);
@@ -269,12 +271,12 @@ fn version() -> Result<(c_int, c_int)> {
     Ok((major, minor))
 }
 
-/// Opens NVRTC, once: the one of the wheels that libtorch came with, else the one the loader finds.
+/// Opens NVRTC, once: from the wheels that libtorch came with, or else the one that the loader finds.
 fn open_library() -> Result<()> {
     static OUTCOME: OnceLock<std::result::Result<(), String>> = OnceLock::new();
     let outcome = OUTCOME.get_or_init(|| {
         if let Some(folder) = library_folders().map_err(|error| error.to_string())? {
-            // The compiler opens its builtins by bare name, which the loader then has already.
+            // NVRTC opens its builtins library by file name, so that must be loaded first.
             for prefix in ["libnvrtc-builtins.so.", "libnvrtc.so."] {
                 for file in files(&folder, prefix) {
                     library::open(&file).map_err(|error| error.to_string())?;
@@ -293,7 +295,7 @@ fn open_library() -> Result<()> {
     outcome.clone().map_err(|message| Error::Environment { message })
 }
 
-/// The first of the folders nvidia/cu13/lib beside a torch/lib in use that exists.
+/// The first existing folder nvidia/cu13/lib beside a torch/lib folder that is in use.
 fn library_folders() -> Result<Option<PathBuf>> {
     let named = std::env::var_os(FOLDER_VARIABLE).map(|folder| PathBuf::from(folder).join("libtorch_cuda.so"));
     let loaded = mapped_files("libtorch_c")?;
@@ -319,14 +321,14 @@ mod tests {
     use super::super::kernels::KERNELS;
     use super::*;
 
-    /// Compute capabilities that are served. Machine code comes from the user's cache where an earlier run has compiled the same
-    /// source with the same compiler, so that only what has changed takes time.
+    /// The supported compute capabilities. Machine code comes from the user's cache if an earlier run compiled the same source with the same
+    /// compiler, so only changed sources take time.
     const SERVED: [Capability; 5] =
         [Capability::new(8, 0), Capability::new(8, 9), Capability::HOPPER, LATER, Capability::new(12, 0)];
-    /// A chip without the instructions that Hopper alone has.
+    /// A GPU without the instructions that only Hopper has.
     const LATER: Capability = Capability::new(10, 0);
 
-    /// The kernels that wrappers know of a source, and load at start on every chip.
+    /// The kernels that wrappers name for a source, and load at start on every GPU.
     fn listed(source: &KernelSource) -> BTreeSet<String> {
         let own = KERNELS.iter().find(|(own, _)| own.file == source.file);
         own.unwrap_or_else(|| panic!("{} has no kernels", source.file)).1.iter().map(|&name| name.to_owned()).collect()
@@ -334,7 +336,7 @@ mod tests {
 
     #[test]
     fn every_kernel_compiles_for_every_chip_and_is_listed() {
-        tch::set_num_threads(1); // links libtorch, beside which NVRTC is found
+        tch::set_num_threads(1); // links libtorch; NVRTC is found beside it
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/kernels");
         let mut known: Vec<_> = SOURCES.iter().map(|source| source.file.to_owned()).collect();
         let files = files(&folder, "").into_iter().filter(|file| file.extension().is_some_and(|kind| kind == "cu"));

@@ -1,4 +1,4 @@
-//! Machine code that packages bring beside the program.
+//! Writes machine code of kernels for installation with the program.
 
 use std::path::Path;
 
@@ -7,8 +7,8 @@ use super::nvrtc::{KernelSource, SOURCES, compile_all, cubin, file_name};
 use crate::error::{Error, Result};
 use crate::types::Place;
 
-/// Writes the machine code of all kernels for a compute capability into `folder`, as a package brings it beside the program:
-/// under the names that the cache has, so that a file of another source or compiler is never taken. Returns the bytes.
+/// Compiles all kernels for a compute capability and writes them to `folder`, to be installed with the program. File names are those of the cache, so
+/// a file for another source or compiler is never used. Returns the number of bytes.
 ///
 /// # Errors
 /// [`Error::Environment`] without NVRTC; the errors of the file system.

@@ -1,4 +1,4 @@
-//! Memory of several GPUs of a node, one a process, that all of these processes map.
+//! Memory of several GPUs of a node, one per process, that all of these processes map (CUDA IPC).
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
@@ -11,22 +11,22 @@ use super::context::{Context, OUT_OF_MEMORY, check};
 use crate::error::{Error, Result};
 use crate::types::Place;
 
-/// The size of a handle by which another process maps a rank's memory.
+/// Size of the IPC handle by which another process maps a rank's memory.
 pub const HANDLE_BYTES: usize = 64;
 
-/// This rank's memory, and its peers' where they are mapped. It stays until the process ends, since peers may have it mapped
-/// and no drop can wait for them.
+/// This rank's memory, and its peers' once they are mapped. It is never freed before the process ends, since peers may have it mapped and a drop
+/// cannot wait for them.
 #[derive(Debug)]
 pub struct PeerMemory {
     context: Arc<Context>,
     rank: usize,
-    addresses: Vec<sys::CUdeviceptr>, // of every rank's memory in this process, 0: not mapped
+    addresses: Vec<sys::CUdeviceptr>, // of every rank's memory in this process; 0 if not mapped
     bytes: usize,
-    abort: &'static AtomicU32, // on the host; kernels that wait for peers read it
+    abort: &'static AtomicU32, // host memory; kernels that wait for peers poll it
 }
 
 impl PeerMemory {
-    /// `bytes` of zeros for one rank.
+    /// Allocates `bytes` of zeroed memory for one rank.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`]; [`Error::Cuda`].
@@ -51,7 +51,7 @@ impl PeerMemory {
         Ok(memory)
     }
 
-    /// The memories of `num_ranks` ranks that are all this process on one GPU: tests play more ranks than a machine has GPUs.
+    /// Allocates the memories of `num_ranks` ranks within this process on one GPU, for tests with more ranks than the machine has GPUs.
     ///
     /// # Errors
     /// The errors of [`PeerMemory::allocate`].
@@ -63,10 +63,10 @@ impl PeerMemory {
         Ok(ranks)
     }
 
-    /// The handle by which peers map this rank's memory.
+    /// The IPC handle by which peers map this rank's memory.
     ///
     /// # Errors
-    /// [`Error::Cuda`] where the system does not let processes share memory.
+    /// [`Error::Cuda`] if the system does not let processes share memory.
     pub fn handle(&self) -> Result<[u8; HANDLE_BYTES]> {
         let mut handle = sys::CUipcMemHandle { reserved: [0; HANDLE_BYTES] };
         // SAFETY: the handle outlives the call; the address is that of an allocation.
@@ -75,10 +75,10 @@ impl PeerMemory {
         Ok(handle.reserved.map(|byte| byte as u8))
     }
 
-    /// Maps the memory of another rank, of the same size.
+    /// Maps another rank's memory, which has the same size.
     ///
     /// # Errors
-    /// [`Error::Cuda`] where this GPU has no access to that rank's.
+    /// [`Error::Cuda`] if this GPU cannot access that rank's memory.
     pub fn map(&mut self, rank: usize, handle: &[u8; HANDLE_BYTES]) -> Result<()> {
         self.context.make_current()?;
         let handle = sys::CUipcMemHandle { reserved: handle.map(|byte| byte as std::ffi::c_char) };
@@ -88,15 +88,15 @@ impl PeerMemory {
         check("cuIpcOpenMemHandle", asked.result())
     }
 
-    /// Ends all waiting for peers in kernels, now and until [`PeerMemory::clear`]. Any thread may call this.
+    /// Makes kernels stop waiting for peers, now and until [`PeerMemory::clear`]. Any thread may call this.
     pub fn abort(&self) {
         self.abort.store(1, Ordering::Release);
     }
 
-    /// Zeros, and kernels wait for peers again, once the GPU has nothing to do. No rank may touch this rank's memory meanwhile.
+    /// Waits until the GPU is idle, zeroes this rank's memory, and lets kernels wait for peers again. No other rank may access this memory meanwhile.
     ///
     /// # Errors
-    /// [`Error::Cuda`], also for work that failed before.
+    /// [`Error::Cuda`], including failures of earlier work.
     pub fn clear(&self) -> Result<()> {
         self.context.synchronize()?;
         // SAFETY: exactly the allocation.
@@ -106,42 +106,42 @@ impl PeerMemory {
         Ok(())
     }
 
-    /// Bytes of every rank's memory.
+    /// Bytes of each rank's memory.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// Where this rank's memory is.
+    /// Address of this rank's memory.
     pub fn address(&self) -> usize {
         self.addresses[self.rank] as usize
     }
 
-    /// Ranks whose memory it is.
+    /// Number of ranks.
     pub fn num_ranks(&self) -> usize {
         self.addresses.len()
     }
 
-    /// This rank.
+    /// Index of this rank.
     pub(super) fn rank(&self) -> usize {
         self.rank
     }
 
-    /// The GPU of this rank.
+    /// Index of this rank's GPU.
     pub(super) fn ordinal(&self) -> usize {
         self.context.ordinal()
     }
 
-    /// Where every rank's memory is mapped.
+    /// Addresses of every rank's memory in this process.
     pub(super) fn addresses(&self) -> &[sys::CUdeviceptr] {
         &self.addresses
     }
 
-    /// The word that tells kernels to wait no more.
+    /// Address of the word that makes kernels stop waiting.
     pub(super) fn abort_address(&self) -> *mut std::ffi::c_void {
         self.abort.as_ptr().cast()
     }
 
-    /// A matrix over a part of this rank's memory.
+    /// A matrix stored in a part of this rank's memory.
     pub(super) fn matrix(&self, offset: usize, (rows, dim): (usize, usize), kind: Kind) -> Result<Tensor> {
         assert!(offset + rows * dim * kind.elt_size_in_bytes() <= self.bytes, "a part of the memory");
         let address = (self.address() + offset) as *const u8;

@@ -1,4 +1,4 @@
-//! Host memory that the GPU copies from and to while the host goes on.
+//! Pinned host memory, which the GPU copies from and to while the host continues.
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
@@ -11,8 +11,7 @@ use super::stream::CudaEvent;
 use crate::error::{Error, Result};
 use crate::torch;
 
-/// Pinned 32-bit words, copied on libtorch's current stream. A copy under way is waited for before the words are touched
-/// again.
+/// Pinned 32-bit words that are copied on libtorch's current stream. Accessing the words waits for a copy that is still running.
 #[derive(Debug)]
 pub struct PinnedWords {
     context: Arc<Context>,
@@ -25,10 +24,10 @@ pub struct PinnedWords {
 unsafe impl Send for PinnedWords {}
 
 impl PinnedWords {
-    /// `len` words, zeroed.
+    /// Allocates `len` zeroed words.
     ///
     /// # Errors
-    /// [`Error::Cuda`] where the system does not let this much memory be pinned.
+    /// [`Error::Cuda`] if the system does not permit pinning this much memory.
     pub fn new(context: &Arc<Context>, len: usize) -> Result<Self> {
         context.make_current()?;
         let bytes = len.max(1) * size_of::<i32>();
@@ -39,10 +38,10 @@ impl PinnedWords {
         Ok(Self { context: context.clone(), address, len, copied: None })
     }
 
-    /// The words, once the last copy is done. While it is not, `waiting` is called again and again, and may give up.
+    /// Returns the words once the last copy is done. Until then it calls `waiting` repeatedly, which may abort with an error.
     ///
     /// # Errors
-    /// [`Error::Cuda`], also for work queued before the copy that failed; what `waiting` returns.
+    /// [`Error::Cuda`], including failures of work queued before the copy; the errors of `waiting`.
     pub fn words(&mut self, waiting: &mut dyn FnMut() -> Result<()>) -> Result<&mut [i32]> {
         if let Some(copied) = &self.copied {
             while !copied.is_done()? {
@@ -54,19 +53,19 @@ impl PinnedWords {
         Ok(unsafe { std::slice::from_raw_parts_mut(self.address, self.len) })
     }
 
-    /// Queues a copy of the first words to all of `tensor`.
+    /// Queues a copy of the first words into `tensor`, filling it.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for a tensor that is not contiguous 32-bit numbers on the GPU, or longer; [`Error::Cuda`].
+    /// [`Error::InvalidArgument`] for a tensor that is longer, or not contiguous 32-bit numbers on the GPU; [`Error::Cuda`].
     pub fn upload(&mut self, tensor: &Tensor) -> Result<()> {
         let (device, bytes) = self.span(tensor)?;
         self.queue("cuMemcpyHtoDAsync", |host, stream| {
-            // SAFETY: both sides span the bytes; the event says when the host side is free again.
+            // SAFETY: both sides span the bytes; the event tells when the host side may be accessed again.
             unsafe { sys::cuMemcpyHtoDAsync_v2(device, host.cast(), bytes, stream) }
         })
     }
 
-    /// Queues a copy of all of `tensor` to the first words.
+    /// Queues a copy of all of `tensor` into the first words.
     ///
     /// # Errors
     /// The errors of [`PinnedWords::upload`].
@@ -105,7 +104,7 @@ impl PinnedWords {
 impl Drop for PinnedWords {
     fn drop(&mut self) {
         if let Some(copied) = self.copied.take() {
-            let _ = copied.synchronize(); // a copy under way must not lose its memory
+            let _ = copied.synchronize(); // the memory must outlive a running copy
         }
         // SAFETY: allocated by `new` and not used after this.
         let _ = unsafe { result::free_host(self.address.cast()) };

@@ -1,4 +1,4 @@
-//! Where a run computes and in what kind: decided here alone.
+//! Decides on which device and in which dtype a run computes.
 
 use serde_json::Value;
 use tch::{Device, Kind};
@@ -10,21 +10,20 @@ use crate::config::{self, Dtype, ResidualDtype};
 use crate::error::{Error, Result};
 use crate::phase;
 
-/// Where a run's tensors are, and the kind of its weights and activations.
+/// The device of a run's tensors, and the dtype of its weights and activations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Placement {
-    /// One GPU a process; else the CPU.
+    /// Whether tensors are on GPUs, one per process, or on the CPU.
     pub on_cuda: bool,
-    /// Kind of weights and activations.
+    /// Type of weights and activations.
     pub kind: Kind,
 }
 
 impl Placement {
-    /// The placement that the keys ask for on this machine, before any process has joined a world. Creates no context on a GPU.
+    /// Chooses the placement from the configuration and this machine, before any process group is joined. Creates no context on a GPU.
     ///
     /// # Errors
-    /// [`Error::Environment`] if CUDA is asked for where no GPU is visible, if the NVIDIA driver is there but does not work, or for
-    /// a GPU that is too old.
+    /// [`Error::Environment`] if CUDA is requested but no GPU is visible, if there is an NVIDIA driver that does not work, or if a GPU is too old.
     pub fn new(device: config::Device, dtype: Dtype) -> Result<Self> {
         let on_cuda = device != config::Device::Cpu && !devices()?.is_empty();
         if device == config::Device::Cuda && !on_cuda {
@@ -34,16 +33,16 @@ impl Placement {
         }
         if on_cuda {
             let lines = shortfalls()?;
-            let speaks = !phase::is_watched(); // a launcher speaks for its workers
+            let speaks = !phase::is_watched(); // the launcher prints messages for its workers
             lines.iter().filter(|_| speaks).for_each(|line| tracing::info!("{line}"));
         }
         Ok(Self::of(on_cuda, dtype))
     }
 
-    /// The placement in a world whose tensors are on `actual`.
+    /// The placement for a process group whose tensors are on `actual`.
     ///
     /// # Errors
-    /// [`Error::Environment`] if the world was joined with the backend of another device than `device` names.
+    /// [`Error::Environment`] if that is another device than `device` requests.
     pub fn in_world(device: config::Device, dtype: Dtype, actual: Device) -> Result<Self> {
         let on_cuda = actual.is_cuda();
         if (device == config::Device::Cuda && !on_cuda) || (device == config::Device::Cpu && on_cuda) {
@@ -56,12 +55,12 @@ impl Placement {
         Ok(Self::of(on_cuda, dtype))
     }
 
-    /// The placement on GPUs of another machine.
+    /// The placement of a run on GPUs of another machine, for predictions.
     pub fn on_other_gpus(dtype: Dtype) -> Self {
         Self::of(true, dtype)
     }
 
-    /// The keys that it decides, to the table of what goes together.
+    /// The configuration keys that follow from the placement, for the check of combinations.
     pub fn settings(self) -> [(&'static str, Value); 2] {
         let device = if self.on_cuda { config::Device::Cuda } else { config::Device::Cpu };
         let dtype = if self.kind == Kind::BFloat16 { Dtype::Bfloat16 } else { Dtype::Float32 };
@@ -79,7 +78,7 @@ impl Placement {
     }
 }
 
-/// Kind of the residual stream of a network of `kind`, in training and in generation alike.
+/// Type of the residual stream of a network with weights of `kind`, in training and in generation.
 pub fn residual_kind(choice: ResidualDtype, kind: Kind) -> Kind {
     match choice {
         ResidualDtype::Auto => kind,

@@ -1,4 +1,4 @@
-//! Where a GPU's time goes: two events around every operation of this thread while [`profile`] runs, summed by family.
+//! Measures GPU time by families of operations, with two events around every operation of this thread while [`profile`] runs.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -9,25 +9,25 @@ use super::context::Context;
 use super::stream::CudaEvent;
 use crate::error::Result;
 
-/// The bytes and floating-point operations that an operation needs at least.
+/// The minimum number of floating-point operations and bytes that an operation needs.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct OpCost {
-    /// Multiplications and additions of matrix products.
+    /// Multiplications and additions in GEMMs.
     pub flop: f64,
     /// Bytes of memory read and written.
     pub bytes: f64,
 }
 
-/// All operations of a family in one [`profile`].
+/// All operations of one family during a [`profile`].
 #[derive(Debug, Clone, PartialEq)]
 pub struct OpFamily {
-    /// The name of the operations.
+    /// Name of the family.
     pub name: &'static str,
-    /// How many there were.
+    /// Number of operations.
     pub calls: usize,
     /// Time of the family's operations on the GPU, in milliseconds.
     pub ms: f64,
-    /// Work of the family's operations, one after the other.
+    /// Cost of each operation, in order.
     pub work: Vec<OpCost>,
 }
 
@@ -49,19 +49,20 @@ thread_local! {
 }
 
 impl OpCost {
-    /// The cost of a product [m, k] x [k, n].
+    /// The cost of a GEMM [m, k] x [k, n].
     pub fn product(m: i64, n: i64, k: i64) -> Self {
         Self { flop: 2.0 * m as f64 * n as f64 * k as f64, bytes: 0.0 }
     }
 
-    /// The cost of one pass over each of the tensors.
+    /// The cost of reading or writing each of the tensors once.
     pub fn pass(tensors: &[&Tensor]) -> Self {
         let bytes: usize = tensors.iter().map(|tensor| tensor.numel() * tensor.kind().elt_size_in_bytes()).sum();
         Self { flop: 0.0, bytes: bytes as f64 }
     }
 }
 
-/// The families of what `run` queues on libtorch's current stream of GPU `ordinal`, in order of their time; the longest first.
+/// Runs `run` and measures what it queues on libtorch's current stream of GPU `ordinal`. Returns the families of operations, the one with the longest
+/// time first.
 ///
 /// # Errors
 /// The errors of `run`; [`crate::Error::Cuda`].
@@ -87,11 +88,10 @@ pub fn profile(ordinal: usize, run: impl FnOnce() -> Result<()>) -> Result<Vec<O
     Ok(families)
 }
 
-/// `run`, with its time booked to a family while a [`profile`] of this thread is taken. Operations inside of others are
-/// theirs.
+/// Calls `run` and, while a [`profile`] of this thread is active, adds its GPU time to family `name`. Nested operations count only for the outer one.
 ///
 /// # Panics
-/// If an event cannot be recorded: the GPU has failed.
+/// If an event cannot be recorded, which means that the GPU has failed.
 pub(crate) fn timed<R>(name: &'static str, work: impl FnOnce() -> OpCost, run: impl FnOnce() -> R) -> R {
     let Some((context, start)) = begin() else { return run() };
     let result = run();

@@ -1,4 +1,4 @@
-//! How long libtorch's stream is busy with some of its work, added up over a step: two events around each piece.
+//! Measures how long selected work keeps libtorch's stream busy, summed over a step, with two events around each piece.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -10,7 +10,7 @@ use super::context::Context;
 use super::stream::CudaEvent;
 use crate::error::Result;
 
-/// Adds up the time of pieces of work on libtorch's current stream of a GPU, or on the CPU.
+/// Sums the time of pieces of work on libtorch's current stream of a GPU, or on the CPU.
 #[derive(Debug)]
 pub struct Stopwatch {
     context: Option<Arc<Context>>, // None on a CPU
@@ -19,12 +19,12 @@ pub struct Stopwatch {
 
 #[derive(Debug, Default)]
 struct StopwatchState {
-    spans: VecDeque<[CudaEvent; 2]>, // begin and end, not read yet
+    spans: VecDeque<[CudaEvent; 2]>, // begin and end of work that is not yet added
     total: Duration,
 }
 
 impl Stopwatch {
-    /// Of work on a device.
+    /// Creates a stopwatch for work on a device.
     ///
     /// # Errors
     /// [`crate::Error::Cuda`].
@@ -36,10 +36,10 @@ impl Stopwatch {
         Ok(Self { context, state: Mutex::default() })
     }
 
-    /// Adds the time of what `work` queues.
+    /// Calls `work` and adds the time of the operations that it queues.
     ///
     /// # Errors
-    /// What `work` returns; [`crate::Error::Cuda`].
+    /// The errors of `work`; [`crate::Error::Cuda`].
     pub fn time<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
         let Some(context) = &self.context else {
             let start = Instant::now();
@@ -56,7 +56,7 @@ impl Stopwatch {
         Ok(outcome)
     }
 
-    /// The sum since the last call. Waits for the GPU.
+    /// Returns the time summed since the last call. Waits for the GPU.
     ///
     /// # Errors
     /// [`crate::Error::Cuda`].
@@ -75,7 +75,7 @@ impl Stopwatch {
 }
 
 impl StopwatchState {
-    /// Adds up spans that are over, the oldest first.
+    /// Adds the finished spans, oldest first.
     fn read_finished(&mut self) -> Result<()> {
         while let Some([begin, end]) = self.spans.front()
             && end.is_done()?

@@ -1,4 +1,4 @@
-//! Streams beside libtorch's, and events that order work between them.
+//! Own CUDA streams, apart from libtorch's, and events that order work between streams.
 #![allow(unsafe_code)]
 
 use std::ffi::c_void;
@@ -11,7 +11,7 @@ use super::context::{Context, check};
 use crate::error::Result;
 use crate::torch;
 
-/// A stream of its own: it waits for no other one unless it is told to.
+/// A CUDA stream of this program. It waits for other streams only when told to.
 #[derive(Debug)]
 pub struct Stream {
     raw: sys::CUstream,
@@ -24,7 +24,7 @@ unsafe impl Send for Stream {}
 unsafe impl Sync for Stream {}
 
 impl Stream {
-    /// A new, non-blocking stream.
+    /// Creates a non-blocking stream.
     ///
     /// # Errors
     /// [`crate::Error::Cuda`].
@@ -34,12 +34,12 @@ impl Stream {
         Ok(Self { raw, context: context.clone() })
     }
 
-    /// The `CUstream`, for calls of the driver and of libraries.
+    /// The raw `CUstream`, for calls to the driver and to libraries.
     pub fn raw(&self) -> *mut c_void {
         self.raw.cast()
     }
 
-    /// Makes work that is queued from now on start after `event`.
+    /// Makes work queued from now on start after `event`.
     ///
     /// # Errors
     /// [`crate::Error::Cuda`].
@@ -48,7 +48,7 @@ impl Stream {
         check("cuStreamWaitEvent", unsafe { result::stream::wait_event(self.raw, event.raw, WAIT) })
     }
 
-    /// Makes work that is queued from now on start after all that libtorch has queued on its current stream of this GPU.
+    /// Makes work queued from now on start after everything that libtorch has queued on its current stream of this GPU.
     ///
     /// # Errors
     /// [`crate::Error::Cuda`].
@@ -57,7 +57,7 @@ impl Stream {
         self.wait(&CudaEvent::record(&self.context, stream.cast())?)
     }
 
-    /// An event that is done when all that is queued here by now is.
+    /// Records an event that completes when all work queued on the stream so far has completed.
     ///
     /// # Errors
     /// [`crate::Error::Cuda`].
@@ -73,7 +73,7 @@ impl Stream {
         CudaEvent::record_timed(&self.context, self.raw)
     }
 
-    /// An event as of [`Stream::record`], for which a thread waits asleep, not turning in a loop.
+    /// Records an event like [`Stream::record`]; threads that wait for it sleep instead of spinning.
     ///
     /// # Errors
     /// [`crate::Error::Cuda`].
@@ -81,15 +81,15 @@ impl Stream {
         CudaEvent::record_sleeping(&self.context, self.raw)
     }
 
-    /// The GPU's context.
+    /// The context of the stream's GPU.
     pub fn context(&self) -> &Arc<Context> {
         &self.context
     }
 
-    /// Waits, on the host, for all that is queued.
+    /// Waits on the host until all queued work has completed.
     ///
     /// # Errors
-    /// [`crate::Error::Cuda`], also for work that failed before.
+    /// [`crate::Error::Cuda`], including failures of earlier work.
     pub fn synchronize(&self) -> Result<()> {
         // SAFETY: the stream is alive.
         check("cuStreamSynchronize", unsafe { result::stream::synchronize(self.raw) })
@@ -105,7 +105,7 @@ impl Drop for Stream {
 
 const WAIT: sys::CUevent_wait_flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
 
-/// A point in a stream.
+/// A recorded CUDA event: a point in a stream.
 #[derive(Debug)]
 pub struct CudaEvent {
     raw: sys::CUevent,
@@ -118,8 +118,7 @@ unsafe impl Send for CudaEvent {}
 unsafe impl Sync for CudaEvent {}
 
 impl CudaEvent {
-    /// Makes work that libtorch queues from now on, on its current stream of this GPU, start after this event. The host does not
-    /// wait.
+    /// Makes work that libtorch queues from now on, on its current stream of this GPU, start after this event. The host does not wait.
     ///
     /// # Errors
     /// [`crate::Error::Cuda`].
@@ -127,25 +126,25 @@ impl CudaEvent {
         self.hold(torch::current_cuda_stream(self.context.ordinal())?.cast())
     }
 
-    /// Makes work that is queued on one of libtorch's streams from now on start after this event.
+    /// Makes work queued from now on, on one of libtorch's streams, start after this event.
     pub(super) fn hold(&self, stream: sys::CUstream) -> Result<()> {
         // SAFETY: libtorch's streams live as long as the process; the event is alive.
         check("cuStreamWaitEvent", unsafe { result::stream::wait_event(stream, self.raw, WAIT) })
     }
 
-    /// Waits on the host.
+    /// Waits for the event on the host.
     ///
     /// # Errors
-    /// [`crate::Error::Cuda`], also for work that failed before.
+    /// [`crate::Error::Cuda`], including failures of earlier work.
     pub fn synchronize(&self) -> Result<()> {
         // SAFETY: the event is alive.
         check("cuEventSynchronize", unsafe { result::event::synchronize(self.raw) })
     }
 
-    /// Whether the stream has passed this point.
+    /// Whether the stream has passed this event.
     ///
     /// # Errors
-    /// [`crate::Error::Cuda`], also for work that failed before.
+    /// [`crate::Error::Cuda`], including failures of earlier work.
     pub fn is_done(&self) -> Result<bool> {
         // SAFETY: the event is alive.
         match unsafe { result::event::query(self.raw) } {
@@ -154,7 +153,7 @@ impl CudaEvent {
         }
     }
 
-    /// A timed event that is done when all that libtorch has queued on its current stream by now is.
+    /// Records a timed event that completes when everything that libtorch has queued on its current stream has completed.
     ///
     /// # Errors
     /// [`crate::Error::Cuda`].
@@ -162,10 +161,10 @@ impl CudaEvent {
         Self::record_timed(context, torch::current_cuda_stream(context.ordinal())?.cast())
     }
 
-    /// Time from this event to a later one, zero if that came first; both timed. Waits for both.
+    /// Time from this event to a later one; zero if that one came first. Both must be timed events. Waits for both.
     ///
     /// # Errors
-    /// [`crate::Error::Cuda`], also for work that failed before.
+    /// [`crate::Error::Cuda`], including failures of earlier work.
     pub fn time_until(&self, later: &Self) -> Result<Duration> {
         self.synchronize()?;
         later.synchronize()?;

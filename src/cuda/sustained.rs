@@ -1,4 +1,4 @@
-//! Time and energy of work on a GPU that is held to its power limit.
+//! Measures time and energy of work on a GPU under sustained load, limited by its power.
 
 use std::time::Instant;
 
@@ -6,25 +6,25 @@ use super::nvml::EnergyMeter;
 use super::torch_stream::TorchStream;
 use crate::error::Result;
 
-/// How long work is repeated: before it counts, so that the chip's clock is what its power allows, and then again.
+/// How long work is repeated, in seconds: first as warm-up, so that the GPU's clock settles at its power limit, then again for the measurement.
 const SECONDS: f64 = 0.5;
-/// Most repetitions for that: some work takes next to no time.
+/// Maximum number of repetitions, for work that takes almost no time.
 const MOST: f64 = 20_000.0;
 
-/// Time and energy of work when nothing else runs for half a second, as the chip's clock then follows its power.
+/// Time and energy of one run of some work, repeated for half a second so that the GPU's clock is limited by its power.
 #[derive(Debug, Clone, Copy)]
 pub struct Sustained {
-    /// Microseconds.
+    /// Time in microseconds.
     pub us: f64,
-    /// Energy of the GPU, idle parts included.
+    /// Energy of the whole GPU in joules, including idle units.
     pub joules: f64,
 }
 
 impl Sustained {
-    /// Measures `work`, which queues on `stream` and takes about `us` microseconds alone.
+    /// Measures `work`, which queues on `stream` and takes about `us` microseconds on its own.
     ///
     /// # Errors
-    /// The errors of `work`; [`crate::Error::Cuda`]; [`crate::Error::Environment`] for a GPU that does not count its energy.
+    /// The errors of `work`; [`crate::Error::Cuda`]; [`crate::Error::Environment`] for a GPU without an energy counter.
     pub fn measure(
         meter: &EnergyMeter,
         stream: &TorchStream,

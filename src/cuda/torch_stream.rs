@@ -1,4 +1,4 @@
-//! Streams of libtorch's pool: its operations, this crate's kernels and NCCL's collectives go to the one that is current.
+//! Streams of libtorch's pool. libtorch's operations, this crate's kernels and NCCL's collectives are queued on the current one.
 #![allow(unsafe_code)]
 
 use std::ffi::c_void;
@@ -12,8 +12,8 @@ use super::stream::CudaEvent;
 use crate::error::Result;
 use crate::torch;
 
-/// A stream that can be made libtorch's. Unlike libtorch's first one, what is queued on it can be captured in a graph. It
-/// lives as long as the process.
+/// A stream that can be made libtorch's current stream. Unlike libtorch's default stream, its work can be captured in a CUDA graph. It lives as long
+/// as the process.
 #[derive(Debug)]
 pub struct TorchStream {
     id: i64,
@@ -27,15 +27,15 @@ unsafe impl Send for TorchStream {}
 unsafe impl Sync for TorchStream {}
 
 impl TorchStream {
-    /// The next stream of libtorch's pool, which holds 32 a GPU and then begins again.
+    /// Takes the next stream of libtorch's pool, which has 32 streams per GPU and reuses them in turn.
     ///
     /// # Errors
-    /// [`crate::Error::Environment`] if libtorch's CUDA half is not loaded.
+    /// [`crate::Error::Environment`] if libtorch's CUDA libraries are not loaded.
     pub fn new(context: &Arc<Context>) -> Result<Self> {
         Self::of_pool(context, false)
     }
 
-    /// A stream of the pool whose blocks the GPU starts before those of other streams.
+    /// Takes a high-priority stream of the pool; the GPU schedules its blocks before those of other streams.
     ///
     /// # Errors
     /// The errors of [`TorchStream::new`].
@@ -48,8 +48,8 @@ impl TorchStream {
         Ok(Self { id: stream.id, raw: stream.raw.cast(), context: context.clone() })
     }
 
-    /// Sends this thread's libtorch operations here until the result is dropped. They start after what was queued on the
-    /// stream that was current before, and what is queued there afterwards starts after them: tensors may cross both ways.
+    /// Makes this libtorch's current stream in this thread until the result is dropped. Its work starts after all work queued on the previous stream;
+    /// work queued there afterwards starts after the work here. So tensors may be used on both.
     ///
     /// # Errors
     /// [`crate::Error::Cuda`].
@@ -61,17 +61,17 @@ impl TorchStream {
         Ok(CurrentStream { context, inner: self.raw, outer, outer_id, of_this_thread: PhantomData })
     }
 
-    /// The `CUstream`, for calls of the driver and of libraries.
+    /// The raw `CUstream`, for calls to the driver and to libraries.
     pub fn raw(&self) -> *mut c_void {
         self.raw.cast()
     }
 
-    /// The GPU's context.
+    /// The context of the stream's GPU.
     pub fn context(&self) -> &Arc<Context> {
         &self.context
     }
 
-    /// An event that is done when all that is queued here by now is.
+    /// Records an event that completes when all work queued on the stream so far has completed.
     ///
     /// # Errors
     /// [`crate::Error::Cuda`].
@@ -87,17 +87,17 @@ impl TorchStream {
         CudaEvent::record_timed(&self.context, self.raw)
     }
 
-    /// Waits, on the host, for all that is queued.
+    /// Waits on the host until all queued work has completed.
     ///
     /// # Errors
-    /// [`crate::Error::Cuda`], also for work that failed before.
+    /// [`crate::Error::Cuda`], including failures of earlier work.
     pub fn synchronize(&self) -> Result<()> {
         // SAFETY: the stream lives as long as the process.
         check("cuStreamSynchronize", unsafe { result::stream::synchronize(self.raw) })
     }
 }
 
-/// Puts the outer stream back when dropped.
+/// Restores the previous current stream when dropped.
 #[derive(Debug)]
 #[must_use = "the stream is current until this is dropped"]
 pub struct CurrentStream {
@@ -109,8 +109,7 @@ pub struct CurrentStream {
 }
 
 impl CurrentStream {
-    /// Puts the outer stream back, which does not wait: what was queued here runs beside what is queued there, until an event
-    /// orders them.
+    /// Restores the previous current stream without making it wait. Work on both streams then runs concurrently until an event orders it.
     pub fn leave(mut self) {
         self.inner = self.outer;
     }
@@ -125,7 +124,7 @@ impl Drop for CurrentStream {
     }
 }
 
-/// Lets `second` go on after what `first` has queued by now.
+/// Makes `second` wait for all work that `first` has queued so far.
 fn order(context: &Arc<Context>, first: sys::CUstream, second: sys::CUstream) -> Result<()> {
     if first == second {
         return Ok(());

@@ -1,4 +1,4 @@
-//! AdamW over a flat shard in one pass.
+//! AdamW over a flat shard, in one pass over memory.
 #![allow(unsafe_code)]
 
 use std::ops::Range;
@@ -16,37 +16,37 @@ const THREADS: usize = 256;
 const PER_THREAD: usize = 4;
 const MOST_BLOCKS: usize = 1 << 13;
 
-/// The factors of one step, worked out in float64 by the caller.
+/// The coefficients of one AdamW step, computed in float64 by the caller.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AdamWScalars {
-    /// 1 - lr * weight_decay, of the decayed ranges.
+    /// 1 - lr * weight_decay, applied to the ranges that decay.
     pub keep: f32,
-    /// First moment decay.
+    /// Decay of the first moment.
     pub beta1: f32,
     /// grad_scale * (1 - beta1).
     pub gain1: f32,
-    /// Second moment decay.
+    /// Decay of the second moment.
     pub beta2: f32,
     /// grad_scale * sqrt(1 - beta2).
     pub gain2: f32,
     /// 1 / sqrt(1 - beta2^step).
     pub root_scale: f32,
-    /// Added to the denominator.
+    /// Epsilon added to the denominator.
     pub eps: f32,
-    /// -lr / (1 - beta1^step).
+    /// The step size -lr / (1 - beta1^step).
     pub rate: f32,
 }
 
 impl AdamWScalars {
-    /// A kernel's last arguments.
+    /// The coefficients as the last arguments of a kernel.
     pub(super) fn arguments(&self) -> [Argument; 8] {
         let Self { keep, beta1, gain1, beta2, gain2, root_scale, eps, rate } = *self;
         [keep, beta1, gain1, beta2, gain2, root_scale, eps, rate].map(Argument::Float)
     }
 }
 
-/// m = beta1 m + gain1 g;  v = beta2 v + (gain2 g)^2;  master = keep master + rate m / (root_scale sqrt(v) + eps), with keep
-/// on the `decayed` ranges only (ascending, disjoint); `weight`, if given, takes the new master in its own kind.
+/// Computes m = beta1 m + gain1 g; v = beta2 v + (gain2 g)^2; master = keep master + rate m / (root_scale sqrt(v) + eps). `keep` applies only to the
+/// `decayed` ranges (ascending, disjoint). If `weight` is given, the new master is copied to it, in its own type.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].
@@ -69,7 +69,7 @@ pub fn adamw(
     let grad = address(OP, grad, grad.kind(), n, gpu)?;
     let weight_bytes = weight.as_ref().map_or(0, |weight| weight.kind().elt_size_in_bytes());
     let weight = weight.map_or(Ok(Argument::NULL), |weight| address(OP, weight, weight.kind(), n, gpu))?;
-    let decayed = if scalars.keep == 1.0 { &[] } else { decayed }; // one run
+    let decayed = if scalars.keep == 1.0 { &[] } else { decayed }; // a single run suffices
     for (range, is_decayed) in segments(decayed, n)? {
         let at = |argument, element_bytes| offset(argument, range.start * element_bytes);
         let scalars = AdamWScalars { keep: if is_decayed { scalars.keep } else { 1.0 }, ..*scalars };
@@ -83,7 +83,7 @@ pub fn adamw(
     Ok(())
 }
 
-/// The address `bytes` further; null stays null.
+/// Adds `bytes` to an address; null stays null.
 fn offset(argument: Argument, bytes: usize) -> Argument {
     match argument {
         Argument::Address(start) if !start.is_null() => Argument::Address(start.wrapping_byte_add(bytes)),
@@ -91,7 +91,7 @@ fn offset(argument: Argument, bytes: usize) -> Argument {
     }
 }
 
-/// [0, n) cut into runs that all decay or all do not.
+/// Splits [0, n) into runs in which either all elements decay or none.
 fn segments(decayed: &[Range<i64>], n: usize) -> Result<Vec<(Range<usize>, bool)>> {
     let mut segments: Vec<(Range<usize>, bool)> = Vec::new();
     let mut push = |range: Range<usize>, is_decayed| match segments.last_mut() {

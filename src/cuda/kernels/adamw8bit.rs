@@ -1,4 +1,4 @@
-//! AdamW with 8-bit moments over a flat shard in one pass.
+//! AdamW with 8-bit moments over a flat shard, in one pass over memory.
 #![allow(unsafe_code)]
 
 use tch::{Kind, Tensor};
@@ -14,12 +14,12 @@ pub(super) const NAMES: &[&str] =
 
 const THREADS: usize = 256;
 const MOST_BLOCKS: usize = 1 << 13;
-/// Moments that share a scale, one warp's.
+/// Moments that share a scale; one warp processes them.
 const BLOCK: usize = 256;
-/// Codes of a map.
+/// Number of codes in a quantization map.
 const LEVELS: usize = 256;
 
-/// Moments as codes, with what the codes stand for.
+/// Quantized moments, with their scales and quantization maps.
 #[derive(Debug, Clone, Copy)]
 pub struct MomentCodes<'a> {
     /// Codes of first moments. `[n]` u8
@@ -30,13 +30,13 @@ pub struct MomentCodes<'a> {
     pub m_absmax: &'a Tensor,
     /// Scales of second moments. [n / 256] f32
     pub v_absmax: &'a Tensor,
-    /// Values of the first moments' codes, ascending. `[256]` f32
+    /// Value of each first-moment code, ascending. `[256]` f32
     pub m_levels: &'a Tensor,
-    /// Values of the second moments' codes, ascending. `[256]` f32
+    /// Value of each second-moment code, ascending. `[256]` f32
     pub v_levels: &'a Tensor,
 }
 
-/// AdamW with moments that are read from codes and rounded to codes again, in place; every element decays.
+/// Runs AdamW with moments that are dequantized and quantized again in place; weight decay applies to every element.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].

@@ -1,4 +1,4 @@
-//! The kernels that add an adapter's part to a product.
+//! Kernels that add a LoRA adapter's part to a GEMM's output.
 #![allow(unsafe_code)]
 
 use tch::{Kind, Tensor};
@@ -30,29 +30,29 @@ pub(super) const NAMES: &[&str] = &[
     "adapt_silu_mul_32x4",
 ];
 
-// As in the source, to which a test holds them.
+// These must equal the constants in the .cu file; a test checks that.
 const SPLITS: usize = 8;
 const DOWN_WARPS: usize = 8;
 const UP_WARPS: usize = 4;
 const UP_COLUMNS: usize = 32;
 const UP_DEPTH: usize = 16;
-/// Rows from which on tiles are larger, as measured on H200 (docs/benchmarks/adapters.md): of the first kernel, and of the second.
+/// Numbers of rows from which the first and the second kernel use larger tiles, measured on an H200 (docs/benchmarks/adapters.md).
 const MANY_DOWN: usize = 512;
 const MANY_UP: usize = 1024;
-/// Elements that are moved at once.
+/// Elements per memory access.
 const PACK: i64 = 8;
-/// Limits that the kernels are faster within than a library's products: rows and columns of low where those are few; columns of x, and
-/// elements of low and of out.
+/// Sizes up to which these kernels are faster than a library's GEMMs: rows, columns of low (if rows are few), columns of x, and elements of low and
+/// of out.
 const MOST_ROWS: i64 = 512;
 const MOST_INNER: i64 = 48;
 const MOST_COLUMNS: i64 = 8192;
 const MOST_LOW: i64 = 8192;
 const MOST_LOW_NARROW: i64 = 2 * MOST_LOW;
 const MOST_OUTPUTS: usize = 4 << 20;
-/// Elements of A, B and low, at most: their places are counted in 32 bits.
+/// Most elements of A, B and low, since the kernels use 32-bit offsets.
 const MOST_ELEMENTS: i64 = i32::MAX as i64;
 
-/// Whether [`adapt`] is faster than a library's two products, as measured on H200 (docs/benchmarks/adapters.md).
+/// Whether [`adapt`] is faster than two GEMMs of a library, as measured on an H200 (docs/benchmarks/adapters.md).
 pub fn adapt_pays(x: &Tensor, a: &Tensor, out: &Tensor) -> bool {
     let [rows, columns, inner] = [x.size()[0], x.size()[1], a.size()[0]];
     let low = rows * inner;
@@ -60,7 +60,7 @@ pub fn adapt_pays(x: &Tensor, a: &Tensor, out: &Tensor) -> bool {
     low <= MOST_LOW || columns <= MOST_COLUMNS && (rows <= MOST_ROWS && inner <= MOST_INNER || is_narrow())
 }
 
-/// Whether [`adapt`] takes these tensors, on their GPU.
+/// Whether [`adapt`] supports these tensors on their GPU.
 pub fn adapt_serves(x: &Tensor, a: &Tensor, b: &Tensor, out: &Tensor) -> bool {
     let sizes = [x.size()[1], a.size()[0], out.size()[1], a.stride()[0]];
     let are_packs = sizes.iter().all(|size| size % PACK == 0) && a.stride()[1] == 1;
@@ -75,9 +75,11 @@ fn has_clusters(x: &Tensor) -> bool {
     ordinal("adapt", x).is_ok_and(gpu_has_clusters)
 }
 
-/// low = x A^T, rounded; out += low B^T, rounded once; sums in float32 in an order that depends on K and k alone, so that a
-/// row's bits do not depend on the number of rows. A is read while the operation before still runs, B and `out` while the first of the two
-/// kernels does: that operation must not write A, and must itself have waited for any that does. It may write `out`. Allocates nothing.
+/// Computes low = x A^T, rounded, and out += low B^T, rounded once. Sums are in float32, in an order that depends only on K and k, so a row's bits do
+/// not depend on the number of rows.
+///
+/// A is read while the preceding operation still runs; B and `out` are read while the first of the two kernels runs. The preceding operation must not
+/// write A, and must itself have waited for any operation that does. It may write `out`. Allocates nothing.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].
@@ -92,7 +94,8 @@ pub fn adapt(
     adapted.queue_up("adapt_up", &[adapted.low, adapted.b, adapted.out])
 }
 
-/// act = silu(gate) * up of what [`adapt`] would leave in `gate_up`, with the bits of [`super::silu_mul`] after it; `gate_up` stays as it is.
+/// Computes act = silu(gate) * up of gate and up after [`adapt`], with the same bits as [`super::silu_mul`] would give; `gate_up` itself is not
+/// changed.
 ///
 /// # Errors
 /// The errors of [`adapt`].
@@ -110,7 +113,7 @@ pub fn adapt_silu_mul(
     adapted.queue_up(OP, &[adapted.low, adapted.b, adapted.out, act])
 }
 
-/// The operands of the second kernel; the first is queued.
+/// The arguments of the second kernel; the first kernel is already queued.
 struct Adapted {
     gpu: usize,
     rows: i64,
@@ -157,7 +160,7 @@ impl Adapted {
         Ok(Self { gpu, rows, inner, outer, low, b, out })
     }
 
-    /// Queues `kernel` with its addresses.
+    /// Queues the second kernel, `kernel`, with the given addresses.
     fn queue_up(&self, kernel: &str, addresses: &[Argument]) -> Result<()> {
         let Self { gpu, rows, inner, outer, .. } = *self;
         let UpTile { rows: tile, steps, stacked } = UpTile::of(rows as usize, inner as usize);
@@ -171,7 +174,7 @@ impl Adapted {
     }
 }
 
-/// What a cluster of the first kernel has of low.
+/// The tile of low that a cluster of the first kernel computes.
 #[derive(Debug, PartialEq, Eq)]
 struct DownTile {
     rows: usize,
@@ -189,14 +192,14 @@ impl DownTile {
     }
 }
 
-/// How a block of the second kernel is laid out.
+/// The tile of the output that a block of the second kernel computes.
 #[derive(Debug, PartialEq, Eq)]
 struct UpTile {
-    /// Rows of a warp.
+    /// Rows per warp.
     rows: usize,
     /// Steps of k that are loaded at once.
     steps: usize,
-    /// Warps with rows one below the other; the others are beside them.
+    /// Number of warps along the rows; the remaining warps are along the columns.
     stacked: usize,
 }
 

@@ -1,4 +1,4 @@
-//! The residual sum and the RMSNorm behind it.
+//! The residual sum, fused with the RMSNorm that follows it.
 #![allow(unsafe_code)]
 
 use tch::Tensor;
@@ -19,29 +19,29 @@ pub(super) const NAMES: &[&str] = &[
     "add_rms_norm_fp8_f32_bf16_x8",
 ];
 
-/// A norm's numbers beside its weight.
+/// Parameters of an RMSNorm other than its weight.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct NormOptions {
-    /// Added to the mean square.
+    /// Epsilon added to the mean square.
     pub eps: f64,
-    /// Rows are scaled by 1 + weight.
+    /// Rows are multiplied by 1 + weight instead of weight.
     pub zero_centred: bool,
 }
 
 impl NormOptions {
-    /// Rows are scaled by the weight itself.
+    /// A norm that multiplies by the weight itself.
     pub fn plain(eps: f64) -> Self {
         Self { eps, zero_centred: false }
     }
 
-    /// The kernels' last two arguments: eps, and the factor of a weight of 0.
+    /// The last two arguments of the kernels: epsilon, and the number that is added to the weight (0 or 1).
     pub(super) fn arguments(self) -> [Argument; 2] {
         [Argument::Float(self.eps as f32), Argument::Float(f32::from(u8::from(self.zero_centred)))]
     }
 }
 
-/// x += delta, rounded to the kind of x; y = x / sqrt(mean(x^2) + eps) * weight, or (1 + weight), in float32 inside. Without `delta` x stays.
-/// Allocates nothing.
+/// Computes x += delta, rounded to x's type, and y = x / sqrt(mean(x^2) + eps) * weight, or (1 + weight), in float32 internally. Without `delta` x is
+/// unchanged. Allocates nothing.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit or rows too long for one block; [`crate::Error::Cuda`].
@@ -75,7 +75,7 @@ pub fn add_rms_norm(
     unsafe { launch_early(SOURCE, &name, gpu, ((numel / dim) as u32, threads, 0), &arguments) }
 }
 
-/// Longest row where threads take `width` elements at once.
+/// Longest row that one block can process if each memory access moves `width` elements.
 pub(super) fn most_columns(width: usize) -> usize {
     let packs_per_thread = if width == 1 { 4 } else { 2 }; // as in the source
     1024 * packs_per_thread * width

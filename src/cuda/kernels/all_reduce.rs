@@ -1,4 +1,4 @@
-//! The sum over a tensor-parallel group with the residual sum and the RMSNorm behind it, through memory that all ranks map.
+//! The all-reduce of a tensor-parallel group, fused with the residual sum and the RMSNorm that follow, through memory that all ranks map.
 #![allow(unsafe_code)]
 
 use std::ffi::c_void;
@@ -29,39 +29,40 @@ pub(super) const NAMES: &[&str] = &[
     "all_reduce_share_f32_8",
 ];
 
-// As in the source, to which a test holds them.
+// These must equal the constants in the .cu file; a test checks that.
 const MOST_RANKS: usize = 8;
 const MOST_BLOCKS: usize = 512;
 const CONTROL_BYTES: usize = 4 * MOST_BLOCKS * (1 + 2 * MOST_RANKS);
-/// Elements that one thread has.
+/// Elements that one thread processes.
 const PACK: usize = 8;
-/// Bytes that a rank of several reads of its peers rather than share the rows out.
+/// With more than two ranks, the largest number of bytes that each rank reads from its peers; above it the rows are divided among the ranks.
 const MOST_READ_BYTES: usize = 1 << 20;
-/// Parts begin at multiples of this, in bytes.
+/// Alignment in bytes of the parts of the memory.
 const ALIGNMENT: usize = 256;
 
-/// How rows are summed. Both give the same bits.
+/// How the ranks sum rows. Both methods give the same bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AllReduceMethod {
-    /// Ranks meet, and every rank reads all parts and sums all rows.
+    /// After a barrier every rank reads all ranks' parts and sums all rows.
     Read,
-    /// Ranks meet, every rank sums and norms every N-th row, whose x it alone keeps, and writes the norms to all.
+    /// After a barrier every rank sums and normalizes every N-th row, and writes the normalized rows to all ranks. Only this rank's copy of x is
+    /// updated for these rows.
     Share,
 }
 
-/// The form in which a sum writes the norms.
+/// The form in which an all-reduce writes the normalized rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NormedRows {
-    /// Themselves, in bf16.
+    /// In bf16.
     Plain,
-    /// Rounded to e4m3, a scale for each row, as [`fp8_rows`](super::fp8_rows()) does.
+    /// Quantized to e4m3 with one scale per row, as in [`fp8_rows`](super::fp8_rows()).
     Rounded,
-    /// Both.
+    /// In both forms.
     Both,
 }
 
-/// Where the sums over a group of up to T rows `[D]` stand in the memory that its ranks map: two places for this rank's parts,
-/// which calls use in turn, and two for the norms: as they are, and rounded.
+/// Places in the shared memory for the all-reduce of up to T rows `[D]`: two for this rank's partial sums, which calls use alternately, and two for
+/// the normalized rows, in bf16 and quantized.
 #[derive(Debug, Clone)]
 pub struct RowSums {
     memory: Arc<PeerMemory>,
@@ -70,22 +71,22 @@ pub struct RowSums {
 }
 
 impl RowSums {
-    /// Whether `num_ranks` can sum rows [D = `dim`] of `kind` so.
+    /// Whether `num_ranks` ranks can all-reduce rows [D = `dim`] of `kind` in this way.
     pub fn serve(kind: Kind, dim: usize, num_ranks: usize) -> bool {
         let is_row = dim.is_multiple_of(PACK) && (1..=1024 * PACK).contains(&dim);
         kind == Kind::BFloat16 && is_row && [2, 4, 8].contains(&num_ranks)
     }
 
-    /// Bytes of every rank's memory for `rows` [D = `dim`].
+    /// Bytes of memory that each rank needs for `rows` rows [D = `dim`].
     pub fn bytes(rows: usize, dim: usize) -> usize {
         let Places { scales, .. } = Places::new(rows, dim);
         scales + rows * size_of::<f32>()
     }
 
-    /// Over memory of [`RowSums::bytes`] at least, which no other rows use.
+    /// Creates the places in `memory`, which must have at least [`RowSums::bytes`] and no other users.
     ///
     /// # Errors
-    /// [`crate::Error::InvalidArgument`] where the memory is too small, or not served.
+    /// [`crate::Error::InvalidArgument`] if the memory is too small, or the sizes are not supported.
     pub fn new(memory: Arc<PeerMemory>, rows: usize, dim: usize) -> Result<Self> {
         let needed = Self::bytes(rows, dim);
         if memory.bytes() < needed || !Self::serve(Kind::BFloat16, dim, memory.num_ranks()) {
@@ -95,32 +96,32 @@ impl RowSums {
         Ok(Self { memory, rows, dim })
     }
 
-    /// The fastest way for a step of `rows`, as measured between H200.
+    /// The fastest method for a step of `rows` rows, as measured on H200 GPUs.
     pub fn way(&self, rows: usize) -> AllReduceMethod {
         let from_peers = (self.memory.num_ranks() - 1) * rows * self.dim * 2; // bytes that each rank reads
         let is_few = self.memory.num_ranks() == 2 || from_peers <= MOST_READ_BYTES;
         if is_few { AllReduceMethod::Read } else { AllReduceMethod::Share }
     }
 
-    /// Most rows of a call.
+    /// Maximum number of rows per call.
     pub fn rows(&self) -> usize {
         self.rows
     }
 
-    /// The memory that they stand in.
+    /// The memory that all ranks map.
     pub fn memory(&self) -> &PeerMemory {
         &self.memory
     }
 
-    /// Where this rank's part of a call is to be, the calls taking `turn` 0 and 1. [T, D] bf16
+    /// The place for this rank's partial sums in a call; calls alternate between `turn` 0 and 1. [T, D] bf16
     ///
     /// # Errors
-    /// None that can be mended: libtorch's.
+    /// Only errors of libtorch that cannot be handled.
     pub fn part(&self, turn: usize) -> Result<Tensor> {
         self.matrix(self.places().parts[turn])
     }
 
-    /// Where the norms are after a call. [T, D] bf16
+    /// The normalized rows after a call. [T, D] bf16
     ///
     /// # Errors
     /// The errors of [`RowSums::part`].
@@ -128,12 +129,12 @@ impl RowSums {
         self.matrix(self.places().normed)
     }
 
-    /// Whether these are the first rows of [`RowSums::normed`].
+    /// Whether `x` starts at the same address as [`RowSums::normed`].
     pub fn are_normed(&self, x: &Tensor) -> bool {
         x.data_ptr() as usize == self.memory.address() + self.places().normed
     }
 
-    /// Where the rounded norms are after a call. [T, D]
+    /// The quantized normalized rows after a call. [T, D]
     ///
     /// # Errors
     /// The errors of [`RowSums::part`].
@@ -144,12 +145,12 @@ impl RowSums {
         Ok(ScaledRows { values, scales })
     }
 
-    /// x (f32 or bf16) += the ranks' parts of `turn`, added in rank order in float32 and rounded once; the norms are
-    /// x / sqrt(mean(x^2) + eps) * weight, or (1 + weight). `turn` is not that of the call before. After [`AllReduceMethod::Share`] x has only rows i with
-    /// i % N = rank, and later calls on it have to be shared, too. Allocates nothing. Collective: all ranks call it alike.
+    /// Adds the ranks' parts of `turn` to x (f32 or bf16), in rank order in float32, rounded once. Writes the normalized rows x / sqrt(mean(x^2) +
+    /// eps) * weight, or (1 + weight). `turn` must differ from that of the previous call. After [`AllReduceMethod::Share`] only the rows i of x with
+    /// i % N = rank are valid, so later calls must use the same method. Allocates nothing. Collective: all ranks must make the same call.
     ///
     /// # Errors
-    /// [`crate::Error::InvalidArgument`] for tensors that do not fit, too many rows, or rows that are not rounded at this length;
+    /// [`crate::Error::InvalidArgument`] for tensors that do not fit, too many rows, or a row length that cannot be quantized;
     /// [`crate::Error::Cuda`].
     pub fn add_rms_norm(
         &self,
@@ -208,7 +209,7 @@ impl RowSums {
     }
 }
 
-/// Offsets in every rank's memory.
+/// Byte offsets in every rank's memory.
 struct Places {
     parts: [usize; 2],
     normed: usize,

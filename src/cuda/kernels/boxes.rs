@@ -1,4 +1,4 @@
-//! How Hopper's kernels copy boxes of matrices in bfloat16 or e4m3 to shared memory.
+//! Tensor maps (TMA descriptors) by which Hopper kernels copy boxes of bfloat16 or e4m3 matrices to shared memory.
 #![allow(unsafe_code)]
 
 use cudarc::driver::sys;
@@ -8,15 +8,15 @@ use super::launch::{Argument, is_aligned};
 use crate::cuda::context::check;
 use crate::error::Result;
 
-/// Bytes of K that are copied at once, swizzled as the tensor cores read them.
+/// Bytes along K that are copied at once, swizzled as the tensor cores read them.
 const STEP_BYTES: usize = 128;
 
-/// Elements of K that are copied at once.
+/// Elements along K that are copied at once.
 pub(super) fn step(kind: Kind) -> usize {
     STEP_BYTES / kind.elt_size_in_bytes()
 }
 
-/// A row of bf16 or e4m3, or several, that begin at multiples of 16 bytes.
+/// Whether a bf16 or e4m3 tensor is a row, or a matrix whose rows start at multiples of 16 bytes.
 pub(super) fn lies_well(tensor: &Tensor) -> bool {
     let kind = tensor.kind();
     let pack = 16 / kind.elt_size_in_bytes() as i64;
@@ -24,13 +24,14 @@ pub(super) fn lies_well(tensor: &Tensor) -> bool {
     matches!(kind, Kind::BFloat16 | Kind::Float8e4m3fn) && are_rows && is_aligned(tensor)
 }
 
-/// Boxes of `box_rows` rows of a matrix [rows, columns] that lies well.
+/// A tensor map for boxes of `box_rows` rows of a matrix [rows, columns] that satisfies [`lies_well`].
 pub(super) fn rows_boxes(matrix: &Tensor, box_rows: usize) -> Result<Argument> {
     let (size, row_bytes) = (matrix.size(), row_bytes(matrix));
     boxes(matrix, &[size[1] as u64, size[0] as u64], &[row_bytes], &[box_rows as u32])
 }
 
-/// Boxes of rows g0 u0 g1 u1 .., a multiple of 16: of each sixteen in a box, and in the matrix, the eight g come first.
+/// A tensor map for boxes of interleaved rows g0 u0 g1 u1 .., a multiple of 16. In the box, each group of sixteen rows is reordered to have its eight
+/// gate rows first.
 pub(super) fn pairs_boxes(matrix: &Tensor, box_rows: usize) -> Result<Argument> {
     let (size, row_bytes) = (matrix.size(), row_bytes(matrix));
     let (sizes, strides) = ([size[1] as u64, 8, 2, size[0] as u64 / 16], [2 * row_bytes, row_bytes, 16 * row_bytes]);
@@ -42,7 +43,8 @@ fn row_bytes(matrix: &Tensor) -> u64 {
     (matrix.kind().elt_size_in_bytes() as i64 * matrix.stride()[0]) as u64
 }
 
-/// `sizes` in elements; of all dimensions but the first `strides` in bytes and the lengths of a box. What is outside reads as zeros.
+/// Encodes a tensor map. `sizes` are in elements. `strides` (in bytes) and `lens` (of a box) are for all dimensions except the first. Elements
+/// outside the matrix read as zeros.
 fn boxes(matrix: &Tensor, sizes: &[u64], strides: &[u64], lens: &[u32]) -> Result<Argument> {
     use sys::CUtensorMapDataType as DataType;
     let lens = [&[step(matrix.kind()) as u32], lens].concat();

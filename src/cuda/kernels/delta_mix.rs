@@ -1,4 +1,4 @@
-//! Gated delta nets in training, around the rule: the convolution over four tokens, and the gated norm. bfloat16, heads of 128.
+//! Training kernels of gated delta nets around the delta rule: the convolution over four tokens, and the gated norm. bfloat16, heads of width 128.
 //!
 //! T tokens, N sequences, B chunks of all sequences, Hk key heads, H value heads, C = (2 Hk + H) 128 channels.
 #![allow(unsafe_code)]
@@ -16,19 +16,19 @@ pub(super) const NAMES: &[&str] = &["delta_mix", "delta_mix_backward", "delta_no
 
 pub(super) const DIM: i64 = 128;
 const WIDTH: i64 = 4;
-/// Threads of a block of the convolution, and of the gated norm; a team of them has a head.
+/// Threads per block of the convolution, and of the gated norm; a team of threads processes one head.
 const MIX_THREADS: u32 = 128;
 const NORM_THREADS: u32 = 256;
 const TEAM: u32 = DIM as u32 / 4;
-/// Blocks of the gated norm's backward, each with a sum of its own.
+/// Blocks of the gated norm's backward, each with its own partial sums.
 const NORM_BLOCKS: usize = 132 * 8;
 
-/// Heads of a gated delta net on this rank.
+/// Numbers of heads of a gated delta net on this rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DeltaSizes {
-    /// Heads of queries and keys.
+    /// Number of query and key heads.
     pub key_heads: i64,
-    /// Heads of values.
+    /// Number of value heads.
     pub heads: i64,
 }
 
@@ -41,22 +41,22 @@ impl DeltaSizes {
         [self.heads, self.key_heads, self.channels()].map(Argument::Count)
     }
 
-    /// Elements of a chunk's tensors of all heads.
+    /// Number of elements of a tensor with `of_head` elements per chunk and head.
     pub(super) fn elements(self, layout: &DeltaLayout, of_head: i64) -> usize {
         (layout.num_chunks() * self.heads * of_head) as usize
     }
 }
 
-/// Where packed sequences and their chunks begin.
+/// Device tables that describe packed sequences and their chunks.
 #[derive(Debug)]
 pub struct DeltaLayout {
-    /// First row, tokens, sequence and position in the sequence of every chunk, sequence by sequence.
+    /// For every chunk, sequence by sequence: first row, number of tokens, sequence, and position in the sequence.
     pub chunks: Tensor, // [B, 4] i32
-    /// Index, first chunk, number of chunks and tokens of every sequence, those with the most chunks first.
+    /// For every sequence: index, first chunk, number of chunks and number of tokens. Sequences with the most chunks come first.
     pub sequences: Tensor, // [N, 4] i32
-    /// Tokens of every sequence.
+    /// Number of tokens in every sequence.
     pub lengths: Tensor, // [N] i32
-    /// Tokens of all.
+    /// Number of tokens in all sequences.
     pub num_tokens: i64,
 }
 
@@ -74,18 +74,18 @@ impl DeltaLayout {
     }
 }
 
-/// Whether the kernels are made for heads of these widths and this convolution.
+/// Whether the kernels support heads of these widths and this convolution width.
 pub fn delta_fits([key_dim, value_dim, conv_width]: [usize; 3]) -> bool {
     [key_dim as i64, value_dim as i64, conv_width as i64] == [DIM, DIM, WIDTH]
 }
 
-/// Whether the kernels compute a delta net whose rows are like `rows`, with heads of these widths.
+/// Whether the kernels can process rows like `rows`, with heads of these widths.
 pub fn delta_serves(rows: &Tensor, widths: [usize; 3]) -> bool {
     let Device::Cuda(ordinal) = rows.device() else { return false };
     delta_fits(widths) && rows.kind() == Kind::BFloat16 && gpu_has_wide_shared_memory(ordinal)
 }
 
-/// The convolution with SiLU; queries and keys of unit length. [T, C]
+/// Computes the convolution followed by SiLU; queries and keys are then normalized to length 1. [T, C]
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].
@@ -108,7 +108,7 @@ pub fn delta_mix(
     Ok(y)
 }
 
-/// Channels, heads of queries and keys, and the heads of all chunks, each of which a team has; and blocks.
+/// Kernel arguments (number of channels, number of query and key heads, number of teams), and the number of blocks.
 fn mix_items(layout: &DeltaLayout, sizes: DeltaSizes) -> ([Argument; 3], u32) {
     let items = layout.num_chunks() * sizes.channels() / DIM;
     let counts = [sizes.channels(), 2 * sizes.key_heads, items].map(Argument::Count);
@@ -131,7 +131,7 @@ fn mix_arguments(
     ])
 }
 
-/// The gradients of the convolution's input [T, C] and tails [N, 3, C] f32; that of its weight is added in place, in a fixed order.
+/// Returns the gradients of the convolution's input [T, C] and tails [N, 3, C] f32. The weight's gradient is added in place, in a fixed order.
 ///
 /// # Errors
 /// The errors of [`delta_mix`].
@@ -165,7 +165,7 @@ pub fn delta_mix_backward(
     Ok([d_x, d_tails])
 }
 
-/// rms_norm(x) weight silu(z) of every head, like x.
+/// Computes rms_norm(x) weight silu(z) for every head.
 ///
 /// # Errors
 /// The errors of [`delta_mix`].
@@ -186,7 +186,7 @@ pub fn delta_norm(
     Ok(y)
 }
 
-/// dx and dz of [`delta_norm`]; the gradient of the weight is added in place, in a fixed order.
+/// Returns dx and dz of [`delta_norm`]. The weight's gradient is added in place, in a fixed order.
 ///
 /// # Errors
 /// The errors of [`delta_mix`].

@@ -1,4 +1,4 @@
-//! The gated delta rule in training, over chunks of 64 tokens. bfloat16, heads of 128; states and sums in float32.
+//! Training kernels of the gated delta rule, over chunks of 64 tokens. bfloat16, heads of width 128; states and sums in float32.
 //!
 //! T tokens, N sequences, B chunks of all sequences, H value heads, C channels.
 #![allow(unsafe_code)]
@@ -17,28 +17,28 @@ pub(super) const GRADIENTS: &KernelSource = &nvrtc::DELTA_GRADIENTS;
 pub(super) const GRADIENTS_NAMES: &[&str] = &["delta_reverse_4", "delta_reverse_8", "delta_gradients"];
 
 const CHUNK: i64 = 64;
-/// Bytes of a chunk's rows, of its pairs of tokens, and of a state, each of one head in bfloat16.
+/// Bytes in bfloat16, per head, of a chunk's rows, of its pairs of tokens, and of a state.
 const ROWS_BYTES: u32 = (CHUNK * DIM * 2) as u32;
 const PAIRS_BYTES: u32 = (CHUNK * CHUNK * 2) as u32;
 const STATE_BYTES: u32 = (DIM * DIM * 2) as u32;
-/// Tiles in shared memory begin at multiples of it; those of passes over chunks, which Hopper's products read, at multiples of `SWIZZLED`.
+/// Alignment in bytes of tiles in shared memory; tiles that Hopper's wgmma reads need `SWIZZLED`.
 const ALIGNMENT: u32 = 128;
 const SWIZZLED: u32 = 1024;
-/// Words of float32 of a chunk's gates.
+/// 32-bit words of a chunk's gates per head.
 const GATES: i64 = 5 * CHUNK;
-/// Blocks of a scan that fill a GPU: where sequences and heads are fewer, a block has fewer columns of the state. The bits do not
-/// depend on it.
+/// Number of blocks of a scan that fill a GPU. With fewer sequences and heads, each block processes fewer columns of the state. The result's bits do
+/// not depend on it.
 const MANY_BLOCKS: i64 = 100;
-/// Threads of a block.
+/// Threads per block of the prepare and the gradient kernels.
 const PREPARE_THREADS: u32 = 128;
 const GRADIENTS_THREADS: u32 = 512;
-/// Shared memory that a launch gives its kernel: tiles of two chunks of a pass, each with gates, and results on their way to memory.
+/// Dynamic shared memory of each kernel: tiles of two chunks in flight, their gates, and results on their way to memory.
 const PREPARE_BYTES: u32 = 2 * ROWS_BYTES + CHUNK as u32 * (CHUNK as u32 + 4) * 4 + ALIGNMENT;
 const SCAN_BYTES: u32 = 2 * (4 * ROWS_BYTES + PAIRS_BYTES + SWIZZLED) + 2 * ROWS_BYTES + SWIZZLED;
 const REVERSE_BYTES: u32 = 2 * (4 * ROWS_BYTES + 2 * PAIRS_BYTES + SWIZZLED) + ROWS_BYTES + SWIZZLED;
 const GRADIENTS_BYTES: u32 = 7 * ROWS_BYTES + 2 * STATE_BYTES + 3 * PAIRS_BYTES + ALIGNMENT;
 
-/// Tensors of chunks that need no state.
+/// Tensors of chunks that do not depend on states.
 #[derive(Debug)]
 pub struct DeltaPrepared {
     u: Tensor,         // [B, H, CHUNK, DIM] bf16
@@ -48,7 +48,7 @@ pub struct DeltaPrepared {
     gates: Tensor,     // [B, H, GATES] words
 }
 
-/// Chunks by themselves: decays and the inverse of their systems.
+/// Computes for each chunk its decays and the inverse of its triangular system.
 ///
 /// # Errors
 /// The errors of [`super::delta_mix()`].
@@ -94,26 +94,26 @@ pub fn delta_prepare(
 /// Results of [`delta_scan`].
 #[derive(Debug)]
 pub struct DeltaScan {
-    /// Outputs of the rule.
+    /// The delta rule's outputs.
     pub o: Tensor, // [T, H, DIM] bf16
-    /// States behind the last tokens.
+    /// The states after the last tokens.
     pub last: Tensor, // [N, H, DIM, DIM] f32
-    /// Where chunks were prepared for a backward.
+    /// Chunk tensors for the backward, if chunks were prepared for one.
     pub kept: Option<DeltaKept>,
 }
 
-/// Tensors of chunks that a backward reads.
+/// Chunk tensors that the backward reads.
 #[derive(Debug)]
 pub struct DeltaKept {
     w: Tensor,      // [B, H, CHUNK, DIM] bf16
     p: Tensor,      // [B, H, CHUNK, CHUNK] bf16
     t: Tensor,      // [B, H, CHUNK, CHUNK] bf16
     gates: Tensor,  // [B, H, GATES] words
-    states: Tensor, // [B, H, DIM, DIM] bf16: before chunks, in squares as `delta.cuh` has them
-    news: Tensor,   // [B, H, CHUNK, DIM] bf16: what chunks wrote
+    states: Tensor, // [B, H, DIM, DIM] bf16: states before chunks, in the tiled layout of `delta.cuh`
+    news: Tensor,   // [B, H, CHUNK, DIM] bf16: values written by chunks
 }
 
-/// The rule over the chunks of all sequences.
+/// Runs the delta rule over the chunks of all sequences.
 ///
 /// # Errors
 /// The errors of [`super::delta_mix()`].
@@ -156,42 +156,42 @@ pub fn delta_scan(
     Ok(DeltaScan { o, last, kept })
 }
 
-/// Warps of a block, each with 16 columns of a state, and blocks.
+/// Number of warps per block, each with 16 columns of a state, and number of blocks.
 fn scan_grid(layout: &DeltaLayout, sizes: DeltaSizes) -> (u32, u32) {
     let all = layout.num_sequences() * sizes.heads;
     let warps = if all >= MANY_BLOCKS { 8 } else { 4 };
     (warps as u32, (all * 8 / warps) as u32)
 }
 
-/// Gradients of what the rule reads.
+/// Gradients of the delta rule's inputs.
 #[derive(Debug)]
 pub struct DeltaGradients {
-    /// Gradients of queries and keys of unit length and of values.
+    /// Gradients of the normalized queries and keys, and of the values.
     pub mixed: Tensor, // [T, C] bf16
-    /// The gradient of `a`, from which decays are made.
+    /// The gradient of `a`, which determines the decays.
     pub a: Tensor, // [T, H] bf16
     /// The gradient of `b`, whose sigmoid is the write strength.
     pub b: Tensor, // [T, H] bf16
-    /// Gradients of A_log and dt_bias, a sum for each chunk.
+    /// Gradients of A_log and dt_bias, one partial sum per chunk.
     pub of_heads: Tensor, // [2, B, H] f32
     /// The gradient of the states before the first tokens.
     pub initial: Tensor, // [N, H, DIM, DIM] f32
 }
 
-/// Results of the forward that [`delta_backward`] reads.
+/// Tensors of the forward that [`delta_backward`] reads.
 #[derive(Debug)]
 pub struct DeltaSaved<'a> {
-    /// Queries, keys and values.
+    /// Normalized queries and keys, and values.
     pub mixed: &'a Tensor, // [T, C] bf16
-    /// Chunks that [`delta_scan`] keeps for a backward.
+    /// The chunk tensors that [`delta_scan`] kept.
     pub kept: &'a DeltaKept,
-    /// Rows from which decays are made.
+    /// The rows that determine the decays.
     pub a: &'a Tensor, // [T, H] bf16
-    /// A_log and dt_bias.
+    /// The parameters A_log and dt_bias.
     pub of_heads: [&'a Tensor; 2], // [H] bf16
 }
 
-/// The rule's backward, from the gradients of its outputs and of the last states. All sums have a fixed order.
+/// Computes the delta rule's backward, given the gradients of its outputs and of the last states. All sums have a fixed order.
 ///
 /// # Errors
 /// The errors of [`super::delta_mix()`].
@@ -206,7 +206,7 @@ pub fn delta_backward(
     delta_gradients(d_o, saved, reverse, layout, sizes)
 }
 
-/// Results of the pass over chunks from the end.
+/// Results of the backward pass over chunks, from the last to the first.
 struct Reverse {
     ends: Tensor,    // [B, H, DIM, DIM] bf16
     solved: Tensor,  // [B, H, CHUNK, DIM] bf16
@@ -293,7 +293,7 @@ fn delta_gradients(
     arguments.extend(sizes.arguments());
     let pairs = layout.num_chunks() * sizes.key_heads;
     arguments.push(Argument::Count(pairs));
-    // A multiprocessor has room for one block; the bits do not depend on their number.
+    // Only one block fits on a multiprocessor; the result's bits do not depend on the number of blocks.
     let grid = blocks(pairs as usize, 1, Context::retain(gpu)?.num_processors()?);
     // SAFETY: the kernel's parameters in order; blocks stride over the key heads of all chunks, and have the shared memory that they divide.
     unsafe { launch(GRADIENTS, OP, gpu, (grid, GRADIENTS_THREADS, GRADIENTS_BYTES), &arguments)? };

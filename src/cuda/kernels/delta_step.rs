@@ -1,4 +1,4 @@
-//! A gated delta net in an engine's step, between its projections.
+//! Engine kernels of a gated delta net, for one step between its projections.
 #![allow(unsafe_code)]
 
 use tch::{Kind, Tensor};
@@ -10,7 +10,7 @@ use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 
 pub(super) const SOURCE: &KernelSource = &nvrtc::DELTA_STEP;
-/// Steps of one token a sequence on Hopper, for the heads that published models have.
+/// Kernel for steps with one token per sequence on Hopper, with the head sizes of published models.
 pub(super) const DECODE: &KernelSource = &nvrtc::DELTA_DECODE;
 pub(super) const DECODE_NAMES: &[&str] = &["delta_decode_f32", "delta_decode_bf16"];
 pub(super) const NAMES: &[&str] = &[
@@ -30,94 +30,93 @@ pub(super) const NAMES: &[&str] = &[
     "delta_tails_bf16",
 ];
 
-/// Widest key and value, and most tokens of a convolution.
+/// Largest width of a key and of a value, and largest convolution width.
 pub(super) const MOST_DELTA_DIM: usize = 128;
 pub(super) const MOST_CONV_WIDTH: usize = 4;
-/// Columns of a value that a warp has, and that a lane moves at once; how many of these a lane has of a state.
+/// Columns of a value per warp; elements that a lane moves at once; number of these that a lane has of a state.
 const COLUMNS: usize = 16;
 const PACK: usize = 4;
 const QUADS: usize = MOST_DELTA_DIM / 8;
-/// Threads of a block, at most.
+/// Maximum number of threads per block.
 const THREADS: usize = 256;
-/// Blocks that one multiprocessor holds at once, by their registers.
+/// Blocks that one multiprocessor can run at once, limited by registers.
 const BLOCKS_PER_PROCESSOR: usize = 2;
-/// Sizes of `delta_decode`: threads, shared memory beside a state, and blocks that one multiprocessor holds at once by states of float32 and of
-/// bfloat16.
+/// Configuration of `delta_decode`: threads, shared memory in addition to a state, and blocks per multiprocessor for float32 and for bfloat16 states.
 const DECODE_THREADS: usize = 160;
 const DECODE_SMALL_BYTES: usize = 3200;
 const DECODE_BLOCKS: [usize; 2] = [3, 6];
 
-/// Heads and their widths.
+/// Numbers and widths of the heads of a gated delta net.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DeltaHeads {
-    /// Heads of queries and keys; they divide the value heads.
+    /// Number of query and key heads; it divides the number of value heads.
     pub num_key_heads: usize,
-    /// Heads of values, each with a state.
+    /// Number of value heads, each of which has a state.
     pub num_value_heads: usize,
-    /// Width of a query and of a key.
+    /// Width of a query and of a key head.
     pub key_dim: usize,
-    /// Width of a value.
+    /// Width of a value head.
     pub value_dim: usize,
-    /// Tokens that the convolution reads.
+    /// Number of tokens that the convolution spans.
     pub conv_width: usize,
 }
 
-/// Projections of the tokens, of a kernel rows of any stride: C = 2 Hk dk + H dv channels.
+/// Projections of the tokens; for kernels, rows may have any stride. C = 2 Hk dk + H dv channels.
 #[derive(Debug)]
 pub struct DeltaRows {
     /// Queries of all heads, then keys, then values, before the convolution.
     pub qkv: Tensor, // [T, C]
-    /// The gate of the norm.
+    /// The gate of the output norm.
     pub z: Tensor, // [T, H dv]
-    /// How much of a token is written, before its sigmoid.
+    /// The write strengths, before their sigmoid.
     pub b: Tensor, // [T, H]
-    /// How much of the state decays, before its softplus.
+    /// The decays of the state, before their softplus.
     pub a: Tensor, // [T, H]
 }
 
-/// Weights; or where their gradients are added.
+/// Parameters other than matrices, or the sums to which their gradients are added.
 #[derive(Debug)]
 pub struct DeltaWeights {
     /// Weights of the convolution.
     pub conv: Tensor, // [C, W]
-    /// Logarithm of the fastest decay.
+    /// Logarithm of the maximum decay rate (`A_log`).
     pub a_log: Tensor, // [H]
-    /// Added to `a`.
+    /// Bias added to `a` (`dt_bias`).
     pub dt_bias: Tensor, // [H]
     /// Weights of the gated norm.
     pub norm: Tensor, // [dv]
 }
 
-/// A delta net's numbers beside its tensors.
+/// Parameters of a delta net other than tensors.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DeltaOptions {
-    /// Heads of the rank.
+    /// The heads on this rank.
     pub heads: DeltaHeads,
-    /// Added to the mean square in the gated norm.
+    /// Epsilon added to the mean square in the gated norm.
     pub eps: f64,
 }
 
-/// Pages of states. What a page holds before its sequence's first token is not read.
+/// Pages with the sequences' states. A page's content is ignored before its sequence's first token.
 #[derive(Debug, Clone, Copy)]
 pub struct DeltaPages<'a> {
-    /// Rows before the convolution: that of position p in slot p % W.
+    /// The last rows before the convolution: the row of position p is in slot p % W.
     pub rows: &'a Tensor, // [pages, W, C], of the projections' kind
-    /// States of the rule, which is computed in float32.
+    /// States of the delta rule, which is computed in float32.
     pub states: &'a Tensor, // [pages, H, dk, dv] f32 or bf16
 }
 
-/// Whose tokens a step has, one sequence behind the other.
+/// Which sequence each token of a step belongs to; tokens of a sequence are consecutive.
 #[derive(Debug, Clone, Copy)]
 pub struct DeltaRuns<'a> {
-    /// Pages of the sequences, -1: none, whose outputs are 0.
+    /// The page of each sequence; -1 for padding, whose outputs are 0.
     pub pages: &'a Tensor, // [B] i32
-    /// Where each one's tokens begin, and the last one's end; none where each has one token.
+    /// Index of each sequence's first token, followed by the number of tokens; `None` if each sequence has one token.
     pub bounds: Option<&'a Tensor>, // [B + 1] i32
-    /// Positions of the tokens; at 0 a sequence begins.
+    /// Position of each token in its sequence; a sequence starts at 0.
     pub positions: &'a Tensor, // [T] i32
 }
 
-/// Whether the kernel serves such heads.
+/// Whether the kernel supports such heads.
 pub fn delta_step_serves(heads: DeltaHeads) -> bool {
     let DeltaHeads { num_key_heads, num_value_heads, key_dim, value_dim, conv_width } = heads;
     num_key_heads > 0
@@ -128,7 +127,7 @@ pub fn delta_step_serves(heads: DeltaHeads) -> bool {
         && (1..=MOST_CONV_WIDTH).contains(&conv_width)
 }
 
-/// The sizes that [`delta_step_serves`], in words.
+/// The sizes that [`delta_step_serves`] accepts, as text.
 pub fn served_delta_sizes() -> String {
     format!(
         "linear_key_head_dim at most {MOST_DELTA_DIM}, linear_value_head_dim a multiple of {PACK} up to {MOST_DELTA_DIM}, \
@@ -136,12 +135,14 @@ pub fn served_delta_sizes() -> String {
     )
 }
 
-/// out = gated_norm(delta_rule(convolution(qkv), a, b), z), and states move on. A token's bits do not depend on how its sequence
-/// is cut into steps, nor on the sequences beside it. Allocates nothing. Where each sequence has one token, pages, positions and states
-/// are read while the kernel before may still run, which must not write them: no two steps of one layer follow each other directly.
+/// Computes out = gated_norm(delta_rule(convolution(qkv), a, b), z) and updates the states. A token's bits depend neither on how its sequence is
+/// split into steps nor on other sequences. Allocates nothing.
+///
+/// If each sequence has one token, pages, positions and states are read while the preceding kernel may still run. That kernel must not write them, so
+/// two steps of one layer must not follow each other directly.
 ///
 /// # Errors
-/// [`crate::Error::InvalidArgument`] for tensors that do not fit or heads that are not served; [`crate::Error::Cuda`].
+/// [`crate::Error::InvalidArgument`] for tensors that do not fit or unsupported heads; [`crate::Error::Cuda`].
 pub fn delta_step(
     tokens: &DeltaRows,
     weights: &DeltaWeights,

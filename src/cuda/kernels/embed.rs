@@ -1,4 +1,4 @@
-//! Rows of an embedding table.
+//! Embedding lookup.
 #![allow(unsafe_code)]
 
 use tch::{Kind, Tensor};
@@ -11,8 +11,8 @@ pub(super) const SOURCE: &KernelSource = &nvrtc::EMBED;
 pub(super) const NAMES: &[&str] =
     &["embed_f32_x1", "embed_f32_x4", "embed_bf16_x1", "embed_bf16_x8", "embed_f32_bf16_x1", "embed_f32_bf16_x8"];
 
-/// x = the table's rows of `token_ids`; zeros for ids outside of `first_row ..`, so that the sum over the shards of a
-/// vocabulary gives the row. Allocates nothing.
+/// Copies the table's rows for `token_ids` to x. Ids that are not in the table, which starts at `first_row`, give zeros; so the sum over a
+/// vocabulary's shards is the embedding. Allocates nothing.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].

@@ -1,4 +1,4 @@
-//! Products whose sums have one order: of bf16 the reference that others are held to, of float32 the product itself.
+//! GEMMs with a fixed order of summation: in bf16 the reference that other algorithms are compared with, in float32 the GEMM itself.
 #![allow(unsafe_code)]
 
 use tch::{Kind, Tensor};
@@ -14,18 +14,18 @@ use crate::error::{Error, Result};
 pub(super) const SOURCE: &KernelSource = &nvrtc::EXACT_PRODUCT;
 pub(super) const NAMES: &[&str] = &["exact_product_bf16", "exact_product_f32", "exact_sum_bf16", "exact_sum_f32"];
 
-/// Rows and features of a block, its threads in bf16, and those along a side in float32.
+/// Rows and features per block; threads per block in bf16; threads along each side of a block in float32; threads per block of a sum.
 const TILE: usize = 64;
 const THREADS: u32 = 128;
 const SIDE: usize = 16;
 const SUM_THREADS: u32 = 256;
-/// Columns of a thread of a sum.
+/// Columns that one thread of a sum processes.
 const PACK: i64 = 8;
 
-/// out = x w^T, with sixteen of K added at once, in their order. For trials: it is slow.
+/// Computes out = x w^T, adding sixteen values of K at once, in ascending order. For trials only, as it is slow.
 ///
 /// # Errors
-/// [`Error::Environment`] on a chip without these instructions, which are Hopper's; [`Error::InvalidArgument`] for tensors that do not fit;
+/// [`Error::Environment`] on a GPU other than Hopper, which lacks the instructions; [`Error::InvalidArgument`] for tensors that do not fit;
 /// [`Error::Cuda`].
 pub fn exact_reference(
     x: &Tensor,   // [R, K] bf16, rows of stride 1
@@ -56,7 +56,7 @@ pub fn exact_reference(
     unsafe { launch(SOURCE, NAMES[0], gpu, (blocks(rows, features), THREADS, 0), &arguments) }
 }
 
-/// out = x w^T + bias, each element a chain of fused multiplications and additions over K; with `adds` the sum is added to what is in `out`.
+/// Computes out = x w^T + bias, where each element is a chain of fused multiply-adds over K. With `adds` the sum is added to `out`.
 ///
 /// # Errors
 /// [`Error::InvalidArgument`] for tensors that do not fit; [`Error::Cuda`].
@@ -86,7 +86,7 @@ pub fn exact_product(
     unsafe { launch(SOURCE, NAMES[1], gpu, (blocks(rows, features), (SIDE * SIDE) as u32, 0), &arguments) }
 }
 
-/// out = the sum of two products' parts + bias, rounded once.
+/// Adds the two partial sums of a split-K GEMM and the bias, rounded once.
 ///
 /// # Errors
 /// [`Error::InvalidArgument`] for tensors that do not fit; [`Error::Cuda`].

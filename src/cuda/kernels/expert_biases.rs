@@ -1,6 +1,6 @@
-//! Products of tokens with the weights of experts that have biases, as [`experts`](super::experts) has them without.
+//! GEMMs of experts with biases; [`experts`](super::experts) has those without.
 //!
-//! T tokens, E experts that this rank has, k choices of a token, D hidden, I an expert's width on this rank.
+//! T tokens, E experts on this rank, k choices per token, D hidden, I an expert's width on this rank.
 
 use tch::Tensor;
 
@@ -10,7 +10,7 @@ use super::launch::{Argument, invalid, ordinal, strided};
 use super::route::RoutedTokens;
 use crate::error::Result;
 
-/// [`experts_gate_up`](super::experts_gate_up) with biases, and with the clamped SwiGLU in the place of SiLU.
+/// Computes [`experts_gate_up`](super::experts_gate_up) with biases, and with the clamped SwiGLU instead of SiLU.
 ///
 /// # Errors
 /// The errors of [`experts_gate_up`](super::experts_gate_up).
@@ -25,7 +25,7 @@ pub fn experts_gate_up_clamped(
     biased(["experts_gate_up", "experts_gate_up_clamped"], tile, (x, x.size()[0]), (w, bias), routed, (act, 2))
 }
 
-/// [`experts_down`](super::experts_down) with biases.
+/// Computes [`experts_down`](super::experts_down) with biases.
 ///
 /// # Errors
 /// The errors of [`experts_gate_up`](super::experts_gate_up).

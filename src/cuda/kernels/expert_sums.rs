@@ -1,6 +1,6 @@
-//! The weighted sums of the rows that tokens' experts made, in the engine and in training.
+//! Weighted sums of the experts' outputs for each token, in the engine and in training.
 //!
-//! T tokens, k choices of a token, D hidden.
+//! T tokens, k choices per token, D hidden.
 #![allow(unsafe_code)]
 
 use tch::{Kind, Tensor};
@@ -22,20 +22,19 @@ pub(super) const NAMES: &[&str] = &[
     "experts_gather_bf16_x8",
 ];
 
-/// Outputs of an expert that every token goes to, and the factors of its share, the sigmoid of the gate's product with x; without a gate it
-/// is 1.
+/// A shared expert's output and its gate. The output is multiplied by the sigmoid of x gate^T, or by 1 without a gate.
 #[derive(Debug, Clone, Copy)]
 pub struct SharedExpertRows<'a> {
-    /// The expert's output, like the other experts'.
+    /// The shared expert's output, of the same type as the other experts'.
     pub rows: &'a Tensor, // [T, D]
-    /// Rows that experts read.
+    /// The input of the experts.
     pub x: &'a Tensor, // [T, D]
-    /// The gate.
+    /// The weight of the gate, if there is one.
     pub gate: Option<&'a Tensor>, // [1, D]
 }
 
-/// y = the sum of a token's rows, each times its weight, in the order of its choices, and of the shared expert's row if there is one, in
-/// float32, rounded once. Choices of other ranks' experts and of padding have no part in it. Allocates nothing.
+/// Computes y = the weighted sum of a token's expert outputs, in the order of its choices, plus the shared expert's output if there is one. Sums are
+/// in float32, rounded once. Choices that are padding or another rank's experts are skipped. Allocates nothing.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].
@@ -72,7 +71,7 @@ pub fn experts_combine(
     unsafe { launch_early(SOURCE, &name, gpu, (tokens as u32, threads, 0), &arguments) }
 }
 
-/// The sum of the rows at a token's places, in their order, each times its weight if there are any, in float32. [T, D] f32
+/// Sums for each token the rows at its places, in order, in float32; each row is multiplied by its weight if weights are given. [T, D] f32
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::OutOfMemory`]; [`crate::Error::Cuda`].

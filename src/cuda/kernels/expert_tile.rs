@@ -1,4 +1,4 @@
-//! How the kernels of experts cut their work.
+//! Tile sizes of the expert kernels.
 
 use tch::Kind;
 
@@ -6,20 +6,20 @@ use crate::cuda::capability::Capability;
 use crate::cuda::context::Context;
 use crate::error::Result;
 
-/// The kernels' ways to cut the work.
+/// A tile configuration of the expert kernels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ExpertTile {
     /// Suffix of the kernels' names.
     pub(super) name: &'static str,
-    /// Rows of one expert that a block multiplies at once.
+    /// Rows of one expert that a block processes at once.
     pub rows: usize,
     pub(super) threads: u32,
     pub(super) shared_bytes: u32,
-    /// Blocks of a multiprocessor.
+    /// Blocks per multiprocessor.
     pub(super) per_processor: usize,
 }
 
-/// Bytes that begin stages at a multiple of 128; of e4m3, which wgmma reads, of 1024.
+/// Extra bytes of shared memory that align the pipeline stages to 128 bytes, or to 1024 for e4m3, which wgmma reads.
 pub(super) const SLACK: u32 = 128;
 pub(super) const SCALED_SLACK: u32 = 1024;
 
@@ -28,25 +28,25 @@ const fn tile(name: &'static str, rows: usize, threads: u32, stages_kib: u32, pe
     ExpertTile { name, rows, threads, shared_bytes, per_processor }
 }
 
-/// For few, some and many rows an expert; for more than few on chips with little shared memory; and for float32.
+/// Configurations for few, some and many rows per expert; for more than few rows on GPUs with little shared memory; and for float32.
 pub(super) const FEW: ExpertTile = tile("few", 32, 128, 72, 3);
 const SOME: ExpertTile = tile("some", 32, 128, 100, 2);
 const MANY: ExpertTile = tile("many", 128, 256, 192, 1);
 const SMALL: ExpertTile = tile("small", 64, 128, 64, 3);
 pub(super) const FLOAT: ExpertTile = tile("f32", 64, 128, 0, 4);
-/// Chips whose blocks can have the shared memory of [`SOME`] and [`MANY`].
+/// GPUs with enough shared memory per block for [`SOME`] and [`MANY`].
 const LARGE_SHARED: [Capability; 2] = [Capability::HOPPER, Capability::new(10, 0)];
-/// Rows an expert, on average, up to which tiles of few and of some rows serve.
+/// Average rows per expert up to which the configurations for few and for some rows are used.
 const FEW_ROWS: usize = 20;
 const SOME_ROWS: usize = 60;
 
 impl ExpertTile {
-    /// All ways in bfloat16, for benchmarks and tests.
+    /// All bfloat16 configurations, for benchmarks and tests.
     pub const ALL: [Self; 4] = [FEW, SOME, MANY, SMALL];
-    /// All ways in e4m3.
+    /// All e4m3 configurations.
     pub const SCALED: [Self; 3] = [FEW, SOME, MANY];
 
-    /// The way for `tokens` with `choices` of `experts` each, in weights of `kind` on a GPU.
+    /// The configuration for `tokens` tokens with `choices` of `experts` each, for weights of `kind` on a GPU.
     ///
     /// # Errors
     /// [`crate::Error::Cuda`].
@@ -64,7 +64,8 @@ impl ExpertTile {
         })
     }
 
-    /// The way of the product behind it, with rows of `width` elements in an expert's `down`, over the same tiles of rows.
+    /// The configuration for the down GEMM that follows, with the same tiles of rows; `width` is the number of elements in a row of an expert's down
+    /// matrix.
     ///
     /// # Errors
     /// [`crate::Error::Cuda`].
@@ -73,14 +74,14 @@ impl ExpertTile {
         Ok(if is_large { self.narrow(tokens * choices / experts, width) } else { self })
     }
 
-    /// [`FEW`] copies 128 columns at once, the last of which may be half beyond a narrow slice: of 192 columns a quarter of what it copies.
-    /// [`SOME`] copies 64, and gives the same bits.
+    /// Replaces [`FEW`] by [`SOME`] for narrow slices. [`FEW`] copies 128 columns at once, half of which may be outside of a narrow slice: for 192
+    /// columns a quarter of all copied data. [`SOME`] copies 64 columns at once and gives the same bits.
     fn narrow(self, rows: usize, width: usize) -> Self {
         let is_measured = rows > 0 && width > 128;
         if self == FEW && is_measured && width.next_multiple_of(64) < width.next_multiple_of(128) { SOME } else { self }
     }
 
-    /// The variant's name, for reports.
+    /// The configuration's name, for reports.
     pub fn name(self) -> &'static str {
         self.name
     }
@@ -94,7 +95,7 @@ mod tests {
     fn narrow_slices_use_another_expert_tile() {
         assert_eq!(FEW.rows, SOME.rows, "both read what one router has sorted");
         for rows in [1, 4, 16] {
-            assert_eq!(FEW.narrow(rows, 192), SOME); // Qwen3-30B-A3B's 768 over four ranks, 16 to 256 sequences
+            assert_eq!(FEW.narrow(rows, 192), SOME); // Qwen3-30B-A3B: 768 over four ranks, 16 to 256 sequences
         }
         for (rows, width) in [(16, 768), (16, 384), (16, 96), (16, 64), (0, 192)] {
             assert_eq!(FEW.narrow(rows, width), FEW, "{rows} rows of {width}");

@@ -1,8 +1,6 @@
-//! Products of tokens with the weights of their experts, and with adapters beside them, for rows that [`route`](super::route()) has
-//! sorted.
+//! GEMMs of tokens with their experts' weights and adapters, for rows that [`route`](super::route()) has sorted.
 //!
-//! T tokens, E experts that this rank has, k choices of a token, D hidden, I an expert's width on this rank, r inner products of an
-//! adapter.
+//! T tokens, E experts on this rank, k choices per token, D hidden, I an expert's width on this rank, r rank of an adapter.
 #![allow(unsafe_code)]
 
 use tch::{Kind, Tensor};
@@ -71,32 +69,32 @@ pub(super) const NAMES: &[&str] = &[
     "experts_low_rows_f32",
 ];
 
-/// Rows an expert, on average, from which on weights of the first experts are asked for before it is known that they are needed.
+/// Average rows per expert from which the kernel prefetches the first experts' weights before it knows whether they are needed.
 const SURE_ROWS: usize = 4;
 
-/// The adapters of experts beside one of their matrices, for rows whose inner products are there.
+/// The adapters of one of the experts' matrices, for rows whose inner products x A^T are computed.
 #[derive(Debug, Clone, Copy)]
 pub struct ExpertAdapter<'a> {
-    /// The sorted rows' products with A, as [`experts_low`] makes them.
+    /// The sorted rows' inner products with A, from [`experts_low`].
     pub low: &'a Tensor, // [T k, r]
     /// B times the adapters' scale.
     pub b: &'a Tensor, // [E, features of the matrix, r]; strides between rows and experts
 }
 
-/// Rows that [`experts_low`] multiplies.
+/// The input rows of [`experts_low`].
 #[derive(Debug, Clone, Copy)]
 pub enum LowRows<'a> {
-    /// The row of each sorted row's token.
+    /// One row per token; each sorted row uses its token's.
     OfTokens(&'a Tensor), // [T, K]
-    /// The sorted rows.
+    /// One row per sorted row.
     Sorted(&'a Tensor), // [T k, K]
 }
 
-/// act = silu(gate) * up of each sorted row's token with its expert's weight, and with the adapter's part if there is one; the weight's rows are g0 u0 g1 u1 .. Gate and up are rounded as
-/// where they are written. Allocates nothing.
+/// Computes act = silu(gate) * up for each sorted row's token with its expert's weight, including the adapter's part if there is one. The weight's
+/// rows are g0 u0 g1 u1 .. Gate and up are rounded as if they were stored. Allocates nothing.
 ///
 /// # Errors
-/// [`crate::Error::InvalidArgument`] for tensors that do not fit, in bfloat16 for sizes that are no multiples of 8; [`crate::Error::Cuda`].
+/// [`crate::Error::InvalidArgument`] for tensors that do not fit, or in bfloat16 for sizes that are not multiples of 8; [`crate::Error::Cuda`].
 pub fn experts_gate_up(
     tile: ExpertTile,
     x: &Tensor, // [T, D] f32 or bf16
@@ -108,10 +106,10 @@ pub fn experts_gate_up(
     product("experts_gate_up", tile, (x, None), (w, None), adapter, routed, (act, 2))
 }
 
-/// [`experts_gate_up`] of rows in e4m3 on Hopper's tensor cores, whose sums are scaled before the adapter's part is added to them.
+/// Computes [`experts_gate_up`] with e4m3 operands on Hopper's tensor cores. Sums are scaled before the adapter's part is added.
 ///
 /// # Errors
-/// The errors of [`experts_gate_up`]; sizes of rounded rows are multiples of 16.
+/// The errors of [`experts_gate_up`]; row lengths must be multiples of 16.
 pub fn experts_gate_up_fp8(
     tile: ExpertTile,
     x: &ScaledRows, // [T, D]
@@ -123,7 +121,7 @@ pub fn experts_gate_up_fp8(
     scaled("experts_gate_up", tile, x, w, adapter, routed, (act, 2))
 }
 
-/// [`experts_down`] of rows in e4m3, as [`experts_gate_up_fp8`].
+/// Computes [`experts_down`] with e4m3 operands, like [`experts_gate_up_fp8`].
 ///
 /// # Errors
 /// The errors of [`experts_gate_up_fp8`].
@@ -159,8 +157,8 @@ fn scaled(
     product(op, tile, (&x.values, Some(&x.scales)), (&weights, Some(&w.scales)), adapter, routed, out)
 }
 
-/// out = act w^T of each sorted row with its expert's weight, and with the adapter's part if there is one, at the place of its choice.
-/// Allocates nothing.
+/// Computes out = act w^T for each sorted row with its expert's weight, including the adapter's part if there is one, and writes it at the position
+/// of the token's choice. Allocates nothing.
 ///
 /// # Errors
 /// The errors of [`experts_gate_up`].
@@ -175,8 +173,8 @@ pub fn experts_down(
     product("experts_down", tile, (act, None), (w, None), adapter, routed, (out, 1))
 }
 
-/// low = x A^T of each sorted row with the A of its expert, rounded. Where adapters of several names are stacked, `choice` has whose each
-/// row of A is `[r]` i32, and whose each token's are `[T]` i32: products with another's are zero. Allocates nothing.
+/// Computes low = x A^T for each sorted row with its expert's A, rounded. If several named adapters are stacked, `choice` has the adapter of each row
+/// of A `[r]` i32 and of each token `[T]` i32; products with another adapter are set to zero. Allocates nothing.
 ///
 /// # Errors
 /// The errors of [`experts_gate_up`].
@@ -244,7 +242,7 @@ const NO_ADAPTER: [Argument; 7] = [
     Argument::NULL,
 ];
 
-/// The adapter arguments of a launch, for the adapters beside the matrix `w`.
+/// The adapter arguments of a launch with an adapter of the matrix `w`.
 fn of_adapter(
     op: &'static str,
     ExpertAdapter { low, b }: ExpertAdapter<'_>,
@@ -272,22 +270,22 @@ fn of_adapter(
     ])
 }
 
-/// Elements that are copied at once: 16 bytes.
+/// Elements per 16-byte copy.
 fn pack(kind: Kind) -> i64 {
     16 / kind.elt_size_in_bytes() as i64
 }
 
-/// Whether rows of bfloat16 or e4m3 are copied 16 bytes at once.
+/// Whether rows of bfloat16 or e4m3 can be copied 16 bytes at once.
 fn moves_well(tensor: &Tensor) -> bool {
     is_aligned(tensor) && tensor.stride().iter().rev().skip(1).all(|stride| stride % pack(tensor.kind()) == 0)
 }
 
-/// The experts of this rank, where nearly all are hit; else none.
+/// The number of this rank's experts if nearly all of them will be used, else 0.
 pub(super) fn sure_experts(routed: &RoutedTokens) -> usize {
     if routed.order.numel() / routed.num_experts >= SURE_ROWS { routed.own.len() } else { 0 }
 }
 
-/// A product's launch, without what adapters or biases add to it.
+/// A GEMM's launch, before the arguments of adapters or biases are added.
 pub(super) struct Launch {
     arguments: Vec<Argument>,
     blocks: u32,
@@ -341,7 +339,7 @@ impl Launch {
         Ok(Self { arguments, blocks: blocks as u32, gpu })
     }
 
-    /// Queues the kernel, with what it is told of adapters or biases.
+    /// Queues the kernel with the given arguments of adapters or biases.
     pub(super) fn queue(mut self, name: &str, tile: ExpertTile, adapter: &[Argument]) -> Result<()> {
         self.arguments.extend_from_slice(adapter);
         let shape = (self.blocks, tile.threads, tile.shared_bytes);
@@ -355,7 +353,7 @@ impl Launch {
 mod tests {
     use super::*;
 
-    /// A tile of other sizes than the source's would give wrong results, and no error.
+    /// Compares tiles with the .cu file, because a mismatch would give wrong results without an error.
     #[test]
     fn tile_sizes_match_the_kernel_source() {
         let shapes = [[4, 1, 1, 4, 2, 3], [4, 1, 2, 4, 1, 5], [4, 2, 2, 8, 2, 3], [4, 1, 1, 8, 1, 4]];

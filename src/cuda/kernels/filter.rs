@@ -1,4 +1,4 @@
-//! min-p, top-k and top-p on the device.
+//! min-p, top-k and top-p filtering on the GPU.
 #![allow(unsafe_code)]
 
 use tch::{Kind, Tensor};
@@ -13,23 +13,23 @@ pub(super) const NAMES: &[&str] = &["filter"];
 
 const THREADS: u32 = 1024;
 
-/// min-p, top-k and top-p of every draw; each may be off.
+/// min-p, top-k and top-p for every draw; each may be off.
 #[derive(Debug, Clone, Copy)]
 pub struct Filters<'a> {
-    /// 0 is off. `[S]` f32
+    /// Values of min-p; 0 is off. `[S]` f32
     pub min_p: &'a Tensor,
-    /// 0 is off. `[S]` i32
+    /// Values of top-k; 0 is off. `[S]` i32
     pub top_k: &'a Tensor,
-    /// 1 is off. `[S]` f32
+    /// Values of top-p; 1 is off. `[S]` f32
     pub top_p: &'a Tensor,
 }
 
-/// Filters whole rows of the vocabulary, after penalty and temperature: min-p, then top-k, then top-p, as the
-/// host's sampler has them; greedy draws keep all. With tensor parallelism an all-to-all brings the shards of a row together,
-/// so that each rank cuts rows of its own: draws `first ..`, as far as there are any. Allocates nothing.
+/// Filters whole rows of logits, after penalty and temperature, by min-p, then top-k, then top-p, like the CPU sampler. Greedy draws keep all ids.
+/// With tensor parallelism an all-to-all first collects the shards of each row, so that each rank filters its own rows: the draws from `first` on.
+/// Allocates nothing.
 ///
 /// # Errors
-/// Whatever `sample` returns for the same tensors.
+/// The errors of `sample` for the same tensors.
 pub fn filter(
     logits: &Tensor, // [shards, R, at least V / shards] f32
     vocab: usize,    // V; shard k of n has the ids V k / n .. V (k + 1) / n

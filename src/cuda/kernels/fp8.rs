@@ -1,4 +1,4 @@
-//! Rows in e4m3 with a scale for each, made in one pass or beside the operation that gives the rows.
+//! Quantizes rows to e4m3 with one scale each, on its own or fused with the operation that computes the rows.
 #![allow(unsafe_code)]
 
 use tch::{Kind, Tensor};
@@ -14,50 +14,50 @@ use crate::error::Result;
 pub(super) const SOURCE: &KernelSource = &nvrtc::FP8_ROWS;
 pub(super) const NAMES: &[&str] = &["fp8_rows", "fp8_rows_long"];
 
-/// Elements that a thread moves at once, and packs of a row that one thread has.
+/// Elements per memory access, and how many accesses one thread makes per row.
 const PACK: usize = 8;
 const MOST: usize = 4;
 const MOST_LONG: usize = 8;
-/// Longest rows of an engine's products and [`silu_mul_fp8`].
+/// Longest rows in an engine's GEMMs and in [`silu_mul_fp8`].
 const MOST_COLUMNS: usize = 1024 * MOST * PACK;
-/// Longest rows of [`fp8_rows`] and of training.
+/// Longest rows in [`fp8_rows`] and in training.
 const MOST_LONG_COLUMNS: usize = 1024 * MOST_LONG * PACK;
-/// Most threads for a row of SwiGLU: of few rows, of many, of which several are on a multiprocessor, and of its backward.
+/// Most threads per row of SwiGLU: with few rows, with many (several per multiprocessor), and in its backward.
 const FEW_ROWS_THREADS: usize = 640;
 const MANY_ROWS_THREADS: usize = 320;
 const BACKWARD_THREADS: usize = 512;
-/// Rows that are few.
+/// Up to this number rows count as few.
 const FEW_ROWS: usize = 1024;
-/// Multiples that rows' lengths must be for products: 16 bytes.
+/// Row lengths of GEMM operands must be multiples of this: 16 bytes.
 const COLUMNS: usize = 16;
 
-/// Rows in e4m3: the largest absolute value of a row is 448 times its scale.
+/// Rows quantized to e4m3. The largest absolute value of a row is 448 times its scale.
 #[derive(Debug)]
 pub struct ScaledRows {
     /// [R, K] e4m3, contiguous
     pub values: Tensor,
-    /// `[R]` f32
+    /// One scale per row. `[R]` f32
     pub scales: Tensor,
 }
 
 impl ScaledRows {
-    /// Another handle on the same memory.
+    /// Creates another handle to the same memory.
     pub fn shallow_clone(&self) -> Self {
         Self { values: self.values.shallow_clone(), scales: self.scales.shallow_clone() }
     }
 }
 
-/// Whether products of e4m3 serve a matrix [N, K] on a GPU.
+/// Whether e4m3 GEMMs support a matrix [N, K] on a GPU.
 pub fn fp8_serves([rows, columns]: [usize; 2]) -> bool {
     rows.is_multiple_of(COLUMNS) && columns.is_multiple_of(COLUMNS) && columns <= MOST_COLUMNS
 }
 
-/// Whether training in FP8 serves a matrix [N, K] on a GPU: its rows and its columns are rounded, and those of its gradient's factors.
+/// Whether FP8 training supports a matrix [N, K] on a GPU. Training quantizes its rows and its columns, and the operands of its gradient.
 pub fn fp8_trains(matrix: [usize; 2]) -> bool {
     matrix.iter().all(|side| side.is_multiple_of(COLUMNS) && *side <= MOST_LONG_COLUMNS)
 }
 
-/// Rounds each row of x to e4m3, to nearest, by its largest absolute value. Not before sm_89.
+/// Quantizes each row of x to e4m3 (round to nearest), scaled by its largest absolute value. Needs sm_89 or later.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].
@@ -68,7 +68,8 @@ pub fn fp8_rows(
     round(x, to, false)
 }
 
-/// [`fp8_rows`] in a step, none of whose kernels writes weights: the next one may begin, and read these, before this one's inputs are there.
+/// Computes [`fp8_rows`] in an engine step. Since no kernel of a step writes weights, the next kernel may start, and read weights, before this
+/// kernel's inputs are ready.
 ///
 /// # Errors
 /// The errors of [`fp8_rows`].
@@ -98,8 +99,8 @@ fn round(x: &Tensor, to: &ScaledRows, early: bool) -> Result<()> {
     unsafe { launch_early(SOURCE, name, gpu, (rows as u32, threads(columns, most), 0), &arguments) }
 }
 
-/// [`add_rms_norm`](super::add_rms_norm()), whose result is rounded to bfloat16 and then as by [`fp8_rows`]; y is written where it is given.
-/// The next kernel may begin early, as with [`fp8_rows_of_step`]. The weight is read while the operation before runs, which must not write it.
+/// Computes [`add_rms_norm`](super::add_rms_norm()), rounds the result to bfloat16, and quantizes it like [`fp8_rows`]; also writes it to y if given.
+/// The next kernel may start early, as with [`fp8_rows_of_step`]. The weight is read while the preceding operation runs, which must not write it.
 ///
 /// # Errors
 /// The errors of [`fp8_rows`].
@@ -123,13 +124,13 @@ pub fn add_rms_norm_fp8(
     let [x_address, others @ ..] = norm_arguments(OP, (x, weight, y), to, norm, gpu)?;
     let arguments = [&[x_address, delta][..], &others].concat();
     let name = format!("{OP}_{}_x{PACK}", kinds_name(OP, x, weight)?);
-    let threads = threads(dim, 1).min(1024); // as many as `add_rms_norm` has, so that squares add up to the same bits
+    let threads = threads(dim, 1).min(1024); // as many as in `add_rms_norm`, so that sums of squares have the same bits
     // SAFETY: the kernel's parameters in order; one block a row, all of whose packs have a thread.
     unsafe { launch_early(add_rms_norm::SOURCE, &name, gpu, ((numel / dim) as u32, threads, 0), &arguments) }
 }
 
-/// [`rms_norm_forward`](super::rms_norm_forward()), whose result is rounded to bfloat16 and then as by [`fp8_rows`]; y is written where it is
-/// given. For many rows: [`add_rms_norm_fp8`] is for few.
+/// Computes [`rms_norm_forward`](super::rms_norm_forward()), rounds the result to bfloat16, and quantizes it like [`fp8_rows`]; also writes it to y
+/// if given. Use it for many rows, and [`add_rms_norm_fp8`] for few.
 ///
 /// # Errors
 /// The errors of [`fp8_rows`].
@@ -155,7 +156,7 @@ pub fn rms_norm_fp8(
     unsafe { launch_early(rms_norm::SOURCE, &name, gpu, ((numel / dim) as u32, threads(dim, MOST), 0), &arguments) }
 }
 
-/// [`silu_mul`](super::silu_mul()), whose result is rounded to bfloat16 and then as by [`fp8_rows`]; y is written where it is given.
+/// Computes [`silu_mul`](super::silu_mul()), rounds the result to bfloat16, and quantizes it like [`fp8_rows`]; also writes it to y if given.
 ///
 /// # Errors
 /// The errors of [`fp8_rows`].
@@ -184,8 +185,8 @@ pub fn silu_mul_fp8(
     unsafe { launch_early(swiglu::SOURCE, &format!("{}_forward_fp8", activation.unit()), gpu, shape, &arguments) }
 }
 
-/// [`swiglu_backward`](super::swiglu_backward()), whose gradients are rounded to bfloat16, and then as by [`fp8_rows`], too: d_gate_up in the
-/// memory of `gate_up`, and the forward's y. A row waits in shared memory until its largest value is known.
+/// Computes [`swiglu_backward`](super::swiglu_backward()), with gradients in bfloat16 and quantized like [`fp8_rows`]. Returns d_gate_up in the
+/// memory of `gate_up`, and the forward's y. A row is kept in shared memory until its largest value is known.
 ///
 /// # Errors
 /// The errors of [`fp8_rows`].
@@ -215,20 +216,20 @@ pub fn swiglu_backward_fp8(
     Ok([gate_up, y])
 }
 
-/// Whether [`silu_mul_fp8`] and [`swiglu_backward_fp8`] serve such pairs [.., 2 F].
+/// Whether [`silu_mul_fp8`] and [`swiglu_backward_fp8`] support such pairs [.., 2 F].
 pub fn fp8_swiglu_serves(gate_up: &Tensor) -> bool {
     let pairs = gate_up.size().last().map_or(0, |&pairs| pairs as usize);
     rounds(gate_up) && fp8_trains([pairs, pairs / 2]) && pairs / 2 <= MOST_COLUMNS
 }
 
-/// Whether [`add_rms_norm_fp8`] serves rows [.., D] beside such a weight.
+/// Whether [`add_rms_norm_fp8`] supports rows [.., D] with such a weight.
 pub fn fp8_norm_serves(x: &Tensor, weight: &Tensor) -> bool {
     let dim = weight.numel();
     let fits = fp8_serves([COLUMNS, dim]) && dim <= add_rms_norm::most_columns(PACK);
     super::launch::serve(x) && rounds(weight) && fits && is_aligned(x) && is_aligned(weight)
 }
 
-/// Arguments of both norms, in their order: x, weight, y, values, scales, D, epsilon, centre.
+/// Arguments of both norm kernels, in order: x, weight, y, values, scales, D, epsilon, and the number added to the weight.
 fn norm_arguments(
     op: &'static str,
     (x, weight, y): (&Tensor, &Tensor, Option<&Tensor>), // [T, D], [D], [T, D]
@@ -251,12 +252,12 @@ fn norm_arguments(
     ])
 }
 
-/// Whether a tensor is of the kind and the device whose rows are rounded by kernels.
+/// Whether kernels can quantize the tensor: it must be bfloat16 and on a GPU.
 fn rounds(tensor: &Tensor) -> bool {
     tensor.device().is_cuda() && tensor.kind() == Kind::BFloat16
 }
 
-/// The addresses of values and scales of so many rows of a length that is served.
+/// The addresses of the values and scales of quantized rows, after checking their sizes.
 fn outputs(
     op: &'static str,
     to: &ScaledRows,
@@ -273,34 +274,34 @@ fn outputs(
     ])
 }
 
-/// Whole warps that have all packs of a row, at most `most` each.
+/// Number of threads for a row, in whole warps, with at most `most` memory accesses each.
 fn threads(columns: usize, most: usize) -> u32 {
     (columns / PACK).div_ceil(most).next_multiple_of(32) as u32
 }
 
-/// Whole warps, at most `most` threads, that have nearly as many packs of a row each.
+/// Number of threads for a row, in whole warps and at most `most`, such that their numbers of memory accesses are nearly equal.
 fn even_threads(columns: usize, most: usize) -> u32 {
     let packs = columns / PACK;
     packs.div_ceil(packs.div_ceil(most).max(1)).next_multiple_of(32) as u32
 }
 
-/// Blocks, threads and bytes of shared memory of [`silu_mul_fp8`].
+/// Number of blocks, threads and bytes of shared memory of [`silu_mul_fp8`].
 fn forward_shape([rows, columns]: [usize; 2]) -> (u32, u32, u32) {
     let most = if rows <= FEW_ROWS { FEW_ROWS_THREADS } else { MANY_ROWS_THREADS };
     (rows as u32, even_threads(columns, most), row_bytes(columns))
 }
 
-/// Blocks, threads and bytes of shared memory of [`swiglu_backward_fp8`].
+/// Number of blocks, threads and bytes of shared memory of [`swiglu_backward_fp8`].
 fn backward_shape([rows, columns]: [usize; 2]) -> (u32, u32, u32) {
     (rows as u32, even_threads(columns, BACKWARD_THREADS), row_bytes(2 * columns))
 }
 
-/// Shared memory of a row of bfloat16.
+/// Bytes of shared memory for a row in bfloat16.
 fn row_bytes(columns: usize) -> u32 {
     (columns * Kind::BFloat16.elt_size_in_bytes()) as u32
 }
 
-/// The part of a kernel's name that stands for the type of an eight-bit cache.
+/// The part of a kernel's name for the type of an 8-bit KV cache.
 pub(super) fn code_name(op: &'static str, cache: &Tensor) -> Result<&'static str> {
     match cache.kind() {
         Kind::Float8e4m3fn => Ok("fp8"),
@@ -317,11 +318,11 @@ mod tests {
     use crate::cuda::kernel::must_ask;
     use crate::cuda::kernels::launch::assert_declared;
 
-    /// Every length of row that is served is launched with threads and shared memory that its kernel may have. A row of Qwen3-8B's and of
-    /// Qwen3.5-9B's gradients takes 48 KiB, all that a launch has without asking, and the kernel declares more: that launch must ask.
+    /// Every supported row length is launched with threads and shared memory within the kernel's limits. A row of Qwen3-8B's or Qwen3.5-9B's
+    /// gradients needs 48 KiB, which is all a launch gets by default, and the kernel has static shared memory too: such a launch must request more.
     #[test]
     fn the_longest_row_fits_into_a_thread_block() {
-        tch::set_num_threads(1); // links libtorch, beside which NVRTC is found
+        tch::set_num_threads(1); // links libtorch; NVRTC is found beside it
         let limits_of = |source| limits(&nvrtc::cubin(source, Capability::HOPPER).unwrap());
         let (swiglu, rounding) = (limits_of(swiglu::SOURCE), limits_of(SOURCE));
         let [forward, backward] = ["swiglu_forward_fp8", "swiglu_backward_fp8"].map(|name| swiglu[name]);

@@ -1,4 +1,4 @@
-//! The transpose of a matrix in e4m3, with a scale for each of its rows: the columns of the matrix.
+//! Transposes a matrix and quantizes it to e4m3, with one scale per column of the original.
 #![allow(unsafe_code)]
 
 use tch::{Kind, Tensor};
@@ -11,16 +11,16 @@ use crate::error::Result;
 pub(super) const SOURCE: &KernelSource = &nvrtc::FP8_COLUMNS;
 pub(super) const NAMES: &[&str] = &["fp8_column_peaks", "fp8_columns"];
 
-/// Threads of a block, each of which has one column when the largest values of its warps are compared.
+/// Threads per block. Each has one column when the warps' largest values are compared.
 const THREADS: usize = 256;
-/// The part of a matrix that a block turns.
+/// The tile of a matrix that a block transposes.
 const TILE_ROWS: usize = 128;
 const TILE_COLUMNS: usize = 64;
-/// Blocks that look for the largest values.
+/// Number of blocks that find the largest values.
 const PEAK_BLOCKS: usize = 1056;
 
-/// Rounds each column of x to e4m3, to nearest, by its largest absolute value: the rows of `to`, which end in zeros up to a multiple of 16. Of
-/// several matrices those of each. Not before sm_89.
+/// Quantizes each column of x to e4m3 (round to nearest), scaled by its largest absolute value, and stores it as a row of `to`, padded with zeros to
+/// a multiple of 16. Several stacked matrices are processed one by one. Needs sm_89 or later.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit, [`crate::Error::OutOfMemory`]; [`crate::Error::Cuda`].
@@ -61,7 +61,7 @@ pub fn fp8_columns(
     unsafe { launch_early(SOURCE, OP, gpu, ((tiles * matrices) as u32, threads, 0), &arguments) }
 }
 
-/// Groups of a matrix' columns, and the blocks that share the rows of a group: no more than there are rows for.
+/// Number of groups of columns, and number of blocks that split the rows of a group; not more than there are rows for.
 fn strips([rows, columns]: [usize; 2], matrices: usize) -> (usize, usize) {
     let groups = columns.div_ceil(THREADS);
     (groups, (PEAK_BLOCKS / (groups * matrices)).clamp(1, rows.div_ceil(THREADS / 32)))

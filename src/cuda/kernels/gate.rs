@@ -1,4 +1,4 @@
-//! The gate of attention's output.
+//! The gate of attention's output, in an engine step.
 #![allow(unsafe_code)]
 
 use tch::Tensor;
@@ -12,7 +12,7 @@ pub(super) const NAMES: &[&str] = &["gate_f32_x1", "gate_f32_x4", "gate_bf16_x1"
 
 const THREADS: usize = 256;
 
-/// o = o sigmoid(gate), in place; the sigmoid rounds to the tensors' kind, too. Allocates nothing.
+/// Computes o = o sigmoid(gate) in place; the sigmoid is rounded to the tensors' type. Allocates nothing.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].

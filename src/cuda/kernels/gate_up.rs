@@ -1,4 +1,4 @@
-//! SwiGLU's product of many rows with a large weight, by a kernel for Hopper that writes gate and up nowhere.
+//! The gate and up GEMM fused with SwiGLU, for many rows and a large weight on Hopper. Gate and up are never written to memory.
 #![allow(unsafe_code)]
 
 use tch::{Kind, Tensor};
@@ -15,23 +15,22 @@ pub(super) const SOURCE: &KernelSource = &nvrtc::GATE_UP;
 pub(super) const NAMES: &[&str] = &["gate_up_256", "gate_up_512", "gate_up_fp8_256", "gate_up_fp8_512"];
 
 const OP: &str = "gate_up";
-/// The kernel's constants: rows of a block, features of a tile, threads, stages and what it takes to begin them at a multiple of
-/// 1024.
+/// The kernel's constants: rows per block, features per tile, threads, and bytes of shared memory, including 1024 for alignment.
 const ROWS: usize = 256;
 const FEATURES: usize = 192;
 const THREADS: u32 = 384;
 const SHARED_BYTES: u32 = 225 << 10;
-/// Rows of a launch, at most: of more, each launch reads the weights again.
+/// Most rows of a launch. More rows need several launches, each of which reads the weights again.
 const MOST_ROWS: usize = 2 * ROWS;
-/// Tiles of a pair of blocks, and pairs that run at once on the chip that the kernel is for.
+/// Tiles per pair of blocks, and number of pairs that run at once on the GPU that the kernel is tuned for.
 const TILES: usize = 3;
 const PAIRS: usize = 66;
-/// Blocks take as long for few rows as for all: rows that they may lack.
+/// Number of rows by which the last block may be incomplete; a block takes the same time for any number of rows.
 const MOST_MISSING: usize = 15;
-/// The least share of the chip's time that the pairs must use.
+/// Minimum fraction of the GPU's time that the pairs of blocks must use.
 const LEAST_FILL: f64 = 0.9;
 
-/// Whether [`gate_up`], or for e4m3 [`gate_up_fp8`], serves so many rows and this weight on its GPU.
+/// Whether [`gate_up`], or [`gate_up_fp8`] for e4m3, supports this number of rows and this weight on its GPU.
 ///
 /// # Errors
 /// [`crate::Error::Cuda`].
@@ -43,14 +42,13 @@ pub fn gate_up_serves(rows: usize, w: &Tensor) -> Result<bool> {
     Ok(context.compute_capability()? == Capability::HOPPER && context.num_processors()? == 2 * PAIRS)
 }
 
-/// The key of what the speed of [`gate_up`] depends on, on a GPU of a compute capability.
+/// A cache key that identifies the kernel version, and so its speed, for a compute capability.
 pub(in crate::cuda) fn gate_up_key(capability: Capability) -> Result<String> {
     nvrtc::key(SOURCE, capability)
 }
 
-/// y = silu(gate) * up of the product x w^T with columns g0 u0 g1 u1 .., sums in float32. Gate and up are rounded as where they
-/// are written. The kernel reads w while the operation before it still runs: that one must not write w, and must itself have
-/// waited for any that does.
+/// Computes y = silu(gate) * up from x w^T with columns g0 u0 g1 u1 .., with float32 sums. Gate and up are rounded as if they were stored. The kernel
+/// reads w while the preceding operation still runs: that operation must not write w, and must itself have waited for any that does.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit or that [`gate_up_serves`] refuses; [`crate::Error::Cuda`].
@@ -62,7 +60,7 @@ pub fn gate_up(
     run((x, w), None, y)
 }
 
-/// y = silu(gate) * up of the product x w^T in e4m3, each product of rows scaled as it was summed; otherwise as [`gate_up`].
+/// Computes y like [`gate_up`], with e4m3 operands; each sum is multiplied by the scales of its rows.
 ///
 /// # Errors
 /// The errors of [`gate_up`].
@@ -122,7 +120,7 @@ fn fills_blocks(rows: usize) -> bool {
     rows > 0 && rows.next_multiple_of(ROWS) - rows <= MOST_MISSING
 }
 
-/// Whether the pairs that a weight [2 F, K] is dealt to keep the chip busy.
+/// Whether the pairs of blocks for a weight [2 F, K] keep the GPU busy.
 fn fills_the_chip(size: &[i64], kind: Kind) -> bool {
     let &[features, k] = size else { return false };
     let tiles = features as f64 / (TILES * FEATURES) as f64;

@@ -1,4 +1,4 @@
-//! Gradients of the weights of all groups of rows at once, added where they lie, on Hopper.
+//! Weight gradients of all experts in one launch, accumulated in place, on Hopper.
 #![allow(unsafe_code)]
 
 use tch::{Kind, Tensor};
@@ -16,15 +16,15 @@ pub(super) const NAMES: &[&str] = &["grouped_weight"];
 const OP: &str = "grouped_weight";
 const CONSUMERS: u32 = 256;
 const THREADS: u32 = CONSUMERS + 128;
-/// Rows, and columns of either factor, of a stage.
+/// Rows per pipeline stage; columns of either operand per stage; number of stages.
 const STEP: usize = 64;
 const FEATURES: usize = 128;
 const COLUMNS: usize = 256;
 const STAGES: usize = 4;
-/// Bytes of the stages, and what it takes to begin them at a multiple of 1024.
+/// Bytes of shared memory: the stages, and 1024 for alignment.
 const SHARED_BYTES: u32 = (STAGES * STEP * (FEATURES + COLUMNS) * 2 + 1024) as u32;
 
-/// Whether [`grouped_weight`] takes these tensors, on their GPU.
+/// Whether [`grouped_weight`] supports these tensors on their GPU.
 ///
 /// # Errors
 /// [`crate::Error::Cuda`].
@@ -35,8 +35,8 @@ pub fn grouped_weight_serves(dy: &Tensor, x: &Tensor, dw: &Tensor) -> Result<boo
     Ok(Context::retain(ordinal(OP, dy)?)?.compute_capability()? == Capability::HOPPER)
 }
 
-/// dw += dy^T x for the rows of every group, each sum made in float32 and added once. Rows of a group are those from the end of the
-/// group before to its own end.
+/// Computes dw += dy^T x for the rows of every group; each sum is computed in float32 and added once. A group's rows are those between the previous
+/// group's end and its own.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].
@@ -77,7 +77,7 @@ pub fn grouped_weight(
     unsafe { queue(SOURCE, NAMES[0], gpu, shape, (1, false), &arguments) }
 }
 
-/// Whether rows are copied, and sums added, 16 bytes at once.
+/// Whether the tensors permit copies and additions of 16 bytes at once.
 fn takes(dy: &Tensor, x: &Tensor, dw: &Tensor) -> bool {
     let are_rows = |t: &Tensor| t.dim() == 2 && t.kind() == Kind::BFloat16 && lies_well(t) && t.size()[1] % 8 == 0;
     let strides = dw.stride();

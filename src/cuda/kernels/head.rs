@@ -1,4 +1,4 @@
-//! Log-probabilities and entropies of a chunk of logits, and the gradient of those logits.
+//! Log-probabilities and entropies of a chunk of logits, and the gradient of these logits.
 #![allow(unsafe_code)]
 
 use tch::{Kind, Tensor};
@@ -19,11 +19,11 @@ pub(super) const NAMES: &[&str] = &[
 
 const THREADS: u32 = 512;
 
-/// Writes log softmax(logits / temperature) at the targets, the entropies of the distributions and the log-sum-exps of
-/// logits / temperature.
+/// Computes for each row log softmax(logits / temperature) at the target, the entropy of the distribution, and the log-sum-exp of logits /
+/// temperature.
 ///
 /// # Errors
-/// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`]. Targets beyond V are undefined.
+/// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`]. Targets of V or more are undefined behaviour.
 pub fn head_forward(
     logits: &Tensor,  // [c, V] f32
     targets: &Tensor, // [c] i64
@@ -49,9 +49,9 @@ pub fn head_forward(
 /// The inputs of [`head_backward`], by row.
 #[derive(Debug, Clone, Copy)]
 pub struct HeadRows<'a> {
-    /// Targets.
+    /// The target token of each row.
     pub targets: &'a Tensor, // [c] i64
-    /// [`head_forward`]'s log-sum-exps.
+    /// The log-sum-exps from [`head_forward`].
     pub lse: &'a Tensor, // [c] f32
     /// Entropies of the rows' distributions.
     pub entropy: &'a Tensor, // [c] f32
@@ -61,8 +61,8 @@ pub struct HeadRows<'a> {
     pub dentropy: Option<&'a Tensor>, // [c] f32
 }
 
-/// d_logits [c, V] of `kind` (float32 or bfloat16) in the logits' own memory, each row where the logits' row was:
-/// (dlogprobs * (onehot - p) - dentropy * p * (log p + entropy)) / temperature.
+/// Returns d_logits [c, V] of `kind` (float32 or bfloat16) in the memory of the logits, each row in its logits' place: (dlogprobs * (onehot - p) -
+/// dentropy * p * (log p + entropy)) / temperature.
 ///
 /// # Errors
 /// The errors of [`head_forward`].

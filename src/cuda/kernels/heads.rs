@@ -1,4 +1,4 @@
-//! Kernels from the fused projection to rotated queries, keys and values, and back.
+//! Kernels from the fused QKV projection to rotated queries, keys and values, and their backward.
 #![allow(unsafe_code)]
 
 use tch::{Kind, Tensor};
@@ -19,21 +19,21 @@ pub(super) const NAMES: &[&str] = &[
     "heads_backward_bf16_x8",
 ];
 
-/// Widest head.
+/// Largest supported head width.
 pub(super) const MOST_HEAD_DIM: i64 = 512;
-/// Blocks of the backward, each with partial sums of its own: the same on every GPU, so that the sums have the same bits.
+/// Blocks of the backward, each with its own partial sums. The number is the same on every GPU, so that the sums have the same bits.
 const BACKWARD_BLOCKS: usize = 132 * 8;
 
-/// Weights of the norms of query and key heads, `[hd]` each, and their eps.
+/// Weights of the norms of query and key heads, `[hd]` each, and their epsilon.
 #[derive(Debug, Clone, Copy)]
 pub struct HeadNormWeights<'a> {
     /// Weights of the norm of queries.
     pub q: &'a Tensor,
     /// Weights of the norm of keys.
     pub k: &'a Tensor,
-    /// Added to the mean of squares.
+    /// Epsilon added to the mean square.
     pub eps: f64,
-    /// Heads are scaled by 1 + weight.
+    /// Heads are multiplied by 1 + weight instead of weight.
     pub zero_centred: bool,
 }
 
@@ -43,8 +43,8 @@ impl HeadNormWeights<'_> {
     }
 }
 
-/// q [T, H, hd], k [T, Hkv, hd] and v [T, Hkv, hd] of rows [G query heads of group g, k_g, v_g], queries and keys normalised
-/// where `norms` are given, then rotated: the first `turned` columns of a head.
+/// Returns q [T, H, hd], k [T, Hkv, hd] and v [T, Hkv, hd] from rows [G query heads of group g, k_g, v_g]. Queries and keys are normalized if `norms`
+/// are given, then rotated in the first `turned` columns of each head.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].
@@ -52,7 +52,7 @@ pub fn heads_forward(
     qkv: &Tensor, // [T, Hkv, G + 2, hd] f32 or bf16
     norms: Option<HeadNormWeights<'_>>,
     cos: &Tensor, // [T, 1, turned] f32, both halves alike
-    sin: &Tensor, // [T, 1, turned] f32, the second half the sines themselves
+    sin: &Tensor, // [T, 1, turned] f32, second half not negated
 ) -> Result<[Tensor; 3]> {
     const OP: &str = "heads_forward";
     let shape = HeadsShape::of(OP, qkv)?;
@@ -74,18 +74,18 @@ pub fn heads_forward(
     Ok([q, k, v])
 }
 
-/// Results of [`heads_backward`]: the gradient of the projection, and partial sums over tokens, in float32.
+/// Results of [`heads_backward`]: the gradient of the projection, and partial sums over tokens in float32.
 #[derive(Debug)]
 pub struct HeadsGradient {
     /// The gradient of the projection.
     pub d_qkv: Tensor, // [T, Hkv, G + 2, hd]
-    /// Sums of the bias gradient over tokens, if they were asked for.
+    /// Partial sums over tokens of the bias gradient, if requested.
     pub d_bias: Option<Tensor>, // [stripes, (H + 2 Hkv) hd] f32
-    /// The gradients of the norms' weights, by head, if there are norms.
+    /// Partial sums of the norm weights' gradients per head, if there are norms.
     pub d_norm: Option<Tensor>, // [stripes, Hkv, G + 2, hd] f32
 }
 
-/// The gradient of the projection. `qkv` is what the forward took; it is read only where there are norms.
+/// Computes the gradient of the projection. `qkv` is the forward's input; it is only read if there are norms.
 ///
 /// # Errors
 /// The errors of [`heads_forward`].
@@ -110,7 +110,7 @@ pub fn heads_backward(
     let (teams, slots) = (256 / lanes as usize, shape.slots() as usize);
     let slot_blocks = slots.div_ceil(teams);
     let threads = (slots.div_ceil(slot_blocks) * lanes as usize).next_multiple_of(32) as u32;
-    let stripes = (BACKWARD_BLOCKS / slot_blocks).max(1).min(tokens as usize); // none leave no sums
+    let stripes = (BACKWARD_BLOCKS / slot_blocks).max(1).min(tokens as usize); // without stripes there are no sums
     let partial = |wanted: bool| {
         let room = || Tensor::f_empty([&[stripes as i64], &like[1..]].concat(), (Kind::Float, dq.device()));
         wanted.then(room).transpose()
@@ -163,7 +163,7 @@ impl HeadsShape {
         self.groups * (self.queries + 2)
     }
 
-    /// Suffix of the kernel's name and lanes a head: the wide variant moves 16 bytes a lane.
+    /// The kernel's name suffix and the lanes per head; the wide variant moves 16 bytes per lane.
     fn variant(&self, op: &'static str, turned: i64, tensors: &[&Tensor]) -> Result<(String, i64)> {
         let vector = 16 / self.kind.elt_size_in_bytes() as i64;
         let fits = self.half % vector == 0 && turned % vector == 0 && self.half <= 32 * vector;
@@ -173,7 +173,7 @@ impl HeadsShape {
         Ok((format!("{}_x{width}", kind_name(op, tensors[0])?), lanes))
     }
 
-    /// A tensor [T, heads, hd] or [T, slots, hd].
+    /// The address of a tensor [T, heads, hd] or [T, slots, hd].
     fn address(&self, op: &'static str, tensor: &Tensor, heads: i64) -> Result<Argument> {
         address(op, tensor, self.kind, (self.tokens * heads * 2 * self.half) as usize, self.gpu)
     }
@@ -186,7 +186,7 @@ impl HeadsShape {
         }
     }
 
-    /// Pairs of a head that are turned.
+    /// Number of rotated column pairs per head.
     fn turned(&self, op: &'static str, cos: &Tensor) -> Result<i64> {
         match cos.size().last() {
             Some(&columns) if columns % 2 == 0 && columns / 2 <= self.half => Ok(columns / 2),

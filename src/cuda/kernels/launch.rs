@@ -1,4 +1,4 @@
-//! Tensors as kernels take them, and launches on libtorch's current stream.
+//! Checks tensors for kernels, and launches kernels on libtorch's current stream.
 #![allow(unsafe_code)]
 
 use tch::{Device, Kind, Tensor};
@@ -9,12 +9,12 @@ use crate::cuda::nvrtc::KernelSource;
 use crate::error::{Error, Result};
 use crate::torch;
 
-/// Whether these kernels serve an operation on such a tensor; libtorch's own operations serve all others.
+/// Whether these kernels support a tensor like this; otherwise libtorch's operations are used.
 pub fn serve(tensor: &Tensor) -> bool {
     tensor.device().is_cuda() && matches!(tensor.kind(), Kind::Float | Kind::BFloat16)
 }
 
-/// The GPU that an operation's first tensor is on; the others are held to it by [`address`].
+/// The index of the GPU that holds an operation's first tensor; [`address`] checks that the others are on the same one.
 pub(super) fn ordinal(op: &'static str, tensor: &Tensor) -> Result<usize> {
     match tensor.device() {
         Device::Cuda(ordinal) => Ok(ordinal),
@@ -22,7 +22,7 @@ pub(super) fn ordinal(op: &'static str, tensor: &Tensor) -> Result<usize> {
     }
 }
 
-/// The name of a type in the kernels' names.
+/// The name of a tensor's type as used in kernel names.
 pub(super) fn kind_name(op: &'static str, tensor: &Tensor) -> Result<&'static str> {
     match tensor.kind() {
         Kind::Float => Ok("f32"),
@@ -31,7 +31,7 @@ pub(super) fn kind_name(op: &'static str, tensor: &Tensor) -> Result<&'static st
     }
 }
 
-/// The types' part of the name of a kernel whose `x` is like all `others`, or float32 beside others of bfloat16.
+/// The part of a kernel's name for the types of its tensors: `x` and the others have the same type, or `x` is float32 and the others bfloat16.
 pub(super) fn kinds_name(op: &'static str, x: &Tensor, others: &Tensor) -> Result<&'static str> {
     match (x.kind(), others.kind()) {
         (Kind::Float, Kind::BFloat16) => Ok("f32_bf16"),
@@ -40,7 +40,7 @@ pub(super) fn kinds_name(op: &'static str, x: &Tensor, others: &Tensor) -> Resul
     }
 }
 
-/// The address of a contiguous tensor of `kind` with `numel` elements on GPU `ordinal`.
+/// The address of a tensor, after checking that it is contiguous and on GPU `ordinal`, with type `kind` and `numel` elements.
 pub(super) fn address(op: &'static str, tensor: &Tensor, kind: Kind, numel: usize, ordinal: usize) -> Result<Argument> {
     let fits = tensor.device() == Device::Cuda(ordinal)
         && tensor.kind() == kind
@@ -53,7 +53,7 @@ pub(super) fn address(op: &'static str, tensor: &Tensor, kind: Kind, numel: usiz
     Ok(Argument::Address(tensor.data_ptr()))
 }
 
-/// The tensor's [`address`], null for none.
+/// The tensor's [`address`], or null for `None`.
 pub(super) fn address_or_null(
     op: &'static str,
     tensor: Option<&Tensor>,
@@ -64,7 +64,7 @@ pub(super) fn address_or_null(
     tensor.map_or(Ok(Argument::NULL), |tensor| address(op, tensor, kind, numel, ordinal))
 }
 
-/// The address of a tensor of `kind` and `shape` on GPU `ordinal`, whatever its strides.
+/// The address of a tensor with any strides, after checking its type, shape and GPU.
 pub(super) fn strided(
     op: &'static str,
     tensor: &Tensor,
@@ -79,7 +79,7 @@ pub(super) fn strided(
     Ok(Argument::Address(tensor.data_ptr()))
 }
 
-/// Elements of the last dimension, at least 1.
+/// Length of the last dimension; an error if it is 0.
 pub(super) fn row_len(op: &'static str, tensor: &Tensor) -> Result<usize> {
     match tensor.size().last() {
         Some(&len) if len > 0 => Ok(len as usize),
@@ -87,17 +87,17 @@ pub(super) fn row_len(op: &'static str, tensor: &Tensor) -> Result<usize> {
     }
 }
 
-/// Elements that a thread can move at once: 16 bytes where rows of `len` and all addresses allow it, else one.
+/// Elements that a thread can move at once: 16 bytes if rows of `len` elements and all addresses permit it, else one.
 pub(super) fn width(len: usize, tensors: &[&Tensor]) -> usize {
     let widest = tensors.iter().map(|tensor| 16 / tensor.kind().elt_size_in_bytes()).max().unwrap_or(1);
     let is_wide = len.is_multiple_of(widest) && tensors.iter().all(|tensor| is_aligned(tensor));
     if is_wide { widest } else { 1 }
 }
 
-/// Queues `name` of `source` on libtorch's current stream; nothing for an empty grid.
+/// Queues the kernel `name` of `source` on libtorch's current stream; does nothing for an empty grid.
 ///
 /// # Safety
-/// The conditions of [`Kernel::launch`] hold; memory that libtorch frees in this stream's order is valid long enough.
+/// The conditions of [`Kernel::launch`] hold. Memory that libtorch frees in the order of this stream stays valid long enough.
 pub(super) unsafe fn launch(
     source: &'static KernelSource,
     name: &str,
@@ -109,8 +109,8 @@ pub(super) unsafe fn launch(
     unsafe { queue(source, name, ordinal, shape, (1, false), arguments) }
 }
 
-/// Launches a kernel, as [`launch`] does, while the one before still runs: before `wait_for_inputs` it reads at most what is
-/// older than that one, and writes nothing.
+/// Launches a kernel like [`launch`], but lets it start while the preceding kernel still runs (programmatic dependent launch). Until it calls
+/// `wait_for_inputs`, it must write nothing, and must read only memory that the preceding kernel does not write.
 ///
 /// # Safety
 /// The conditions of [`launch`] hold.
@@ -125,7 +125,7 @@ pub(super) unsafe fn launch_early(
     unsafe { queue(source, name, ordinal, shape, (1, true), arguments) }
 }
 
-/// Launches a kernel in clusters, early or not.
+/// Launches a kernel in clusters of blocks; the second of the pair selects an early start as in [`launch_early`].
 ///
 /// # Safety
 /// The conditions of [`launch`] hold.
@@ -146,17 +146,17 @@ pub(super) unsafe fn queue(
     unsafe { kernel.launch(shape, (cluster, early), stream, arguments) }
 }
 
-/// Whether a tensor starts where 16 bytes can be moved at once.
+/// Whether the tensor's address is a multiple of 16 bytes.
 pub(super) fn is_aligned(tensor: &Tensor) -> bool {
     (tensor.data_ptr() as usize).is_multiple_of(16)
 }
 
-/// Blocks for `items` of work, `per_block` each; the kernels stride over what is left above `most`.
+/// Number of blocks for `items` of work, `per_block` each, but at most `most`; the kernels then loop over the rest.
 pub(super) fn blocks(items: usize, per_block: usize, most: usize) -> u32 {
     items.div_ceil(per_block).min(most) as u32
 }
 
-/// A grid for other constants than the source's would give wrong results, and no error.
+/// Checks that constants equal those in the .cu file, because a mismatch would give wrong results without an error.
 #[cfg(test)]
 pub(super) fn assert_declared(source: &KernelSource, constants: &[(&str, usize)]) {
     for (name, value) in constants {
@@ -165,7 +165,7 @@ pub(super) fn assert_declared(source: &KernelSource, constants: &[(&str, usize)]
     }
 }
 
-/// The error of a tensor that a kernel does not take.
+/// The error for a tensor that a kernel does not support.
 pub(super) fn invalid(op: &'static str, expected: impl Into<String>, got: impl std::fmt::Debug) -> Error {
     Error::InvalidArgument { op, expected: expected.into(), got: format!("{got:?}") }
 }

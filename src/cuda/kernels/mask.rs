@@ -1,4 +1,4 @@
-//! Masks over rows of a batch: inner products of adapters that a row does not have, and token ids that its structure does not allow.
+//! Masks rows of a batch: inner products of adapters that a row does not use, and token ids that its output structure forbids.
 #![allow(unsafe_code)]
 
 use tch::{Kind, Tensor};
@@ -11,10 +11,10 @@ pub(super) const SOURCE: &KernelSource = &nvrtc::MASK;
 pub(super) const NAMES: &[&str] = &["mask_low_f32", "mask_low_bf16", "mask_logits"];
 
 const THREADS: usize = 256;
-/// Most blocks of a row of logits.
+/// Most blocks per row of logits.
 const MOST_PARTS: usize = 64;
 
-/// Sets the inner products of adapters that are not a row's own to zero. Allocates nothing.
+/// Sets a row's inner products with adapters other than its own to zero. Allocates nothing.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].
@@ -39,7 +39,7 @@ pub fn mask_low(
     unsafe { launch_early(SOURCE, &name, gpu, (grid, THREADS as u32, 0), &arguments) }
 }
 
-/// Sets the logits of ids that a row's mask does not allow to minus infinity, in place. Allocates nothing.
+/// Sets the logits of ids that a row's mask forbids to minus infinity, in place. Allocates nothing.
 ///
 /// # Errors
 /// The errors of [`mask_low`].

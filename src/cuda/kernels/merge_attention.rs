@@ -1,4 +1,4 @@
-//! Two attentions of the same queries as one, by their log-sum-exp.
+//! Merges two attention results of the same queries, by their log-sum-exps.
 #![allow(unsafe_code)]
 
 use tch::Kind;
@@ -13,15 +13,14 @@ pub(super) const NAMES: &[&str] = &["merge_attention_bf16"];
 
 const THREADS: usize = 256;
 const MOST_BLOCKS: usize = 1 << 14;
-/// Elements that a thread takes at once.
+/// Elements that a thread processes at once.
 const PACK: usize = 8;
 
-/// lse = log(exp(lse_a) + exp(lse_b)), o = exp(lse_a - lse) o_a + exp(lse_b - lse) o_b, written into `to`. Outputs are [T, H, hd] bf16, each
-/// log-sum-exp is [T, H] f32 of any strides.
+/// Writes lse = log(exp(lse_a) + exp(lse_b)) and o = exp(lse_a - lse) o_a + exp(lse_b - lse) o_b into `to`. Outputs are [T, H, hd] bf16; log-sum-exps
+/// are [T, H] f32 with any strides.
 ///
 /// # Errors
-/// [`crate::Error::InvalidArgument`] for tensors that do not fit, or a head width that is no multiple of 8;
-/// [`crate::Error::Cuda`].
+/// [`crate::Error::InvalidArgument`] for tensors that do not fit, or for a head width that is not a multiple of 8; [`crate::Error::Cuda`].
 pub fn merge_attention(a: &Attended, b: &Attended, to: &Attended) -> Result<()> {
     const OP: &str = "merge_attention";
     let (gpu, size, n) = (ordinal(OP, &a.o)?, a.o.size(), a.o.numel());

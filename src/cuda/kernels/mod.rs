@@ -1,5 +1,5 @@
-//! One safe function per kernel of `src/kernels`, over tensors on a GPU. Each checks devices, kinds and lengths, and queues
-//! its kernel on libtorch's current stream, so that it stands in order with libtorch's own operations.
+//! One safe function for each kernel of `src/kernels`, over tensors on a GPU. It checks devices, types and lengths, and queues the kernel on
+//! libtorch's current stream, in order with libtorch's own operations.
 
 mod adamw;
 mod adamw8bit;
@@ -121,7 +121,7 @@ use super::nvrtc::{KernelSource, compile_all};
 use crate::error::Result;
 use crate::types::Place;
 
-/// Every source with the names of its kernels: wrappers that put names together ask for no other ones.
+/// Every .cu file with the names of its kernels. Wrappers that compose a kernel's name must only produce names in this list.
 pub(super) const KERNELS: [(&KernelSource, &[&str]); 44] = [
     (adamw::SOURCE, adamw::NAMES),
     (adamw8bit::SOURCE, adamw8bit::NAMES),
@@ -169,8 +169,8 @@ pub(super) const KERNELS: [(&KernelSource, &[&str]); 44] = [
     (wide_product::SOURCE, wide_product::NAMES),
 ];
 
-/// Compiles and loads the kernels of every kind for GPU `ordinal`, so that none is waited for, or found missing, in a step.
-/// `num_ranks` ranks of this machine do so at once, each for the GPU of its own number.
+/// Compiles and loads all kernels for GPU `ordinal`, so that no step waits for a compilation or finds a kernel missing. `num_ranks` ranks of this
+/// machine do this at once, each for its own GPU.
 ///
 /// # Errors
 /// [`Error::Environment`](crate::Error::Environment) without NVRTC; [`Error::Cuda`](crate::Error::Cuda).

@@ -1,4 +1,4 @@
-//! Products in FP8 of up to eight rows, by a kernel for Hopper that has nearly all of its shared memory for weights under way.
+//! FP8 GEMMs with up to eight rows, by a Hopper kernel that uses nearly all shared memory for weights in flight.
 #![allow(unsafe_code)]
 
 use tch::{Kind, Tensor};
@@ -23,18 +23,18 @@ pub(super) const NAMES: &[&str] = &[
     "narrow_product_silu_mul_fp8_320",
 ];
 
-/// More rows are `product.cu`'s.
+/// Most rows that this kernel supports; `product.cu` computes GEMMs with more.
 pub(super) const MOST_ROWS: usize = 8;
 const THREADS: u32 = 160;
-/// Bytes of the kernel's stages, and what it takes to begin them at a multiple of 1024.
+/// Bytes of shared memory: the pipeline stages, and 1024 for alignment.
 const SHARED_BYTES: u32 = 209 << 10;
-/// Rows of w in a box.
+/// Rows of w per box that is copied.
 const UNIT: usize = 64;
-/// Features of a tile that kernels are made for.
+/// Numbers of features per tile for which kernels are compiled.
 pub(super) const FEATURES: [usize; 5] = [64, 128, 192, 256, 320];
 
-/// Queues out = x w^T + bias, or of `columns_of_one` 2 silu(gate) * up, of what [`super::product_serves`] has found to be served by tiles of
-/// `features` and K in `parts`.
+/// Queues out = x w^T + bias or, if `columns_of_one` is 2, out = silu(gate) * up. [`super::product_serves`] must have accepted the operands. Tiles
+/// have `features` features, and K is split into `parts`.
 pub(super) fn run(
     op: &'static str,
     (x, w): (&ScaledRows, &ScaledRows), // [R, K], [N, K]

@@ -1,4 +1,4 @@
-//! The inputs of a step that follows one whose results the host has not seen.
+//! Input tokens of a step that follows one whose results the host has not yet read.
 #![allow(unsafe_code)]
 
 use tch::{Kind, Tensor};
@@ -12,7 +12,8 @@ pub(super) const NAMES: &[&str] = &["next_tokens"];
 
 const THREADS: usize = 256;
 
-/// token_ids = `from` where it is an id; where it is the complement of a row, what that row has sampled. Allocates nothing.
+/// Fills token_ids from `from`: a non-negative entry is a token id; the bitwise complement of a row index stands for the token that this row has
+/// sampled. Allocates nothing.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].

@@ -1,4 +1,4 @@
-//! NF4 weights back to the kind of the network.
+//! Dequantizes NF4 weights to the network's type.
 #![allow(unsafe_code)]
 
 use tch::{Kind, Tensor};
@@ -12,28 +12,28 @@ pub(super) const NAMES: &[&str] = &["nf4_dequantize_f32", "nf4_dequantize_bf16"]
 
 const THREADS: usize = 256;
 const MOST_BLOCKS: usize = 1 << 14;
-/// Weights that share a scale, and scales that share a maximum.
+/// Number of weights that share a scale, and number of scales that share a maximum.
 const BLOCK: usize = 64;
 const GROUP: usize = 256;
 
-/// A matrix of n = rows * columns weights as codes, with its scales as codes.
+/// A quantized matrix of n = rows * columns weights, whose scales are quantized too.
 #[derive(Debug, Clone, Copy)]
 pub struct Nf4Codes<'a> {
-    /// Two codes a byte, the first in its high half. [n / 2] u8
+    /// Codes of the weights, two per byte, the first in the upper 4 bits. [n / 2] u8
     pub codes: &'a Tensor,
     /// Codes of the scales. [n / 64] u8
     pub scales: &'a Tensor,
-    /// Maxima of the scales. [ceil(n / 64 / 256)] f32
+    /// Maximum of each group of scales. [ceil(n / 64 / 256)] f32
     pub maxima: &'a Tensor,
     /// Added to every scale. [] f32
     pub offset: &'a Tensor,
-    /// The values of the codes. `[16]` f32
+    /// The value of each weight code. `[16]` f32
     pub levels: &'a Tensor,
-    /// The values of the scales' codes. `[256]` f32
+    /// The value of each scale code. `[256]` f32
     pub scale_levels: &'a Tensor,
 }
 
-/// `y[r]` = the matrix's row r, for y of rows in groups that lie `stride` rows apart, each row contiguous.
+/// Writes the matrix's rows to `y`, whose groups of rows have a stride; each row must be contiguous.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].

@@ -1,4 +1,4 @@
-//! Sums of squares of flat shards.
+//! Sums of squares of flat shards, for gradient norms.
 #![allow(unsafe_code)]
 
 use tch::{Kind, Tensor};
@@ -11,10 +11,10 @@ pub(super) const SOURCE: &KernelSource = &nvrtc::NORM;
 pub(super) const NAMES: &[&str] = &["sum_of_squares_f32", "sum_of_squares_bf16"];
 
 const THREADS: u32 = 512;
-/// Partial sums of a tensor. The same number on every GPU, so that the sums have the same bits.
+/// Number of partial sums per tensor. It is the same on every GPU, so that the sums have the same bits.
 const PARTIALS: u32 = 528;
 
-/// sum_i x_i^2 in float64 for each tensor.
+/// Returns the sum of squares of each tensor, in float64.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].

@@ -1,4 +1,4 @@
-//! Counter-based normal numbers and masks, the host's to the last bit but for the rounding of its logarithm, sine and cosine.
+//! Counter-based normal random numbers and dropout masks. They equal the CPU's, except for rounding of logarithm, sine and cosine.
 #![allow(unsafe_code)]
 
 use tch::Tensor;
@@ -13,8 +13,7 @@ pub(super) const NAMES: &[&str] = &["normal_f32", "normal_bf16", "dropout_f32", 
 const THREADS: usize = 256;
 const MOST_BLOCKS: usize = 1 << 14;
 
-/// Fills `target` with `scale` times the numbers that `RandomKey::fill_normal` draws for entries 0 .. of row 0 under the key
-/// of these two words.
+/// Fills `target` with `scale` times the numbers that `RandomKey::fill_normal` draws from entry 0 of row 0 on, for the key with these two words.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for a tensor that does not fit; [`crate::Error::Cuda`].
@@ -38,7 +37,7 @@ pub fn fill_normal(
     unsafe { launch(SOURCE, &name, gpu, (grid, THREADS as u32, 0), &arguments) }
 }
 
-/// x * scale, or 0 where the word that `RandomKey::fill_dropout` draws for the element's row and column is below `threshold`.
+/// Applies dropout: x * scale, or 0 if the word that `RandomKey::fill_dropout` draws for the element's row and column is below `threshold`.
 ///
 /// # Errors
 /// The errors of [`fill_normal`].

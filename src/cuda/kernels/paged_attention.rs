@@ -1,4 +1,4 @@
-//! Decode attention over the paged cache.
+//! Decode attention over the paged KV cache.
 #![allow(unsafe_code)]
 
 #[cfg(test)]
@@ -37,48 +37,48 @@ pub(super) const ANY: &KernelSource = &nvrtc::PAGED_ATTENTION_ANY;
 pub(super) const ANY_NAMES: &[&str] =
     &["paged_attention_any_f32", "paged_attention_any_bf16", "paged_attention_any_fp8", "paged_attention_any_int8"];
 
-/// Threads of a block, and most columns of a head over it.
+/// Threads per block, and the largest head width of the fallback kernel.
 const THREADS: usize = 128;
 const MOST_COLUMNS: usize = 4 * THREADS;
-/// Blocks that one multiprocessor holds at once, by their registers.
+/// Blocks that one multiprocessor can run at once, limited by registers.
 const BLOCKS_PER_PROCESSOR: usize = 2;
-/// Threads of `plan_attention`.
+/// Threads of the `plan_attention` kernel.
 const PLANNERS: u32 = 256;
-/// Widths of heads on tensor cores. Of the last one, parts that rows share are not read at once, and a cache in eight bits and sinks are not served.
+/// Head widths of the tensor-core kernel. For the last one, shared prefixes are not read jointly, and 8-bit caches and sinks are not supported.
 const FAST_DIMS: [usize; 3] = [64, 128, 256];
 const WIDE_DIM: usize = 256;
-/// Query heads that one item serves.
+/// Query heads that one work item processes.
 const ITEM_HEADS: usize = 8;
-/// i32 words of an item.
+/// 32-bit words of a work item.
 const ITEM_WORDS: usize = 12;
 
-/// One layer's attention on one rank.
+/// The shape of one layer's attention on one rank.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AttentionShape {
-    /// H
+    /// Number of query heads, H.
     pub num_heads: usize,
-    /// Hkv, divides H
+    /// Number of key/value heads, Hkv; it divides H.
     pub num_kv_heads: usize,
-    /// hd
+    /// Head width, hd.
     pub head_dim: usize,
-    /// Tokens of a block, a multiple of 16.
+    /// Tokens per cache block, a multiple of 16.
     pub block_size: usize,
-    /// Most tokens that one sees, itself included.
+    /// The largest number of tokens that a token attends to, including itself.
     pub sliding_window: Option<usize>,
-    /// The factor of attention scores.
+    /// Multiplier of attention scores.
     pub scale: f64,
 }
 
-/// Rows whose contexts begin with the same blocks, which are then read once for all of them.
+/// Rows whose contexts start with the same cache blocks, which are then read once for all of them.
 #[derive(Debug, Clone, Copy)]
 pub struct SharedPrefixes<'a> {
-    /// Rows with the same number 0 .. S share; -1: with none. `[S]` i32
+    /// Rows with the same group number 0 .. S share a prefix; -1 shares none. `[S]` i32
     pub groups: &'a Tensor,
-    /// Leading entries of the block table that are the same in all rows of the group, each wholly filled. `[S]` i32
+    /// Number of leading block-table entries that are equal in all rows of the group; these blocks must be full. `[S]` i32
     pub num_shared_blocks: &'a Tensor,
 }
 
-/// Who reads which part of which context: made once a step for all layers, by [`AttentionPlan::update`] on the device.
+/// Divides the attention of a step into work items. [`AttentionPlan::update`] creates the plan on the GPU once per step, for all layers.
 #[derive(Debug)]
 pub struct AttentionPlan {
     shape: AttentionShape,
@@ -88,14 +88,14 @@ pub struct AttentionPlan {
     buffers: Option<TensorCoreBuffers>,
 }
 
-/// Buffers of the tensor-core kernel; none where a slower one serves.
+/// Buffers of the tensor-core kernel; `None` if the fallback kernel is used.
 #[derive(Debug)]
 struct TensorCoreBuffers {
-    /// Blocks of threads that take items.
+    /// Number of thread blocks that process items.
     num_blocks: usize,
     /// Key/value heads times chunks of up to [`ITEM_HEADS`] query heads.
     columns: usize,
-    /// Partial results of a column.
+    /// Maximum number of partial results per column.
     capacity: usize,
     header: Tensor,   // [4] i32
     items: Tensor,    // [at least capacity + max_rows, 12] i32
@@ -105,23 +105,23 @@ struct TensorCoreBuffers {
     partials: Tensor, // [capacity, columns, 8 (hd + 2)] f32
 }
 
-/// Blocks of threads of an attention.
+/// How an attention kernel's work is divided among thread blocks.
 #[derive(Debug, Clone, Copy)]
 pub struct AttentionBlocks {
-    /// Blocks of one row's item or tile.
+    /// Thread blocks for the item or tile of one row.
     pub columns: usize,
-    /// Blocks that the GPU runs at once.
+    /// Thread blocks that the GPU runs at once.
     pub num_blocks: usize,
 }
 
 impl AttentionPlan {
-    /// Room for up to `max_rows` rows with block tables of `max_blocks`. `split_tokens` fixes the part of a context that is
-    /// summed at once, so that a row's bits do not depend on the rows beside it; by default it is chosen on the device so that all its
-    /// processors have work. Whole splits of shared prefixes are read once where the split is [`RowTile::SPLIT_TOKENS`]. With sinks, or a cache
-    /// with scales, that would change the bits: there prefixes must be left out.
+    /// Allocates a plan for up to `max_rows` rows with block tables of `max_blocks`. `split_tokens` fixes the number of tokens that are summed in one
+    /// piece, so that a row's bits do not depend on other rows; by default it is chosen on the GPU to keep all multiprocessors busy. If the split is
+    /// [`RowTile::SPLIT_TOKENS`], whole splits of shared prefixes are read once. With sinks or a cache with scales that would change the bits, so
+    /// prefixes must not be given there.
     ///
     /// # Errors
-    /// [`crate::Error::InvalidArgument`] for a shape that no kernel serves; [`crate::Error::OutOfMemory`].
+    /// [`crate::Error::InvalidArgument`] for a shape that no kernel supports; [`crate::Error::OutOfMemory`].
     pub fn new(
         shape: AttentionShape,
         (kind, device): (Kind, Device),
@@ -150,7 +150,7 @@ impl AttentionPlan {
         Ok(Self { shape, kind, max_rows, split_tokens: split_tokens.unwrap_or(0), buffers })
     }
 
-    /// Bytes of a plan's partial results, which are nearly all that it takes.
+    /// Bytes of a plan's partial results, which are nearly all of its memory.
     pub fn partial_bytes(
         shape: &AttentionShape,
         max_rows: usize,
@@ -161,31 +161,32 @@ impl AttentionPlan {
         partials.into_iter().fold(size_of::<f32>(), usize::saturating_mul)
     }
 
-    /// Most rows of a step.
+    /// Maximum number of rows in a step.
     pub fn max_rows(&self) -> usize {
         self.max_rows
     }
 
-    /// The blocks of threads that share the work; none where a slower kernel serves.
+    /// How the work is divided among thread blocks; `None` if the fallback kernel is used.
     pub fn blocks(&self) -> Option<AttentionBlocks> {
         self.buffers
             .as_ref()
             .map(|&TensorCoreBuffers { columns, num_blocks, .. }| AttentionBlocks { columns, num_blocks })
     }
 
-    /// Bytes on the device.
+    /// Bytes of GPU memory.
     pub fn bytes(&self) -> usize {
         let tensors = self.buffers.iter().flat_map(TensorCoreBuffers::tensors);
         tensors.map(|tensor| tensor.numel() * tensor.kind().elt_size_in_bytes()).sum()
     }
 
-    /// Tokens of shared prefixes, counted for every row that sees them, from which telling a step of `rows` rows of them pays.
+    /// The number of shared prefix tokens, counted once per row that reads them, from which a step of `rows` rows is faster if the plan knows of
+    /// them.
     pub fn least_shared_tokens(&self, rows: usize) -> usize {
         let Some(buffers) = self.buffers.as_ref().filter(|_| self.shape.head_dim < WIDE_DIM) else { return usize::MAX };
         least_shared_tokens(rows, buffers.columns, buffers.num_blocks)
     }
 
-    /// Plans the attention of all layers of a step. Allocates nothing.
+    /// Plans the attention of a step, for all layers. Allocates nothing.
     ///
     /// # Errors
     /// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].
@@ -229,10 +230,9 @@ impl AttentionPlan {
     }
 }
 
-/// Keys that are read once for eight rows keep fewer blocks busy, and their results are merged: told, 64 rows of 1,024 tokens in
-/// four
-/// columns that share half of them take 37 us instead of 29, 96 take 45 instead of 51, 32 of 2,560 tokens 44 instead of 38
-/// (docs/benchmarks/decode-kernels.md). Otherwise the L2 cache has what is read again.
+/// Reading shared keys once for eight rows leaves fewer blocks busy and needs a merge, while the L2 cache serves repeated reads anyway. With four
+/// columns: 64 rows of 1,024 tokens that share half take 37 us instead of 29, 96 such rows 45 instead of 51, and 32 rows of 2,560 tokens 44 instead
+/// of 38 (docs/benchmarks/decode-kernels.md).
 fn least_shared_tokens(rows: usize, columns: usize, num_blocks: usize) -> usize {
     let has_enough_rows = 4 * rows * columns >= 3 * num_blocks;
     if has_enough_rows { 640 * num_blocks / columns } else { usize::MAX }
@@ -259,7 +259,7 @@ impl TensorCoreBuffers {
             columns,
             capacity,
             header: zeros(&[4])?,
-            // Every block reads one before it knows how many there are.
+            // Every block reads one item before it knows how many there are.
             items: zeros(&[(capacity + max_rows).max(num_blocks), ITEM_WORDS])?,
             pieces: zeros(&[max_rows, 2])?,
             scratch: zeros(&[4, max_rows])?,
@@ -281,38 +281,38 @@ impl TensorCoreBuffers {
     }
 }
 
-/// (capacity, columns, numbers of a piece): chosen splits adapt to the capacity, about four pieces a row and more for few rows;
-/// a fixed one takes what the longest contexts need.
+/// Returns (capacity, columns, numbers per partial result). Without a fixed split the plan adapts to the capacity, about four pieces per row and more
+/// for few rows; a fixed split needs enough for the longest contexts.
 fn partials(shape: &AttentionShape, max_rows: usize, split_tokens: Option<usize>, context: usize) -> [usize; 3] {
     let capacity = split_tokens.map_or(4 * max_rows + 1024, |split| max_rows.saturating_mul(context.div_ceil(split)));
     let columns = shape.num_kv_heads * (shape.num_heads / shape.num_kv_heads).div_ceil(ITEM_HEADS);
     [capacity, columns, ITEM_HEADS * (shape.head_dim + 2)]
 }
 
-/// Keys and values in blocks of a cache.
+/// Keys and values in the blocks of a cache.
 #[derive(Debug, Clone, Copy)]
 pub struct KvBlocks<'a> {
     keys: &'a Tensor,   // [num_blocks, Hkv, block_size, hd]
     values: &'a Tensor, // like keys
-    /// Of each token and head, of keys and of values in eight bits.
+    /// Scales of 8-bit keys and values, one per token and head.
     scales: Option<[&'a Tensor; 2]>, // [num_blocks, Hkv, block_size]
 }
 
 impl<'a> KvBlocks<'a> {
-    /// Of the type of the queries.
+    /// A cache in the type of the queries.
     pub fn plain(keys: &'a Tensor, values: &'a Tensor) -> Self {
         Self { keys, values, scales: None }
     }
 
-    /// In e4m3 (not before sm_89) or whole numbers of eight bits, by the kind of the values, beside queries in bfloat16. Products are in f16,
-    /// which holds every one of them: queries beyond 65,504 are cut there.
+    /// An 8-bit cache, in e4m3 (sm_89 or later) or int8, with queries in bfloat16. GEMMs are in f16, which represents all 8-bit values exactly;
+    /// queries beyond 65,504 are clamped.
     pub fn scaled(keys: &'a ScaledRows, values: &'a ScaledRows) -> Self {
         Self { keys: &keys.values, values: &values.values, scales: Some([&keys.scales, &values.scales]) }
     }
 }
 
-/// o = softmax(scale q k^T) v of one new token per row over its context, whose last entry is the token itself; zeros for rows
-/// without a sequence. Each query head may have a sink: a logit that takes part in the softmax with the value 0. The plan is that of these
+/// Computes o = softmax(scale q k^T) v for one new token per row over its context, whose last entry is the token itself; zeros for rows without a
+/// sequence. Each query head may have a sink: a logit that takes part in the softmax with the value 0. The plan must have been updated with these
 /// context lengths. Allocates nothing.
 ///
 /// # Errors

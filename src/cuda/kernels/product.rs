@@ -1,4 +1,4 @@
-//! Products of few rows with large weights, by a kernel for Hopper whose weights are on their way while the work before ends.
+//! GEMMs with few rows and large weights, by a Hopper kernel that prefetches weights while the preceding kernel finishes.
 #![allow(unsafe_code)]
 
 use tch::{Kind, Tensor};
@@ -33,19 +33,19 @@ pub(super) const NAMES: &[&str] = &[
 ];
 
 const THREADS: u32 = 288;
-/// Bytes of the kernel's stages, and what it takes to begin them at a multiple of 1024.
+/// Bytes of shared memory for the pipeline stages, including 1024 for alignment.
 const STAGES_BYTES: u32 = 226 << 10;
 const MOST_ROWS: usize = 64;
-/// Features of a block that kernels are made for.
+/// Numbers of features per block for which kernels are compiled.
 const FEATURES: [usize; 4] = [64, 80, 128, 288];
-/// The chip that the cuts are for: its multiprocessors, and how many clusters of 1, 2 .. of them run at once.
+/// The GPU that tilings are tuned for: its multiprocessors, and how many clusters of 1, 2 .. blocks it runs at once.
 const PROCESSORS: usize = 132;
 const CLUSTERS: [usize; 4] = [PROCESSORS, 66, 39, 30];
-/// The least share of the chip's time that a cut of bf16 must use, and one of e4m3: it is then timed against cuBLASLt in any case.
+/// Minimum fraction of the GPU that a bf16 tiling must use, and an e4m3 tiling. A tiling that qualifies is then timed against cuBLASLt.
 const LEAST_FILL: f64 = 0.8;
 const LEAST_FILL_FP8: f64 = 0.5;
 
-/// How a weight is dealt to blocks, by its shape alone: tiles of features, K of each in parts.
+/// How a weight is divided among blocks, determined by its shape: features per tile, and number of parts of K.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct ProductTiling {
     features: usize,
@@ -53,7 +53,7 @@ struct ProductTiling {
 }
 
 impl ProductTiling {
-    /// The cut that fills the chip best with all blocks at once, if one fills it. Tiles of `narrow_product.cu` are others.
+    /// The tiling that fills the GPU best with all blocks running at once, if one fills it enough. `narrow_product.cu` has tiles of other sizes.
     fn of((num_features, k): (usize, usize), kind: Kind, is_narrow: bool) -> Option<Self> {
         let tiles: &[usize] = if is_narrow { &narrow_product::FEATURES } else { &FEATURES };
         let steps = k.div_ceil(step(kind));
@@ -64,15 +64,14 @@ impl ProductTiling {
         };
         let cuts = tiles.iter().flat_map(|&features| (1..=CLUSTERS.len()).map(move |parts| Self { features, parts }));
         let fits = cuts.filter(|cut| num_features.div_ceil(cut.features) <= CLUSTERS[cut.parts - 1]);
-        // Of equal ones the last: larger tiles read x less often.
+        // Among equal tilings this takes the last: larger tiles read x less often.
         let best = fits.max_by(|a, b| fill(a).total_cmp(&fill(b)));
         best.filter(|cut| fill(cut) >= least)
     }
 }
 
-/// Whether [`product`], or for e4m3 [`product_fp8`], serves so many rows and all of these weights [N, K], one of them with this bias, on
-/// their GPU. It pays where
-/// it serves a layer whole, as each product's weights are asked for while the one before is at work.
+/// Whether [`product`], or [`product_fp8`] for e4m3, supports this number of rows and all of these weights [N, K], one of which has the bias, on
+/// their GPU. It only pays if all GEMMs of a layer use it, because each prefetches its weights during the preceding one.
 ///
 /// # Errors
 /// [`crate::Error::Cuda`].
@@ -86,16 +85,15 @@ pub fn product_serves(rows: usize, weights: &[&Tensor], bias: Option<&Tensor>) -
     Ok(context.compute_capability()? == Capability::HOPPER && context.num_processors()? == PROCESSORS)
 }
 
-/// The key of what the speed of [`product`] depends on, on a GPU of a compute capability: the kernels and how
-/// weights are cut.
+/// A cache key that identifies the kernels and tilings, and so the speed of [`product`], for a compute capability.
 pub(in crate::cuda) fn product_key(capability: Capability) -> Result<String> {
     let cuts = (FEATURES, narrow_product::FEATURES, CLUSTERS, LEAST_FILL, LEAST_FILL_FP8);
     let [few, narrow] = [SOURCE, narrow_product::SOURCE].map(|source| nvrtc::key(source, capability));
     Ok(format!("{cuts:?} {} {}", few?, narrow?))
 }
 
-/// out = x w^T + bias for at most 64 rows, sums in float32, rounded once. The kernel reads w while the operation before it still
-/// runs: that one must not write w, and must itself have waited for any that does.
+/// Computes out = x w^T + bias for at most 64 rows, with float32 sums, rounded once. The kernel reads w while the preceding operation still runs:
+/// that operation must not write w, and must itself have waited for any that does.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit or that [`product_serves`] refuses; [`crate::Error::Cuda`].
@@ -108,8 +106,9 @@ pub fn product(
     run("product", (x, w), None, bias, (out, 1))
 }
 
-/// out = x w^T + bias for at most 64 rows in e4m3, each product of rows scaled as it was summed, rounded once. What may write w is as for
-/// [`product`]. Of up to eight rows the next operation may begin before this one's inputs are there: what it reads early must be older.
+/// Computes out = x w^T + bias for at most 64 rows with e4m3 operands; each sum is multiplied by the scales of its rows and rounded once. The
+/// condition on writes to w is that of [`product`]. With up to eight rows the next operation may start before this one's inputs are ready, so it must
+/// not read early what the operation before this one writes.
 ///
 /// # Errors
 /// The errors of [`product`].
@@ -122,7 +121,7 @@ pub fn product_fp8(
     run_fp8("product_fp8", (x, w), bias, (out, 1))
 }
 
-/// y = silu(gate) * up of the product x w^T in e4m3 with columns g0 u0 g1 u1 .., otherwise as [`product_silu_mul`].
+/// Computes y = silu(gate) * up from x w^T with columns g0 u0 g1 u1 .., like [`product_silu_mul`], with e4m3 operands.
 ///
 /// # Errors
 /// The errors of [`product`].
@@ -134,8 +133,8 @@ pub fn product_silu_mul_fp8(
     run_fp8("product_silu_mul_fp8", (x, w), None, (y, 2))
 }
 
-/// y = silu(gate) * up of the product x w^T with columns g0 u0 g1 u1 .., for at most 64 rows. Gate and up are rounded as where
-/// they are written. What may write w is as for [`product`].
+/// Computes y = silu(gate) * up from x w^T with columns g0 u0 g1 u1 .., for at most 64 rows. Gate and up are rounded as if they were stored. The
+/// condition on writes to w is that of [`product`].
 ///
 /// # Errors
 /// The errors of [`product`].
@@ -164,7 +163,7 @@ fn run_fp8(
 fn run(
     op: &'static str,
     (x, w): (&Tensor, &Tensor),
-    scales: Option<[&Tensor; 2]>, // of e4m3
+    scales: Option<[&Tensor; 2]>, // for e4m3
     bias: Option<&Tensor>,
     (out, columns_of_one): (&Tensor, i64),
 ) -> Result<()> {
@@ -197,14 +196,14 @@ fn run(
     unsafe { queue(SOURCE, &format!("{op}_{}", cut.features), gpu, shape, (cut.parts as u32, true), &arguments) }
 }
 
-/// The cut of a weight [N, K] for so many rows.
+/// The tiling of a weight [N, K] for a number of rows.
 fn cut_of(rows: usize, w: &Tensor) -> Option<ProductTiling> {
     let &[features, k] = &w.size()[..] else { return None };
     let is_narrow = w.kind() == Kind::Float8e4m3fn && rows <= narrow_product::MOST_ROWS;
     ProductTiling::of((features as usize, k as usize), w.kind(), is_narrow).filter(|_| features % 8 == 0)
 }
 
-/// The cut of operands that are served, in shape.
+/// The tiling for operands, after checking their shapes.
 fn cut_for(op: &'static str, (x, w): (&Tensor, &Tensor), bias: Option<&Tensor>, out: &Tensor) -> Result<ProductTiling> {
     let lie_well = [x, w, out].into_iter().chain(bias).all(lies_well);
     let rows = x.size().first().map_or(0, |&rows| rows as usize);
@@ -237,7 +236,7 @@ mod tests {
         let of =
             |shape, kind, is_narrow| ProductTiling::of(shape, kind, is_narrow).map(|cut| (cut.features, cut.parts));
         let cut = |features, k| of((features, k), Kind::BFloat16, false);
-        assert_eq!(cut(4608, 3584), Some((80, 2))); // Qwen2.5-7B's
+        assert_eq!(cut(4608, 3584), Some((80, 2))); // Qwen2.5-7B
         assert_eq!(cut(3584, 3584), Some((128, 4)));
         assert_eq!(cut(37_888, 3584), Some((288, 1)));
         assert_eq!(cut(3584, 18_944), Some((128, 4)));
@@ -247,6 +246,6 @@ mod tests {
             [(4608, 3584), (3584, 3584), (37_888, 3584), (3584, 18_944), (6144, 4096), (4096, 14_336), (2048, 1536)];
         assert!(of_fp8.iter().all(|&shape| of(shape, Kind::Float8e4m3fn, false).is_some()));
         let narrow = of_fp8.map(|shape| of(shape, Kind::Float8e4m3fn, true).unwrap());
-        assert_eq!(narrow[..4], [(128, 3), (128, 4), (320, 1), (128, 4)]); // as they were timed
+        assert_eq!(narrow[..4], [(128, 3), (128, 4), (320, 1), (128, 4)]); // the fastest in measurements
     }
 }

@@ -1,4 +1,4 @@
-//! The norm of queries over all heads, and of keys, in a decode step.
+//! In a decode step, the RMSNorm of queries over all heads together, and of keys.
 #![allow(unsafe_code)]
 
 use tch::{Kind, Tensor};
@@ -13,7 +13,7 @@ pub(super) const NAMES: &[&str] = &["qk_squares_f32", "qk_squares_bf16", "qk_sca
 
 const THREADS: u32 = 256;
 
-/// Sums of squares of each token's queries and of its keys, in float32; 0 for keys that another rank counts. Allocates nothing.
+/// Computes the sums of squares of each token's queries and of its keys, in float32; 0 for keys that another rank counts. Allocates nothing.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].
@@ -32,7 +32,7 @@ pub fn qk_squares(
     unsafe { launch_early(SOURCE, &name, gpu, (tokens as u32, THREADS, 0), &arguments) }
 }
 
-/// x = x / sqrt(sum / width + eps) * weight, in place, for queries and keys. Allocates nothing.
+/// Computes x = x / sqrt(sum / width + eps) * weight in place, for queries and keys. Allocates nothing.
 ///
 /// # Errors
 /// The errors of [`qk_squares`].
@@ -62,7 +62,7 @@ struct Views {
     gpu: usize,
     tokens: usize,
     heads: [Argument; 2],
-    /// Elements of a token's queries, and of its keys.
+    /// Number of elements of a token's queries, and of its keys.
     columns: [usize; 2],
     layout: [Argument; 7],
 }

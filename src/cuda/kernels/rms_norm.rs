@@ -28,10 +28,10 @@ pub(super) const NAMES: &[&str] = &[
 
 /// Longest row: the narrow backward keeps a row of sums in a block's 48 KiB of shared memory.
 pub(super) const MOST_COLUMNS: usize = 12_000;
-/// Threads over which partial sums of dweight are spread. The same on every GPU, so that the sums have the same bits.
+/// Number of threads over which partial sums of dweight are spread. It is the same on every GPU, so that the sums have the same bits.
 const BACKWARD_THREADS: usize = 132 * 1024;
 
-/// y = x * rstd * (centre + weight) with rstd = 1 / sqrt(mean(x^2) + eps), of the weight's kind, and rstd for the backward.
+/// Returns y = x * rstd * (centre + weight), in the weight's type, and rstd = 1 / sqrt(mean(x^2) + eps) for the backward.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].
@@ -60,8 +60,8 @@ pub fn rms_norm_forward(
     Ok((y, rstd))
 }
 
-/// dx = residual + rstd * (dy * w) - x * rstd^3 * mean(dy * w * x) with w = centre + weight; dweight += sum over rows of
-/// dy * x * rstd, summed in float32 in a fixed order.
+/// Returns dx = residual + rstd * (dy * w) - x * rstd^3 * mean(dy * w * x) with w = centre + weight. Adds to dweight the sum over rows of dy * x *
+/// rstd, computed in float32 in a fixed order.
 ///
 /// # Errors
 /// The errors of [`rms_norm_forward`].
@@ -103,7 +103,7 @@ struct NormLaunch {
     gpu: usize,
     rows: usize,
     dim: usize,
-    /// The end of the kernel's name: the wide variant where one vector a thread covers a row and everything is aligned to it.
+    /// Suffix of the kernel's name: the wide variant if one vector per thread covers a row and everything is aligned to it.
     suffix: String,
     threads: u32,
 }
@@ -124,7 +124,7 @@ impl NormLaunch {
     }
 }
 
-/// Room for one number a row of x, [.., 1].
+/// Allocates one number per row of x: [.., 1].
 fn statistics(x: &Tensor) -> Result<Tensor> {
     let mut shape = x.size();
     if let Some(last) = shape.last_mut() {

@@ -1,4 +1,4 @@
-//! The kernel from the query-key-value product to queries for attention and entries of the paged cache.
+//! The kernel that turns the output of the QKV GEMM into queries for attention and entries of the paged KV cache.
 #![allow(unsafe_code)]
 
 use tch::{Kind, Tensor};
@@ -22,36 +22,35 @@ pub(super) const NAMES: &[&str] = &[
 ];
 
 const THREADS: usize = 256;
-/// Widest head whatever its alignment: of float32, and of halves that no whole packs make up.
+/// Largest head width for any alignment: for float32, and for half heads that 16-byte accesses cannot cover.
 pub(super) const MOST_HEAD_DIM: usize = 256;
 
-/// Columns of the largest Hadamard matrix.
+/// Size of the largest Hadamard matrix.
 const MOST_BLOCK: usize = 32;
 
-/// Columns of the Hadamard matrices for heads of which position turns the first `columns`: the largest power of two up to 32 that divides
-/// half a head and half of what is turned.
+/// Size of the Hadamard matrices for heads whose first `columns` columns are rotated by position: the largest power of two up to 32 that divides half
+/// of the head and half of the rotated columns.
 pub fn hadamard_block(head_dim: usize, columns: usize) -> usize {
     let powers = [head_dim / 2, columns / 2].map(|half| 1 << half.trailing_zeros().min(MOST_BLOCK.trailing_zeros()));
     powers[0].min(powers[1])
 }
 
-/// Queries, keys and values as views of the product (or, where a tensor-parallel group has more ranks than key/value heads, of
-/// the two products): any row and head stride, heads contiguous.
+/// Queries, keys and values as views of the QKV GEMM's output (or of two GEMMs' outputs, if a tensor-parallel group has more ranks than key/value
+/// heads). Rows and heads may have any stride; each head is contiguous.
 #[derive(Debug)]
 pub struct QkvViews {
-    /// [T, Hkv, G, hd] f32 or bf16; the G heads of a group are equally far apart.
+    /// Queries. [T, Hkv, G, hd] f32 or bf16; the G heads of a group have a constant stride.
     pub q: Tensor,
-    /// [T, Hkv, hd]; strides as those of `v`.
+    /// Keys, with the same strides as `v`. [T, Hkv, hd]
     pub k: Tensor,
-    /// [T, Hkv, hd]
+    /// Values. [T, Hkv, hd]
     pub v: Tensor,
-    /// Gates of the queries, each beside its query, where attention's output has gates. [T, Hkv, G, hd]
+    /// Gates of the queries, if attention's output has gates. [T, Hkv, G, hd]
     pub gate: Option<Tensor>,
 }
 
 impl QkvViews {
-    /// Views of a product [T, (H + 2 Hkv) hd] whose columns are grouped by key/value head; [T, (2 H + 2 Hkv) hd] where every query has
-    /// a gate behind it.
+    /// Views of a GEMM output [T, (H + 2 Hkv) hd] whose columns are grouped by key/value head; [T, (2 H + 2 Hkv) hd] if a gate follows each query.
     pub fn grouped(product: &Tensor, num_kv_heads: usize, heads_per_group: usize, is_gated: bool) -> Self {
         let queries = heads_per_group as i64 * if is_gated { 2 } else { 1 };
         let heads = product.view([product.size()[0], num_kv_heads as i64, queries + 2, -1]);
@@ -59,7 +58,7 @@ impl QkvViews {
         Self { q, k: heads.select(2, queries), v: heads.select(2, queries + 1), gate }
     }
 
-    /// Views of a query product [T, H hd], or [T, 2 H hd] with gates, and of the product of one key/value head [T, 2 hd].
+    /// Views of a query GEMM's output [T, H hd], or [T, 2 H hd] with gates, and of the output for one key/value head [T, 2 hd].
     pub fn split(q: &Tensor, kv: &Tensor, num_heads: usize, is_gated: bool) -> Self {
         let tokens = q.size()[0];
         let kv = kv.view([tokens, 1, 2, -1]);
@@ -69,7 +68,7 @@ impl QkvViews {
     }
 }
 
-/// Views of heads [T, Hkv, G, hd], or [T, Hkv, 2 G, hd] in which gates follow their queries.
+/// Splits heads [T, Hkv, 2 G, hd], in which gates follow their queries, into queries and gates; without gates [T, Hkv, G, hd] are all queries.
 fn queries_and_gates(heads: &Tensor, is_gated: bool) -> (Tensor, Option<Tensor>) {
     if !is_gated {
         return (heads.shallow_clone(), None);
@@ -78,16 +77,17 @@ fn queries_and_gates(heads: &Tensor, is_gated: bool) -> (Tensor, Option<Tensor>)
     (every_second(0), Some(every_second(1)))
 }
 
-/// The transform that [`rope_write_kv`] applies to every head.
+/// The norm and rotary embedding that [`rope_write_kv`] applies to every head.
 #[derive(Debug, Clone, Copy)]
 pub struct HeadTransform<'a> {
-    /// Weights of the query and the key norm, `[hd]` each, and how they scale.
+    /// Weights of the query and the key norm, `[hd]` each, and their options.
     pub norms: Option<(&'a Tensor, &'a Tensor, NormOptions)>,
-    /// Cosines, then sines, of every position: [positions, columns that are turned] f32, as [`crate::ops::rope::Rope::table`] makes it.
+    /// Cosines, then sines, of every position: [positions, rotated columns] f32, from [`crate::ops::rope::Rope::table`].
     pub rope: &'a Tensor,
 }
 
-/// q_out = rope(norm(q)); k is transformed in place, and written with v into the cache at `slot_mapping`. Every step rounds to the tensors' kind. Allocates nothing.
+/// Computes q_out = rope(norm(q)). Transforms k in place, and writes it with v into the cache at `slot_mapping`. Every step rounds to the tensors'
+/// type. Allocates nothing.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].
@@ -95,7 +95,7 @@ pub fn rope_write_kv(
     qkv: &QkvViews,
     transform: &HeadTransform,
     positions: &Tensor,    // [T] i32, rows of the table
-    slot_mapping: &Tensor, // [T] i32: block * block_size + offset, -1: the token's key and value are not written
+    slot_mapping: &Tensor, // [T] i32: block * block_size + offset; -1 writes no key and value
     q_out: &mut Tensor,    // [T, H, hd]
     k_cache: &Tensor,      // [num_blocks, Hkv, block_size, hd]
     v_cache: &Tensor,      // like k_cache
@@ -103,9 +103,9 @@ pub fn rope_write_kv(
     run(qkv, transform, [positions, slot_mapping], q_out, [k_cache, v_cache], None)
 }
 
-/// [`rope_write_kv`], which writes keys and values to a cache in e4m3 (not before sm_89), rounded as [`fp8_rows`](super::fp8_rows) rounds a row, or
-/// of whole numbers of eight bits, as [`crate::ops::int8`] rounds it, by the kind of its values: each token's of each head by its own scale. Of whole
-/// numbers q_out and k are turned by Hadamard matrices, too.
+/// Computes [`rope_write_kv`] for an 8-bit cache: e4m3 (sm_89 or later), quantized like [`fp8_rows`](super::fp8_rows), or int8, quantized like
+/// [`crate::ops::int8`], depending on the type of its values. Each token and head has its own scale. For int8, q_out and k are also multiplied by
+/// Hadamard matrices.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].
@@ -231,7 +231,7 @@ impl RopeShape {
         }
     }
 
-    /// (address, row stride, head stride) of q, k and v.
+    /// Returns (address, row stride, head stride) of q, k and v.
     fn addresses(&self, views: &QkvViews, kind: Kind, gpu: usize) -> Result<[(Argument, i64, i64); 3]> {
         let [rows, kv_heads, group, dim] = [self.tokens, self.kv_heads, self.group, self.dim].map(|size| size as i64);
         let one = |tensor: &Tensor, shape: &[i64]| {
@@ -246,7 +246,7 @@ impl RopeShape {
         Ok([one(&views.q, &heads)?, one(&views.k, &one_head)?, one(&views.v, &one_head)?])
     }
 
-    /// The widest pack that half a head, all strides and all addresses allow.
+    /// The widest memory access that half a head, all strides and all addresses permit.
     fn width(&self, turned: usize, qkv: &QkvViews, transform: &HeadTransform, others: &[&Tensor], kind: Kind) -> usize {
         let widest = 16 / kind.elt_size_in_bytes();
         let norms = transform.norms.iter().flat_map(|norms| [norms.0, norms.1]);

@@ -1,6 +1,6 @@
-//! The experts of a step's tokens, and tokens sorted by expert: all on the device, so that a step can be recorded.
+//! Routes a step's tokens to experts and sorts them by expert, entirely on the GPU, so that a step can be captured in a CUDA graph.
 //!
-//! T tokens, E experts of the layer, k of them a token, D hidden.
+//! T tokens, E experts of the layer, k of them per token, D hidden.
 #![allow(unsafe_code)]
 
 use std::ops::Range;
@@ -29,42 +29,42 @@ pub(super) const NAMES: &[&str] = &[
 
 const OP: &str = "route";
 const THREADS: u32 = 256;
-/// Tokens of a cluster of blocks, which are the parts that the columns are cut into.
+/// Tokens per cluster of blocks, and number of blocks per cluster, which split the columns.
 const ROWS: usize = 16;
 const PARTS: usize = 8;
-/// Words of a tile.
+/// 32-bit words of a tile.
 pub(super) const TILE_WORDS: usize = 4;
-/// The fewest rows of a whole tile.
+/// Fewest rows of a full tile.
 const LEAST_TILE_ROWS: usize = 32;
-/// The most experts of a layer, and of a token.
+/// Largest number of experts in a layer.
 pub const MOST_EXPERTS: usize = 512;
-/// The most experts of a token.
+/// Largest number of experts per token.
 pub const MOST_EXPERTS_PER_TOKEN: usize = 32;
 
-/// Where the routing of a step's tokens goes, on one GPU.
+/// Buffers for the routing of a step's tokens on one GPU.
 #[derive(Debug)]
 pub struct RoutedTokens {
-    /// Experts of every choice, -1 for padding.
+    /// The expert of every choice, -1 for padding.
     pub experts: Tensor, // [T, k] i32
-    /// Weights of the experts' outputs.
+    /// Weight of every choice's output.
     pub weights: Tensor, // [T, k] f32
-    /// Choices t k + rank sorted by expert.
+    /// Choices (t k + rank), sorted by expert.
     pub order: Tensor, // [T k] i32
-    /// The number of tiles, then (expert, first row, rows) of each.
+    /// The number of tiles, then for each tile (expert, first row, number of rows).
     pub tiles: Tensor, // [1 + most tiles, 4] i32
-    /// Room for parts of logits, where blocks cannot read one another's shared memory.
+    /// Scratch space for partial logits, on GPUs without distributed shared memory.
     pub logits: Tensor, // flat, f32
-    /// Zeros between launches: blocks that have come, and choices as they are made.
+    /// Counters of arrived blocks and of choices; zero between launches.
     pub counters: Tensor, // flat, i32
-    /// The layer's experts.
+    /// Number of experts in the layer.
     pub num_experts: usize,
-    /// The experts that this rank has, all of them or a share.
+    /// Indices of the experts on this rank.
     pub own: Range<usize>,
-    /// Rows of a whole tile.
+    /// Rows of a full tile.
     pub tile_rows: usize,
 }
 
-/// How many elements the flat tensors of [`RoutedTokens`] have, and how many tiles there may be.
+/// Lengths of the flat buffers of [`RoutedTokens`], and the maximum number of tiles.
 #[derive(Debug, Clone, Copy)]
 pub struct RouteSizes {
     /// Length of `logits`.
@@ -76,7 +76,7 @@ pub struct RouteSizes {
 }
 
 impl RouteSizes {
-    /// The sizes for `tokens` tokens with `choices` of `experts` each.
+    /// The sizes for `tokens` tokens that choose `choices` of `experts` experts each.
     pub fn new(tokens: usize, experts: usize, choices: usize) -> Self {
         let rows = tokens * choices;
         Self {
@@ -87,32 +87,32 @@ impl RouteSizes {
     }
 }
 
-/// The most groups of experts.
+/// Largest number of expert groups.
 pub const MOST_EXPERT_GROUPS: usize = 32;
 
-/// How a router's logits become the scores by which experts are chosen.
+/// How a router's logits become the scores that select experts.
 #[derive(Debug, Clone, Copy, Default)]
 pub enum RouteScores<'a> {
-    /// Softmax of logits.
+    /// Softmax of the logits.
     #[default]
     Softmax,
-    /// Softmax of logits with these biases.
+    /// Softmax of the logits plus these biases.
     Biased(&'a Tensor), // [E], like x
-    /// Sigmoids, with a correction where experts are chosen.
+    /// Sigmoids of the logits, plus a correction that only affects the selection.
     Sigmoid {
-        /// The correction in three summands.
+        /// The correction, stored as three summands.
         parts: &'a Tensor, // [3 E], like x
-        /// Groups of consecutive experts, each as good as its best two.
+        /// Number of groups of consecutive experts. A group is scored by its two best experts.
         num_groups: usize,
-        /// The groups whose experts a token may choose.
+        /// Number of groups from which a token may choose experts.
         groups_per_tok: usize,
-        /// Factor of the weights.
+        /// Multiplier of the routing weights.
         scale: f64,
     },
 }
 
 impl RouteScores<'_> {
-    /// The variant's name, and what its kernel is told behind all else.
+    /// The kernel's name suffix, and the additional arguments of this variant.
     fn arguments(self, kind: Kind, experts: usize, gpu: usize) -> Result<(&'static str, Vec<Argument>)> {
         Ok(match self {
             Self::Softmax => ("", Vec::new()),
@@ -133,26 +133,26 @@ impl RouteScores<'_> {
     }
 }
 
-/// How a layer routes.
+/// How a layer routes tokens.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct RouteOptions<'a> {
     /// How logits become scores.
     pub scores: RouteScores<'a>,
     /// The weights of a token's experts are divided by their sum.
     pub normalised: bool,
-    /// Slots of the tokens' keys, -1 for padding, which has no experts.
+    /// Cache slots of the tokens' keys; -1 for padding, which is not routed.
     pub slots: Option<&'a Tensor>, // [T] i32
-    /// Experts to take in place of the router's own, -1 where there are none; of token t at t times `stride`.
+    /// Experts to use instead of the router's choice (-1: none). Those of token t start at t times `stride`.
     pub recorded: Option<&'a Tensor>, // flat, i16, from this layer's first on
-    /// Where the experts are recorded, in the same layout.
+    /// Buffer in which the chosen experts are recorded, in the same layout.
     pub record: Option<&'a Tensor>, // flat, i16
-    /// Choices of a token in all layers.
+    /// Number of choices per token in all layers together.
     pub stride: usize,
 }
 
-/// Routes tokens: logits in float32, their scores, the k highest of E, of equal ones the first; then sorts all choices of `to.own`
-/// by expert. A token's result does not depend on the tokens beside it. The kernel reads w while the operation before it still runs: that one must
-/// not write w, and must itself have waited for any that does. Allocates nothing.
+/// Routes tokens: computes logits in float32 and their scores, and selects the k best of E experts (ties go to the lower index). Then sorts all
+/// choices within `to.own` by expert. A token's result does not depend on other tokens. The kernel reads w while the preceding operation still runs:
+/// that operation must not write w, and must itself have waited for any that does. Allocates nothing.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit, or more experts than [`MOST_EXPERTS`]; [`crate::Error::Cuda`].

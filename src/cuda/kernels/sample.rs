@@ -1,4 +1,4 @@
-//! Sampling on the device: the best id of every part of the vocabulary, then the best of all parts.
+//! Sampling on the GPU: finds the best id in every part of the vocabulary, then the best of all parts.
 #![allow(unsafe_code)]
 
 use tch::{Kind, Tensor};
@@ -11,36 +11,36 @@ pub(super) const SOURCE: &KernelSource = &nvrtc::SAMPLE;
 pub(super) const NAMES: &[&str] = &["sample_x1", "sample_x8", "sample_processed_x1", "sample_processed_x8", "combine"];
 
 const THREADS: u32 = 512;
-/// Ids that a thread takes at once.
+/// Ids that a thread processes at once.
 const RUN: usize = 8;
-/// Blocks that fill the largest GPU served.
+/// Number of blocks that fill the largest supported GPU.
 const FILLING_BLOCKS: usize = 264;
-/// Doubles of a candidate: perturbed value, logit / temperature, log-sum-exp of the part, id (-1: none).
+/// Numbers (f64) per candidate: perturbed value, logit / temperature, log-sum-exp of the part, and id (-1: none).
 pub const CANDIDATE_WORDS: i64 = 4;
 
-/// The S draws of one step, each from a row of logits.
+/// Parameters of the S draws of one step, each from one row of logits.
 #[derive(Debug, Clone, Copy)]
 pub struct Draws<'a> {
-    /// [`crate::ops::random::RandomKey::words`] of (seed, stream, step, prompt, sample). [S, 2] i32
+    /// Random keys: [`crate::ops::random::RandomKey::words`] of (seed, stream, step, prompt, sample). [S, 2] i32
     pub keys: &'a Tensor,
-    /// Tokens so far, the position drawn for; 0: nothing is drawn. `[S]` i32
+    /// Number of tokens so far, which is the position to sample; 0 draws nothing. `[S]` i32
     pub positions: &'a Tensor,
-    /// 0 is greedy. `[S]` f32
+    /// Sampling temperatures; 0 is greedy. `[S]` f32
     pub temperatures: &'a Tensor,
-    /// Repetition penalties `[S]` f32 and the ids seen, as [`super::mark_seen`] leaves them.
+    /// Repetition penalties `[S]` f32, and the ids seen so far, from [`super::mark_seen`].
     pub penalties: Option<(&'a Tensor, &'a Tensor)>,
-    /// Cuts that `filter` made of the same logits. [S, 2] i32
+    /// Results of `filter` for the same logits. [S, 2] i32
     pub cuts: Option<&'a Tensor>,
 }
 
-/// Parts that [`sample`] should split a row of logits into, so that few rows fill the GPU, too.
+/// Number of parts into which [`sample`] should split a row of logits, so that few rows also fill the GPU.
 pub fn sample_parts(draws: usize, vocab_len: usize) -> usize {
     let most = vocab_len.div_ceil(RUN * THREADS as usize).max(1);
     (FILLING_BLOCKS / draws.max(1)).clamp(1, most)
 }
 
-/// Per part of this rank's vocabulary and draw: the best (logit / temperature + Gumbel noise), ties to the lowest id, and the
-/// log-sum-exp of logits / temperature. Noise, penalty and temperature as the host's sampler has them. Allocates nothing.
+/// Finds, for each part of this rank's vocabulary and each draw, the id with the largest logit / temperature + Gumbel noise (ties go to the lowest
+/// id), and the log-sum-exp of logits / temperature. Noise, penalty and temperature equal those of the CPU sampler. Allocates nothing.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].
@@ -85,7 +85,7 @@ pub fn sample(
 }
 
 impl Draws<'_> {
-    /// Penalties and the ids seen, or nulls; and how many words of 32 ids a draw has, enough for `num_ids`.
+    /// Kernel arguments for penalties and seen ids (null if there are none), and the number of 32-bit words per draw, enough for `num_ids`.
     pub(super) fn penalty_arguments(
         &self,
         op: &'static str,
@@ -105,9 +105,8 @@ impl Draws<'_> {
     }
 }
 
-/// The winner of every draw among the candidates of all parts and ranks, and ln softmax(logits / temperature) of it before
-/// penalty and filters, temperature 0 counting as 1. Where the log-sum-exp is not finite the id is -1 and the log-probability
-/// not a number. Allocates nothing.
+/// Selects for every draw the best candidate of all parts and ranks. Also returns its ln softmax(logits / temperature), before penalty and filters; a
+/// temperature of 0 counts as 1. If the log-sum-exp is not finite, the id is -1 and the log-probability NaN. Allocates nothing.
 ///
 /// # Errors
 /// The errors of [`sample`].

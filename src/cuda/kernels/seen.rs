@@ -1,4 +1,4 @@
-//! Which ids every draw has before it: what a repetition penalty looks at.
+//! Keeps track of the ids that precede every draw, for repetition penalties.
 #![allow(unsafe_code)]
 
 use tch::{Kind, Tensor};
@@ -12,7 +12,7 @@ pub(super) const NAMES: &[&str] = &["note_tokens", "mark_seen"];
 
 const THREADS: usize = 512;
 
-/// `history[slots] = token_ids`: a step's tokens go where their keys and values do. Allocates nothing.
+/// Writes `history[slots] = token_ids`: a step's tokens, at the slots of their keys and values. Allocates nothing.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].
@@ -34,12 +34,12 @@ pub fn note_tokens(
     unsafe { launch_early(SOURCE, OP, gpu, (grid, THREADS as u32, 0), &arguments) }
 }
 
-/// Bit `id` of row s says whether draw s has `id` among the tokens so far. Allocates nothing.
+/// Sets bit `id` of row s if the sequence of draw s contains `id` so far. Allocates nothing.
 ///
 /// # Errors
 /// The errors of [`note_tokens`].
 pub fn mark_seen(
-    history: &Tensor,      // [num_blocks, block_size] i32, what `note_tokens` left
+    history: &Tensor,      // [num_blocks, block_size] i32, filled by `note_tokens`
     block_tables: &Tensor, // [S, max_blocks] i32
     lens: &Tensor,         // [S] i32, tokens so far
     seen: &mut Tensor,     // [S, at least V / 32] i32

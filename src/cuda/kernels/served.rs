@@ -1,31 +1,31 @@
-//! Which decoders the kernels of a GPU serve. Asked before a run: a kernel would refuse its tensors only in the first step.
+//! Which decoder sizes the GPU kernels support. This is checked before a run; otherwise a kernel would fail only in the first step.
 
 use tch::Kind;
 
 use super::{add_rms_norm, heads, rms_norm, rope_write_kv};
 use crate::torch::{FLASH_HEAD_STEP, FLASH_MOST_HEAD_DIM};
 
-/// Sizes of a decoder that kernels are limited in.
+/// Sizes of a decoder that kernels limit.
 #[derive(Debug, Clone, Copy)]
 pub struct DecoderSizes {
-    /// Width of a head, of layers with attention.
+    /// Head width of the attention layers.
     pub head_dim: Option<usize>,
     /// Width of the residual stream.
     pub hidden_size: usize,
 }
 
-/// A size that no kernel serves.
+/// A size that no kernel supports.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Unserved {
     /// Name of the size in `config.json`.
     pub name: &'static str,
-    /// The size that the model has.
+    /// The model's size.
     pub got: usize,
-    /// The sizes that are served.
+    /// The supported sizes, as text.
     pub served: String,
 }
 
-/// The first of the sizes that weights of `kind` cannot have on a GPU; `None` where all are served.
+/// The first size that weights of `kind` cannot have on a GPU; `None` if all are supported.
 pub fn unserved(sizes: DecoderSizes, kind: Kind) -> Option<Unserved> {
     let DecoderSizes { head_dim, hidden_size } = sizes;
     let (step, most) = served_heads(kind);
@@ -44,12 +44,12 @@ pub fn unserved(sizes: DecoderSizes, kind: Kind) -> Option<Unserved> {
     })
 }
 
-/// Heads are multiples of the first and at most the second.
+/// Supported head widths, as (multiple of, at most).
 fn served_heads(kind: Kind) -> (usize, usize) {
     let most = rope_write_kv::MOST_HEAD_DIM.min(heads::MOST_HEAD_DIM as usize);
     match kind {
         Kind::BFloat16 => (FLASH_HEAD_STEP, most.min(FLASH_MOST_HEAD_DIM)),
-        _ => (2, most), // rotations turn pairs
+        _ => (2, most), // rotary embeddings rotate pairs
     }
 }
 

@@ -1,6 +1,6 @@
-//! Products in FP8 of few rows an expert, past which weights stream, on Hopper: what a step that decodes spends its time on.
+//! FP8 GEMMs with few rows per expert on Hopper, bound by streaming the weights; they take most of a decode step.
 //!
-//! T tokens, E experts that this rank has, k choices of a token, D hidden, I an expert's width on this rank.
+//! T tokens, E experts on this rank, k choices per token, D hidden, I an expert's width on this rank.
 #![allow(unsafe_code)]
 
 use tch::{Kind, Tensor};
@@ -25,21 +25,22 @@ const GROUPS: usize = 2;
 const FEATURES: usize = 64;
 const ROWS: usize = 32;
 const THREADS: u32 = 128 * GROUPS as u32 + 32;
-/// Bytes of a row that are copied at once, of a stage, and of a block's rows and stages together.
+/// Bytes of a row that are copied at once; bytes of a pipeline stage; bytes of a block's rows and stages together; alignment.
 const STEP_BYTES: usize = 128;
 const STAGE_BYTES: usize = GROUPS * FEATURES * STEP_BYTES;
 const SHARED_BYTES: usize = 225 << 10;
 const ALIGNMENT: usize = 1 << 10;
-/// Fewer stages do not keep memory busy. Of short rows more are slower: what comes after finds no room beside them (docs/benchmarks/fp8.md).
+/// Number of pipeline stages. Fewer do not keep memory busy. For short rows more are slower, because the next kernel's blocks then do not fit beside
+/// them (docs/benchmarks/fp8.md).
 const LEAST_STAGES: usize = 4;
 const MOST_STAGES: usize = 10;
 const SHORT: usize = 1024;
 const STAGES_OF_SHORT: usize = 6;
-/// The longest rows that `down` rounds: packs of eight that the lanes of a warp have.
+/// Longest rows that `down` quantizes, and the number of 8-element packs per lane for these.
 const MOST_PACKS: usize = 8;
 const MOST_ROUNDED: usize = 8 * 32 * MOST_PACKS;
 
-/// Whether [`streamed_experts_gate_up`] serves rows in such tiles and these matrices [E 2 I, D], on their GPU.
+/// Whether [`streamed_experts_gate_up`] supports rows in such tiles and these matrices [E 2 I, D] on their GPU.
 ///
 /// # Errors
 /// [`crate::Error::Cuda`].
@@ -47,7 +48,7 @@ pub fn streamed_gate_up_serves(tile: ExpertTile, w: &ScaledRows, routed: &Routed
     serves(GATE_UP, tile, w, routed)
 }
 
-/// Whether [`streamed_experts_down`] serves rows in such tiles and these matrices [E D, I], on their GPU.
+/// Whether [`streamed_experts_down`] supports rows in such tiles and these matrices [E D, I] on their GPU.
 ///
 /// # Errors
 /// [`crate::Error::Cuda`].
@@ -66,20 +67,20 @@ fn serves(op: &'static str, tile: ExpertTile, w: &ScaledRows, routed: &RoutedTok
     Ok(fits && Context::retain(ordinal(op, values)?)?.compute_capability()? == Capability::HOPPER)
 }
 
-/// Steps of rows of so many columns.
+/// Number of copy steps for rows with `columns` columns.
 fn steps(columns: usize) -> usize {
     columns.div_ceil(step(Kind::Float8e4m3fn))
 }
 
-/// The stages that there is room for beside a tile's rows.
+/// Number of pipeline stages that fit in shared memory beside a tile's rows.
 fn stages(columns: usize) -> usize {
     let rows = steps(columns) * ROWS * STEP_BYTES + ALIGNMENT;
     let most = if columns <= SHORT { STAGES_OF_SHORT } else { MOST_STAGES };
     most.min(SHARED_BYTES.saturating_sub(rows) / STAGE_BYTES)
 }
 
-/// [`experts_gate_up_fp8`](super::experts_gate_up_fp8) for few rows an expert, with the same bits. The kernel reads w while the operation before
-/// it still runs, which must not write it. Allocates nothing.
+/// Computes [`experts_gate_up_fp8`](super::experts_gate_up_fp8) for few rows per expert, with the same bits. The kernel reads w while the preceding
+/// operation still runs, which must not write it. Allocates nothing.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].
@@ -94,7 +95,8 @@ pub fn streamed_experts_gate_up(
     product(GATE_UP, (&x.values, Kind::Float8e4m3fn, rows, scales), w, routed, (act, 2))
 }
 
-/// [`experts_down_fp8`](super::experts_down_fp8) for few rows an expert, which it rounds itself, as [`streamed_experts_gate_up`].
+/// Computes [`experts_down_fp8`](super::experts_down_fp8) for few rows per expert, and quantizes these rows itself. The conditions of
+/// [`streamed_experts_gate_up`] apply.
 ///
 /// # Errors
 /// The errors of [`streamed_experts_gate_up`].

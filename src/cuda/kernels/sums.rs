@@ -1,4 +1,4 @@
-//! Sums of rows and columns in a fixed order.
+//! Sums over rows and columns in a fixed order.
 #![allow(unsafe_code)]
 
 use tch::{Kind, Tensor};
@@ -21,10 +21,10 @@ pub(super) const NAMES: &[&str] = &[
     "add_columns_bf16",
 ];
 
-/// `to[index[r]] += from[r]`, rows of one index in their order, summed in float32.
+/// Computes `to[index[r]] += from[r]`. Rows with the same index are added in order, in float32.
 ///
 /// # Errors
-/// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`]. Indexes beyond `to` are undefined.
+/// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`]. Indexes beyond `to` are undefined behaviour.
 pub fn add_rows(
     from: &Tensor,   // [R, D] f32 or bf16
     index: &Tensor,  // [R] i64
@@ -52,7 +52,7 @@ pub fn add_rows(
     unsafe { launch(SOURCE, &name, gpu, (rows as u32, threads, 0), &arguments) }
 }
 
-/// to += sum over rows of `from`.
+/// Adds the sum over the rows of `from` to `to`.
 ///
 /// # Errors
 /// The errors of [`add_rows`].

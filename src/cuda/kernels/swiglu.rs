@@ -1,4 +1,4 @@
-//! Gated activations, activation(gate) * up, on the interleaved layout of the gate-and-up product.
+//! Gated activations, activation(gate) * up, on the interleaved output of the gate and up GEMM.
 #![allow(unsafe_code)]
 
 use tch::{Kind, Tensor};
@@ -53,24 +53,24 @@ pub(super) const NAMES: &[&str] = &[
     "clamped_weighted_backward_bf16_x4",
 ];
 
-/// The function of a gate, and of what it multiplies.
+/// A gated activation function of gate and up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Activation {
-    /// x sigmoid(x): SwiGLU.
+    /// SwiGLU: g sigmoid(g) u.
     Silu,
-    /// x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2, the Gaussian error unit's approximation: GeGLU.
+    /// GeGLU with the tanh approximation of GELU: g (1 + tanh(sqrt(2 / pi) (g + 0.044715 g^3))) / 2 times u.
     GeluTanh,
-    /// g sigmoid([`SWISH_SLOPE`] g) (u + 1), where g and u are at most [`SWISH_LIMIT`], and u at least its negative: gpt-oss's SwiGLU.
+    /// gpt-oss's SwiGLU: g sigmoid([`SWISH_SLOPE`] g) (u + 1), where g and u are clamped to at most [`SWISH_LIMIT`], and u to at least its negative.
     ClampedSwiglu,
 }
 
-/// Factor within the sigmoid of [`Activation::ClampedSwiglu`].
+/// Multiplier within the sigmoid of [`Activation::ClampedSwiglu`].
 pub const SWISH_SLOPE: f64 = 1.702;
-/// Where [`Activation::ClampedSwiglu`] cuts gate and up.
+/// Limit to which [`Activation::ClampedSwiglu`] clamps gate and up.
 pub const SWISH_LIMIT: f64 = 7.0;
 
 impl Activation {
-    /// The name of the gated unit, with which its kernels begin.
+    /// The name of the gated activation, with which its kernels' names begin.
     pub(super) fn unit(self) -> &'static str {
         match self {
             Self::Silu => "swiglu",
@@ -83,7 +83,7 @@ impl Activation {
 const THREADS: usize = 256;
 const MOST_BLOCKS: usize = 1 << 14;
 
-/// y = activation(gate) * up.
+/// Returns y = activation(gate) * up.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].
@@ -101,7 +101,7 @@ pub fn swiglu_forward(
     Ok(y)
 }
 
-/// y = activation(gate) * up, in memory that is there.
+/// Computes y = activation(gate) * up in existing memory.
 ///
 /// # Errors
 /// The errors of [`swiglu_forward`].
@@ -117,8 +117,8 @@ pub fn silu_mul(
     queue((OP, &name), gate_up.kind(), gpu, n, &[&*y, gate_up], &[from, to])
 }
 
-/// d_gate_up and y: d_gate_up = (dy * up * activation'(gate), dy * activation(gate)) interleaved, in the memory of `gate_up`; and the
-/// forward's y once more.
+/// Returns d_gate_up = (dy * up * activation'(gate), dy * activation(gate)), interleaved, in the memory of `gate_up`; and the forward's y,
+/// recomputed.
 ///
 /// # Errors
 /// The errors of [`swiglu_forward`].
@@ -138,7 +138,8 @@ pub fn swiglu_backward(
     Ok([gate_up, y])
 }
 
-/// [`swiglu_backward`] of y times a weight that each row has: the weighted y, and in the third place the gradient of each row's weight.
+/// Computes [`swiglu_backward`] for rows of y that are multiplied by a weight each. Returns d_gate_up, the weighted y, and the gradient of each row's
+/// weight.
 ///
 /// # Errors
 /// The errors of [`swiglu_forward`].
@@ -172,8 +173,8 @@ pub fn swiglu_weighted_backward(
     Ok([gate_up, y, d_weights])
 }
 
-/// Outputs that a thread of the widest variant makes at once where rows of `len` and the addresses of [half, pairs] allow it, 16 bytes
-/// of pairs; else one.
+/// Number of outputs that a thread computes at once: the widest variant (16 bytes of pairs) if rows of `len` and the addresses of [half, pairs]
+/// permit it, else one.
 fn width(kind: Kind, len: usize, tensors: &[&Tensor; 2]) -> usize {
     let width = 8 / kind.elt_size_in_bytes();
     let [half, pairs] = tensors.map(|tensor| tensor.data_ptr() as usize);
@@ -181,7 +182,7 @@ fn width(kind: Kind, len: usize, tensors: &[&Tensor; 2]) -> usize {
     if is_wide { width } else { 1 }
 }
 
-/// The widest variant that the length and the addresses of [half, pairs] allow, 16 bytes of pairs a thread.
+/// Queues the widest kernel variant, up to 16 bytes of pairs per thread, that the length and the addresses of [half, pairs] permit.
 fn queue(
     (op, name): (&'static str, &dyn Fn(String) -> String),
     kind: Kind,

@@ -1,4 +1,4 @@
-//! Attention of neighbouring rows with the bits of decode attention: of a packed micro-batch, and of prompts in an engine.
+//! Attention of consecutive rows with the same bits as decode attention: for packed micro-batches in training, and for prompts in an engine.
 #![allow(unsafe_code)]
 
 use tch::{Kind, Tensor};
@@ -16,52 +16,50 @@ pub(super) const NAMES: &[&str] = &[
 ];
 
 const WARPS: usize = 8;
-/// Rows of a warp.
+/// Rows per warp.
 const MEMBERS: usize = 2;
-/// Query heads that one block serves.
+/// Query heads that one block processes.
 const BLOCK_HEADS: usize = 8;
 
-/// Neighbouring rows of one sequence, at most [`RowTile::MOST_ROWS`].
+/// A tile of at most [`RowTile::MOST_ROWS`] consecutive rows of one sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RowTile {
-    /// The first row.
+    /// Index of the first row.
     pub first: i32,
-    /// Rows.
+    /// Number of rows.
     pub count: i32,
-    /// Tokens that the first row sees, itself included and without a window; the next one sees one more.
+    /// Number of tokens that the first row attends to without a window, including itself; each further row attends to one more.
     pub len: i32,
-    /// The row of the sequence's first token where that is in a prompt that sequences share.
+    /// Index of the sequence's first row, in the prompt if sequences share one.
     pub prompt: i32,
-    /// Rows of that prompt.
+    /// Number of rows of the shared prompt.
     pub prompt_len: i32,
-    /// The row of the token behind them; the others follow. Over a cache: the row of the sequence's block table.
+    /// Index of the first row after the prompt; the sequence continues from there. For a paged cache: row of the sequence's block table.
     pub own: i32,
 }
 
 impl RowTile {
-    /// Most rows of one.
+    /// Largest number of rows in a tile.
     pub const MOST_ROWS: usize = WARPS * MEMBERS;
-    /// Tokens of a context that are summed at once.
+    /// Number of tokens of a context that are summed in one piece.
     pub const SPLIT_TOKENS: usize = 256;
-    /// i32 words of one on the device.
+    /// 32-bit words of a tile on the GPU.
     pub const WORDS: usize = 8;
 
-    /// The tile as words of the device, in the order in which the kernel reads them.
+    /// The tile as words, in the order in which the kernel reads them.
     pub fn words(&self) -> [i32; Self::WORDS] {
         [self.first, self.count, self.len, self.prompt, self.prompt_len, self.own, 0, 0]
     }
 }
 
-/// Whether [`tiled_attention`] serves queries of that kind and width of heads. One of 256 columns would need more shared memory than
-/// there is.
+/// Whether [`tiled_attention`] supports queries of this type and head width. Heads of width 256 would need more shared memory than there is.
 pub fn tiled_attention_serves(kind: Kind, head_dim: i64) -> bool {
     kind == Kind::BFloat16 && matches!(head_dim, 64 | 128)
 }
 
-/// o = softmax(scale q k^T) v of each row over the tokens of its sequence up to its own, of which it sees the last `window`, and the
-/// natural logarithm of the softmax's sum. A row has the bits that `paged_attention` gives it with plans of a fixed split of 256 tokens.
-/// Every row must be in one tile, and with a window the first tokens that the rows of a tile see must stand in the same 16 from a
-/// multiple on.
+/// Computes o = softmax(scale q k^T) v for each row, over its sequence's tokens up to its own, of which it attends to the last `window`; also the
+/// log-sum-exp of the scores. A row has the same bits as in `paged_attention` with plans of a fixed split of 256 tokens. Every row must be in one
+/// tile. With a window, the first tokens that the rows of a tile attend to must be in the same aligned group of 16.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].
@@ -94,7 +92,7 @@ pub fn tiled_attention(
     unsafe { launch_early(SOURCE, &format!("tiled_attention_bf16_{head_dim}"), gpu, grid, &arguments) }
 }
 
-/// [`tiled_attention`] over a paged cache, of rows whose keys and values are there by now. Allocates nothing.
+/// Computes [`tiled_attention`] over a paged cache, which must already contain the rows' keys and values. Allocates nothing.
 ///
 /// # Errors
 /// The errors of [`tiled_attention`].
@@ -135,7 +133,7 @@ pub fn tiled_attention_cached(
     unsafe { launch_early(SOURCE, &format!("tiled_attention_cached_bf16_{head_dim}"), gpu, grid, &arguments) }
 }
 
-/// Sizes that the tensors of a launch must share.
+/// Sizes that the tensors of a launch have in common.
 struct TileShape {
     gpu: usize,
     tokens: i64,
@@ -161,14 +159,14 @@ impl TileShape {
     }
 }
 
-/// Blocks, threads and shared bytes of a launch.
+/// Number of blocks, threads and bytes of shared memory of a launch.
 fn grid(tiles: &Tensor, heads: i64, kv_heads: i64, head_dim: i64) -> (u32, u32, u32) {
     let columns = kv_heads as usize * ((heads / kv_heads) as usize).div_ceil(BLOCK_HEADS);
     let blocks = tiles.numel() / RowTile::WORDS * columns;
     (blocks as u32, 32 * WARPS as u32, shared_bytes(head_dim as usize) as u32)
 }
 
-/// Keys and values of a split, and each row's outputs so far of 8 heads in float32.
+/// Bytes of shared memory: keys and values of a split, and each row's partial outputs for 8 heads in float32.
 fn shared_bytes(head_dim: usize) -> usize {
     2 * 2 * RowTile::SPLIT_TOKENS * head_dim + 4 * RowTile::MOST_ROWS * BLOCK_HEADS * head_dim
 }

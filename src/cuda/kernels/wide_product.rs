@@ -1,5 +1,4 @@
-//! Products in FP8 of more rows than `product` serves, by a kernel for Hopper that cuts matrices into small tiles and splits K, which
-//! cuBLASLt does not do in FP8.
+//! FP8 GEMMs with more rows than `product` supports, by a Hopper kernel with small tiles and split K, which cuBLASLt does not offer in FP8.
 #![allow(unsafe_code)]
 
 use tch::{Kind, Tensor};
@@ -25,34 +24,35 @@ pub(super) const NAMES: &[&str] = &[
 
 const OP: &str = "wide_product_fp8";
 const OP_SILU_MUL: &str = "wide_product_silu_mul_fp8";
-/// Bytes of the kernel's stages, where K is long or rows are few, and otherwise; and what it takes to begin them at a multiple of 1024.
+/// Bytes of shared memory for the pipeline stages: if K is long or rows are few, and otherwise; and the alignment of the stages.
 const STAGES_BYTES: usize = 224 << 10;
 const STAGES_BYTES_OF_TILES: usize = 208 << 10;
 const ALIGNMENT: usize = 1 << 10;
 const STEP_BYTES: usize = 128; // of a row in a stage
 const MOST_STAGES: usize = 32;
-/// Fewer rows are `product`'s.
+/// Fewest and most rows that this kernel supports; `product` computes GEMMs with fewer.
 const FEWEST_ROWS: usize = 65;
 const MOST_ROWS: usize = 256;
-/// The chip that the cuts are for: its multiprocessors, and how many clusters of 1, 2 .. of them run at once.
+/// The GPU that tilings are tuned for: its multiprocessors, and how many clusters of 1, 2 .. blocks it runs at once.
 const PROCESSORS: usize = 132;
 const CLUSTERS: [usize; 4] = [PROCESSORS, 66, 39, 30];
-/// The least share of the chip that a cut must use.
+/// Minimum fraction of the GPU that a tiling must use.
 const LEAST_FILL: f64 = 0.5;
-/// Rows above which a weight with a short K is cut into [`TILES`]: with more, adding the sums of K's parts up takes what multiplying in parts saves.
+/// Number of rows above which a weight with a K shorter than `LONG` uses [`TILES`]. With more rows, adding the partial sums of a split K costs as
+/// much as the split saves.
 const MOST_ROWS_OF_WHOLE: usize = 128;
 const LONG: usize = 8192;
-/// Cuts of a short K: groups of 64 features, rows, parts. Those with SwiGLU.
+/// Tilings for a short K, as (groups of 64 features, rows, parts of K); and those with SwiGLU.
 const TILES: [(usize, usize, usize); 5] = [(1, 64, 1), (2, 64, 1), (3, 128, 1), (2, 128, 1), (2, 128, 2)];
 const TILES_SILU_MUL: [(usize, usize, usize); 2] = [(3, 128, 1), (2, 128, 1)];
-/// Bytes that are copied to shared memory in the time that adding the sums of two parts of K up takes.
+/// Cost of adding two partial sums of a split K, expressed as bytes copied to shared memory in the same time.
 const BYTES_OF_PARTS: usize = 10 << 20;
 
-/// How a weight is dealt to blocks, by its shape and whether rows are few.
+/// How a weight is divided among blocks, determined by its shape and by whether rows are few.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct WideTiling {
-    groups: usize, // of 64 features in a tile
-    rows: usize,   // of a tile
+    groups: usize, // of 64 features per tile
+    rows: usize,   // per tile
     parts: usize,  // of K
     stages_bytes: usize,
 }
@@ -94,19 +94,19 @@ impl WideTiling {
         (self.features() + self.rows) * STEP_BYTES
     }
 
-    /// Stages of a block's pipeline: one for each step of its part of K, as far as shared memory has room.
+    /// Number of pipeline stages: one per step of the block's part of K, as far as shared memory permits.
     fn stages(self, steps: usize) -> usize {
         MOST_STAGES.min(self.stages_bytes / self.stage_bytes()).min(steps.div_ceil(self.parts))
     }
 
-    /// Shared memory of a block: its stages, whose place its sums take where there are several parts.
+    /// Bytes of shared memory of a block. With a split K, the partial sums later reuse the memory of the stages.
     fn shared_bytes(self, steps: usize) -> usize {
         let sums = if self.parts > 1 { self.features() * self.rows * size_of::<f32>() } else { 0 };
         (self.stages(steps) * self.stage_bytes()).max(sums) + ALIGNMENT
     }
 }
 
-/// Whether [`wide_product_fp8`] serves so many rows and this weight [N, K], with this bias, on its GPU.
+/// Whether [`wide_product_fp8`] supports this number of rows, this weight [N, K] and this bias on its GPU.
 ///
 /// # Errors
 /// [`crate::Error::Cuda`].
@@ -114,7 +114,7 @@ pub fn wide_product_serves(rows: usize, w: &Tensor, bias: Option<&Tensor>) -> Re
     Ok(bias.is_none_or(lies_well) && serves(rows, w, false)?)
 }
 
-/// Whether [`wide_product_silu_mul_fp8`] serves so many rows and this weight [2 F, K] on its GPU.
+/// Whether [`wide_product_silu_mul_fp8`] supports this number of rows and this weight [2 F, K] on its GPU.
 ///
 /// # Errors
 /// [`crate::Error::Cuda`].
@@ -131,15 +131,14 @@ fn serves(rows: usize, w: &Tensor, has_silu: bool) -> Result<bool> {
     Ok(context.compute_capability()? == Capability::HOPPER && context.num_processors()? == PROCESSORS)
 }
 
-/// The key of what the speed of [`wide_product_fp8`] depends on, on a GPU of a compute capability: the kernels and how
-/// weights are cut.
+/// A cache key that identifies the kernels and tilings, and so the speed of [`wide_product_fp8`], for a compute capability.
 pub(in crate::cuda) fn wide_product_key(capability: Capability) -> Result<String> {
     let cuts = (CLUSTERS, LEAST_FILL, MOST_ROWS_OF_WHOLE, LONG, TILES, TILES_SILU_MUL, BYTES_OF_PARTS);
     Ok(format!("{cuts:?} {:?} {}", (STAGES_BYTES, STAGES_BYTES_OF_TILES), nvrtc::key(SOURCE, capability)?))
 }
 
-/// out = x w^T + bias of 65 to 256 rows in e4m3, each product of rows scaled as it was summed, rounded once. The kernel reads w and the
-/// bias while the operation before it still runs: that one must not write them, and must itself have waited for any that does.
+/// Computes out = x w^T + bias for 65 to 256 rows with e4m3 operands; each sum is multiplied by the scales of its rows and rounded once. The kernel
+/// reads w and the bias while the preceding operation still runs: that operation must not write them, and must itself have waited for any that does.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit or that [`wide_product_serves`] refuses; [`crate::Error::Cuda`].
@@ -152,8 +151,8 @@ pub fn wide_product_fp8(
     run(OP, (x, w), bias, out, false)
 }
 
-/// y = silu(gate) * up of the product x w^T in e4m3 with columns g0 u0 g1 u1 .., of 129 to 256 rows. Gate and up are rounded as where they are
-/// written; otherwise as [`wide_product_fp8`].
+/// Computes y = silu(gate) * up from x w^T with columns g0 u0 g1 u1 .., for 129 to 256 rows with e4m3 operands, under the conditions of
+/// [`wide_product_fp8`]. Gate and up are rounded as if they were stored.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit or that [`wide_product_silu_mul_serves`] refuses; [`crate::Error::Cuda`].
@@ -219,7 +218,8 @@ fn cut_of(rows: usize, w: &Tensor, has_silu: bool) -> Option<WideTiling> {
     WideTiling::of(rows, [features as usize, k as usize], has_silu)
 }
 
-/// Parts of K that fill the chip best with all blocks of all rows and 128 features at once, if any fill it.
+/// Number of parts of K that fill the GPU best when all blocks, with all rows and 128 features each, run at once; `None` if no number fills it
+/// enough.
 fn parts_of(features: usize, steps: usize) -> Option<usize> {
     const FEATURES: usize = 128;
     let tiles = features.div_ceil(FEATURES);
@@ -261,17 +261,17 @@ mod tests {
     #[test]
     fn split_k_is_used_only_if_it_fills_the_gpu() {
         let few = |features, k| cut(128, features, k, false).map(|(_, _, parts)| parts);
-        assert_eq!(few(3584, 18_944), Some(4)); // Qwen2.5-7B's: down, output, query with key and value
+        assert_eq!(few(3584, 18_944), Some(4)); // Qwen2.5-7B: down, output, QKV
         assert_eq!(few(3584, 3584), Some(4));
         assert_eq!(few(4608, 3584), Some(3));
-        assert_eq!(few(4096, 14_336), Some(3)); // Llama-3.1-8B's
+        assert_eq!(few(4096, 14_336), Some(3)); // Llama-3.1-8B
         assert_eq!(few(37_888, 3584), None, "more tiles than blocks run at once");
         assert_eq!(few(896, 4864), None, "a fifth of the chip");
         assert_eq!(few(4096, 64), None, "one step, that a quarter of the chip takes");
         assert_eq!(few(3588, 18_944), None, "rows of out that are no multiple of 16 bytes");
     }
 
-    /// The fastest cuts of Qwen2.5-7B's matrices and of their quarters, as they were timed.
+    /// The fastest tilings for Qwen2.5-7B's matrices and for quarters of them, as measured.
     #[test]
     fn split_k_of_short_sums_follows_measurements() {
         for rows in [129, 200, 256] {

@@ -1,5 +1,4 @@
-//! Which of cuBLASLt's algorithms a product takes: chosen once a shape and kept, those that are timed in the user's cache folder,
-//! too.
+//! Chooses cuBLASLt's algorithm for each GEMM shape, once per process. Algorithms chosen by timing are also kept in the user's cache folder.
 #![allow(unsafe_code)]
 
 use std::ffi::c_void;
@@ -20,17 +19,17 @@ use crate::cuda::context::check;
 use crate::cuda::stream::CudaEvent;
 use crate::error::Result;
 
-/// Algorithms of the heuristics' list.
+/// Number of algorithms requested from cuBLASLt's heuristic.
 const CANDIDATES: usize = 16;
-/// Parts of K that each of them is timed with beside its own: with few rows, fewer are faster than the heuristics believe.
+/// Split-K factors that each algorithm is also timed with, because with few rows more splits are often faster than the heuristic expects.
 const PARTS: [u32; 4] = [1, 2, 4, 8];
-/// Runs of each; the median counts.
+/// Timed runs of each algorithm; the median is used.
 const RUNS: usize = 5;
-/// A later algorithm of the list must be faster than an earlier one by this factor.
+/// A later algorithm of the list must take less than this fraction of the time of the best one before it.
 const GAIN: f64 = 0.98;
-/// Larger products take the first: alone in a measurement the chip clocks higher than in a run of them.
+/// GEMMs with more operations use the heuristic's first algorithm, because a single timed GEMM would run at a higher clock than it does in practice.
 const MOST_TIMED_FLOP: f64 = 1e11;
-/// Written between timed runs, more than the L2 cache holds: weights come from memory in a decode step.
+/// Bytes written between timed runs to flush the L2 cache, because in a decode step weights come from memory.
 pub(super) const FLUSH_BYTES: i64 = 128 << 20;
 
 impl Products {
@@ -61,7 +60,7 @@ impl Products {
         Ok(algorithm)
     }
 
-    /// At least one.
+    /// Algorithms from the heuristic; returns at least one, or an error.
     pub(super) fn candidates(
         &self,
         problem: &Problem,
@@ -71,7 +70,7 @@ impl Products {
         if candidates.is_empty() { Err(super::no_algorithm(problem)) } else { Ok(candidates) }
     }
 
-    /// Choosing takes products beside those that are asked for.
+    /// Fails while a graph is captured, because choosing an algorithm may run additional GEMMs.
     pub(super) fn refuse_capture(&self, problem: &Problem) -> Result<()> {
         // SAFETY: the stream is that of the engine.
         let capturing = check("cuStreamIsCapturing", unsafe { result::stream::is_capturing(self.stream.cast()) })?;
@@ -84,7 +83,7 @@ impl Products {
         ))
     }
 
-    /// The fastest of the candidates, as an earlier start has found it or as it is timed now.
+    /// The fastest candidate, from the cache file of an earlier start or timed now.
     fn kept_or_fastest(
         &self,
         problem: &Problem,
@@ -104,27 +103,26 @@ impl Products {
             )
         });
         let candidates = self.candidates(problem, descriptors)?;
-        // Into an output of its own: with beta the real one would be changed.
+        // Timed runs write to a separate output, since with beta = 1 the real one would be changed.
         let scratch = Tensor::f_empty([out.size()[0], problem.row_len()], (out.kind(), out.device()));
         let flushed = Tensor::f_empty([FLUSH_BYTES], (Kind::Uint8, out.device()));
-        let (Ok(scratch), Ok(flushed)) = (scratch, flushed) else { return Ok(candidates[0]) }; // no memory to time in
+        let (Ok(scratch), Ok(flushed)) = (scratch, flushed) else { return Ok(candidates[0]) }; // no memory for timing
         let pointers = [b, a, &scratch, &scratch].map(Tensor::data_ptr);
         let variants = self.variants(descriptors, &candidates)?;
         let algorithm = self.fastest(descriptors, &[candidates, variants].concat(), pointers, &flushed)?;
         let bytes: Vec<u8> = algorithm.data.iter().flat_map(|word| word.to_le_bytes()).collect();
         cache::keep(&path, &bytes, &format!("the GEMM {} has to be timed", problem.name()));
-        Ok(kept(&path, accepted)?.unwrap_or(algorithm)) // the first of several engines' that time at once
+        Ok(kept(&path, accepted)?.unwrap_or(algorithm)) // if several engines time at once, the first one's choice is used
     }
 
-    /// The key of what the choice of an algorithm depends on beside the product: the GPU, cuBLASLt, and what there is to choose
-    /// from.
+    /// Key of the cache apart from the GEMM's shape: the GPU, cuBLASLt's version, and the list of candidates.
     pub(super) fn key(&self) -> Result<String> {
         // SAFETY: asks for a number.
         let version = unsafe { sys::cublasLtGetVersion() };
         Ok(format!("{} {version} {WORKSPACE_BYTES} {CANDIDATES} {PARTS:?}", self.context.name()?))
     }
 
-    /// The fastest of some algorithms, where the product is one of those that are timed and there is memory for that.
+    /// The fastest of some algorithms. Returns the first if the GEMM is too large to be timed or there is no memory for timing.
     pub(super) fn fastest_of(
         &self,
         problem: &Problem,
@@ -140,7 +138,7 @@ impl Products {
         self.fastest(descriptors, algorithms, pointers, &flushed).map(Some)
     }
 
-    /// The candidates with K in other numbers of parts.
+    /// The candidates with other split-K factors.
     pub(super) fn variants(
         &self,
         descriptors: &Descriptors,
@@ -183,8 +181,7 @@ impl Products {
     }
 }
 
-/// The algorithm that a file holds, if it is one and is accepted: cuBLASLt's structure may be stored and used again with the same
-/// version.
+/// The algorithm stored in a file, if it is valid and `accepted`. cuBLASLt permits storing its structure for use with the same version.
 pub(super) fn kept(
     path: &Path,
     accepted: impl Fn(&sys::cublasLtMatmulAlgo_t) -> bool,

@@ -1,4 +1,4 @@
-//! A product's description for cuBLASLt, which is column-major: out^T = b^T a^T.
+//! Describes a GEMM to cuBLASLt, which is column-major: it computes out^T = b^T a^T.
 #![allow(unsafe_code)]
 
 use std::ffi::c_void;
@@ -10,7 +10,7 @@ use super::problem::{Factor, Problem};
 use super::status::{WORKSPACE_BYTES, status};
 use crate::error::Result;
 
-/// cuBLASLt's description of a problem, destroyed with this.
+/// cuBLASLt's descriptors of a GEMM, destroyed when dropped.
 #[derive(Debug)]
 pub(super) struct Descriptors {
     operation: sys::cublasLtMatmulDesc_t,
@@ -18,7 +18,7 @@ pub(super) struct Descriptors {
 }
 
 impl Descriptors {
-    /// `scales` are those of the rows of a and of the columns of b, if the problem is scaled.
+    /// Creates the descriptors. `scales` are one per row of a and one per column of b, for FP8 operands.
     pub(super) fn new(problem: &Problem, bias: Option<&Tensor>, scales: Option<[&Tensor; 2]>) -> Result<Self> {
         let mut made = Self { operation: std::ptr::null_mut(), layouts: [std::ptr::null_mut(); 3] };
         let (compute, scale) = (sys::cublasComputeType_t::CUBLAS_COMPUTE_32F, sys::cudaDataType::CUDA_R_32F);
@@ -41,7 +41,7 @@ impl Descriptors {
             made.set(Attribute::CUBLASLT_MATMUL_DESC_B_SCALE_MODE, &mode)?;
             made.set(Attribute::CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, &of_b.data_ptr())?;
             made.set(Attribute::CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, &of_a.data_ptr())?;
-            // Sums of e4m3 stay on the tensor cores, as vLLM's and those of this crate's kernels do.
+            // FP8 sums are accumulated in the tensor cores, as in vLLM and in this crate's kernels.
             made.set(Attribute::CUBLASLT_MATMUL_DESC_FAST_ACCUM, &1i8)?;
         }
         let factors = [(&problem.b, problem.kind), (&problem.a, problem.kind), (&problem.out, problem.out_kind)];
@@ -79,12 +79,12 @@ impl Descriptors {
         self.operation
     }
 
-    /// The layouts of b, a and out.
+    /// The matrix layouts of b, a and out.
     pub(super) fn layouts(&self) -> [sys::cublasLtMatrixLayout_t; 3] {
         self.layouts
     }
 
-    /// At most `most` algorithms, the most promising first. Sums split over K are added in a fixed order, in float32.
+    /// Returns at most `most` algorithms, the most promising first. With split K, the partial sums are added in a fixed order, in float32.
     pub(super) fn candidates(
         &self,
         handle: sys::cublasLtHandle_t,
@@ -117,7 +117,7 @@ impl Descriptors {
         Ok(usable.map(|result| result.algo).collect())
     }
 
-    /// Whether the library serves the problem by an algorithm that it gave another process.
+    /// Whether cuBLASLt supports the GEMM with an algorithm that was stored by another process.
     pub(super) fn accept(&self, handle: sys::cublasLtHandle_t, algorithm: &sys::cublasLtMatmulAlgo_t) -> bool {
         // SAFETY: plain numbers, for which zeros are valid.
         let mut result = unsafe { std::mem::zeroed::<sys::cublasLtMatmulHeuristicResult_t>() };
@@ -153,7 +153,7 @@ impl Drop for Descriptors {
     }
 }
 
-/// Limits of an algorithm.
+/// cuBLASLt's search preferences, which limit the algorithms.
 struct Preference(sys::cublasLtMatmulPreference_t);
 
 impl Preference {

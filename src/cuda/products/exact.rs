@@ -1,15 +1,17 @@
-//! Products of which a row has the same bits for every number of rows, in the engine and in training: a class.
+//! Bit-exact GEMMs: a row has the same bits for any number of rows, in the engine and in training. The algorithms that agree in their bits are called
+//! a class.
 //!
-//! An element's bits follow from the instruction that multiplies, from how much of K it takes at once and from the order in which it
-//! is given K. On Hopper kernels of bf16 that do not cut K have all of that in common, whatever their tiles; those that cut it, share it
-//! out among blocks or begin with what is in the output do not. cuBLASLt does not say which of its algorithms are which in all cases. So
-//! membership is decided by bits, against a kernel whose order is known ([`kernels::exact_reference`]): factors whose elements
-//! span 40 binary orders and whose terms cancel, such that all that is left of a sum is how it was rounded, in every row
-//! and column. Among the members the fastest is taken for all numbers of rows up to a power of two (of products above 1e11 operations,
-//! which are not timed, the first), held to the reference again in each eighth of those numbers, and kept by chip and library version.
-//! Where no algorithm is a member, an error says so.
+//! An element's bits depend on the multiply instruction, on how many values of K it processes at once, and on the order in which it receives K. On
+//! Hopper, bf16 kernels without split K agree in all of these, whatever their tiles; kernels with split K, stream-K, or that start from the existing
+//! output do not. cuBLASLt does not always report which algorithm is which. So membership is decided by comparing bits with a kernel whose order is
+//! known ([`kernels::exact_reference`]). The operands span 40 powers of two and their terms cancel, so that the result consists only of rounding
+//! errors, in every row and column.
 //!
-//! A long K is cut into parts (`parts`), each a product of the class. In float32 the class is a kernel of this crate's own.
+//! Among the members the fastest is used for all numbers of rows up to a power of two (or the first, for GEMMs above 1e11 operations, which are not
+//! timed). It is compared with the reference again in each eighth of those numbers, and cached per GPU and library version. If no algorithm is a
+//! member, an error says so.
+//!
+//! A long K is split into parts (`parts`), each a GEMM of the class. In float32 the class is a kernel of this crate.
 #![allow(unsafe_code)]
 
 use cudarc::cublaslt::sys;
@@ -22,35 +24,35 @@ use super::{Products, algorithms, fixed, parts};
 use crate::cuda::{cache, kernels};
 use crate::error::{Error, Result};
 
-/// Rows that the reference computes at once: they are in float32.
+/// Rows that the reference computes at once, as it needs them in float32.
 const REFERENCE_ROWS: i64 = 256;
-/// Rows that are made hostile at once, by way of float32.
+/// Rows of test operands that are generated at once, in float32.
 const HOSTILE_ROWS: i64 = 1024;
-/// Matrices of as many rows in float32 that this takes, and of as many rows that the comparison with the reference does.
+/// Number of float32 copies of these rows that are in memory: while generating operands, and while comparing with the reference.
 const HOSTILE_COPIES: usize = 5;
 const REFERENCE_COPIES: usize = 3;
-/// The span of exponents, half of it: products span twice as much.
+/// Exponents of the operands are within plus or minus this; those of products span twice as much.
 const MOST_EXPONENT: f64 = 20.0;
 
-/// The finding of a trial about one algorithm.
+/// The result of a trial of one algorithm.
 #[derive(Debug, Clone)]
 pub struct ExactVerdict {
-    /// The algorithm's family, tile, stages and parts of K.
+    /// The algorithm's family, tile, stages and split-K factor.
     pub algorithm: String,
-    /// Whether it has the reference's bits.
+    /// Whether its result equals the reference bit for bit.
     pub is_equal: bool,
 }
 
-/// Factors that tell orders of sums apart, and the reference's sums.
+/// Operands whose sums differ in their bits if they are added in another order, and the tensors to compare.
 struct HostileTrial<'a> {
-    x: Tensor,                // [M, parts K], as the rows of the product lie
-    w: Tensor,                // [N, parts K], as the weight lies
+    x: Tensor,                // [M, parts K], with the strides of the GEMM's rows
+    w: Tensor,                // [N, parts K], with the strides of the weight
     bias: Option<&'a Tensor>, // [N]
     out: &'a Tensor,          // [M, N], of several parts [parts, M, N]; written to
     parts: i64,
 }
 
-/// The rows that a trial compares.
+/// The rows that a trial compares: all, or only the first and the last.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum TrialRows {
     All,
@@ -63,8 +65,8 @@ impl<'a> HostileTrial<'a> {
         Ok(Self { x: hostile(a, 1.0, 1, parts)?, w: hostile(&w, -1.0, 2, parts)?, bias, out, parts })
     }
 
-    /// Whether what an algorithm has written to `out` are the reference's sums, rounded as the output is: in all rows, or in the first and
-    /// the last of them.
+    /// Whether the sums that an algorithm wrote to `out` equal the reference's, rounded to the output's type: in all rows, or in the first and last
+    /// ones.
     fn is_equal(&self, which: TrialRows) -> Result<bool> {
         if self.parts == 1 {
             return self.is_part_equal(which, (&self.x, &self.w), self.out);
@@ -101,8 +103,8 @@ impl<'a> HostileTrial<'a> {
     }
 }
 
-/// Rows in the place of `like`'s, with its strides: the second half of each part of K is the first times `sign`, but for some elements, and
-/// exponents span [`MOST_EXPONENT`] to both sides. Two such matrices with opposite signs have products that cancel.
+/// Random rows with the shape and strides of `like`. In each part of K, the second half equals the first times `sign`, except for a few elements.
+/// Exponents span plus or minus [`MOST_EXPONENT`]. Two such matrices with opposite signs have products that cancel.
 fn hostile(like: &Tensor, sign: f64, key: u32, parts: i64) -> Result<Tensor> {
     let [rows, k] = like.size()[..] else { return Err(invalid("a matrix", format!("{:?}", like.size()))) };
     let leading = like.stride()[0].max(k);
@@ -111,7 +113,7 @@ fn hostile(like: &Tensor, sign: f64, key: u32, parts: i64) -> Result<Tensor> {
     for first in (0..rows).step_by(HOSTILE_ROWS as usize) {
         let own = made.narrow(0, first, HOSTILE_ROWS.min(rows - first));
         for part in 0..parts {
-            // Parts are of other numbers, so that none passes for another.
+            // Each part has different numbers, so that swapped parts are detected.
             fill_hostile(&own.narrow(1, part * (k / parts), k / parts), sign, [key + 2 * part as u32, first as u32])?;
         }
     }
@@ -127,7 +129,7 @@ fn fill_hostile(rows: &Tensor /* [R, K] */, sign: f64, [key, place]: [u32; 2]) -
     };
     let exponents = normal(2 * key)?.f_mul_scalar(MOST_EXPONENT / 2.0)?.f_clamp(-MOST_EXPONENT, MOST_EXPONENT)?;
     let first = normal(2 * key + 1)?.f_mul(&exponents.f_round()?.f_exp2()?)?.f_to_kind(kind)?;
-    // One element in about twenty has another last bit in the second half, so that sums do not cancel to nothing.
+    // About one element in twenty differs in the last bit in the second half, so that sums do not cancel to zero.
     let other = exponents.f_abs()?.f_lt(0.6)?.f_to_kind(Kind::Float)?.f_mul_scalar(1.0 / 128.0)?.f_add_scalar(1.0)?;
     let second = first.f_to_kind(Kind::Float)?.f_mul(&other)?.f_mul_scalar(sign)?.f_to_kind(kind)?;
     rows.narrow(1, 0, half).f_copy_(&first)?;
@@ -136,7 +138,7 @@ fn fill_hostile(rows: &Tensor /* [R, K] */, sign: f64, [key, place]: [u32; 2]) -
 }
 
 impl Products {
-    /// Bytes of a GPU that finding an exact product of [rows, k] by [features, k] takes, on a machine's first run.
+    /// GPU memory in bytes that the search for an exact algorithm for [rows, k] x [features, k]^T needs, on a machine's first run.
     pub fn trial_bytes(rows: usize, [features, k]: [usize; 2]) -> usize {
         let at_once = if parts::is_cut(features as i64, k as i64) { rows.min(parts::MOST_ROWS as usize) } else { rows };
         let factors = Kind::BFloat16.elt_size_in_bytes() * (at_once + features) * k;
@@ -145,8 +147,8 @@ impl Products {
         factors + size_of::<f32>() * hostile.max(reference) + algorithms::FLUSH_BYTES as usize
     }
 
-    /// An algorithm of the class for about as many rows, as an earlier start has found it or as it is found now: that of the bucket, where
-    /// it is a member for these rows, too.
+    /// An algorithm of the class for about this many rows, from the cache or found now. It is the bucket's algorithm, if that is also a member for
+    /// these rows.
     pub(super) fn exact(
         &self,
         part: &Problem,
@@ -183,7 +185,7 @@ impl Products {
         Ok(algorithms::kept(&path, accepted)?.unwrap_or(algorithm))
     }
 
-    /// The fastest member of the class; of large products, which are not timed, the first.
+    /// The fastest member of the class, or the first for large GEMMs, which are not timed.
     fn fastest_member(
         &self,
         bucket: &Problem,
@@ -217,7 +219,7 @@ impl Products {
         }
     }
 
-    /// Tries every algorithm that is considered for a product, the most promising first.
+    /// Tries every candidate algorithm for a GEMM, the most promising first, and reports whether each is exact.
     ///
     /// # Errors
     /// The errors of [`Products::run`].
@@ -238,7 +240,7 @@ impl Products {
         self.tried(&problem, &descriptors)?.iter().map(verdict).collect()
     }
 
-    /// cuBLASLt's list, and behind it the same algorithms with other cuts of K.
+    /// cuBLASLt's candidates, followed by the same algorithms with other split-K factors.
     fn tried(&self, problem: &Problem, descriptors: &Descriptors) -> Result<Vec<sys::cublasLtMatmulAlgo_t>> {
         let mut tried = self.candidates(problem, descriptors)?;
         tried.retain(|algorithm| descriptors.accept(self.handle, algorithm));
@@ -254,7 +256,7 @@ impl Products {
         which: TrialRows,
     ) -> Result<bool> {
         let pointers = [&trial.w, &trial.x, trial.out, trial.out].map(Tensor::data_ptr);
-        // SAFETY: the factors lie as those of the product, which the descriptors are for, and live in stream order.
+        // SAFETY: the operands have the layouts of the GEMM that the descriptors describe, and live in stream order.
         unsafe { self.queue(descriptors, algorithm, pointers, 0.0)? };
         trial.is_equal(which)
     }

@@ -1,8 +1,8 @@
-//! Products of which a row has the same bits in any batch.
+//! GEMMs in which a row has the same bits in any batch.
 //!
-//! An element's bits follow from the order of its sum. cuBLASLt's kernels of one family add K up in the same order, whatever their
-//! tiles, if they split it into as many parts. So a number of rows has the kernel that suits it, made to split K as for any other
-//! number, if it then gives the same bits as theirs in a trial.
+//! An element's bits depend on the order in which its sum is computed. cuBLASLt's kernels of one family sum K in the same order, whatever their
+//! tiles, if they use the same split-K factor. So each number of rows uses the kernel that suits it, with the split-K factor that all numbers of rows
+//! share, if a trial gives the same bits as the other kernels.
 #![allow(unsafe_code)]
 
 use cudarc::cublaslt::sys;
@@ -15,34 +15,35 @@ use super::problem::Problem;
 use crate::cuda::kernels;
 use crate::error::Result;
 
-/// Rows for which the order of a shape's sums is chosen: that of the heuristics' first.
+/// The number of rows for which the summation order of a shape is chosen: that of the heuristic's first algorithm.
 const TYPICAL_ROWS: i64 = 256;
-/// Products of more rows are run in parts of so many: the sums of a split K take room with the rows.
+/// GEMMs with more rows are run in parts of this size, because the partial sums of a split K need memory per row.
 pub(super) const MOST_ROWS: i64 = 1024;
 
-/// Bytes that no algorithm moves more than at once: a better alignment allows no others.
+/// The widest memory access of any algorithm, in bytes; better alignment enables no further algorithms.
 const WIDEST_BYTES: u32 = 16;
 
-/// Numbers of rows up to a power of two share an algorithm, and so do all good alignments: where a tensor lies must not change the
-/// order of its sums. What does is part of the shape: alignments below that, and leading dimensions, for which an algorithm of others may
-/// be invalid. An engine has one of each a weight, as its rows always lie in buffers of one width.
+/// The key for which an algorithm is chosen. Numbers of rows up to a power of two share an algorithm. So do all alignments of at least
+/// [`WIDEST_BYTES`], because a tensor's address must not change the order of its sums. Worse alignments and leading dimensions stay part of the key,
+/// as they can make an algorithm invalid. An engine has only one key per weight and bucket, since its rows are always in buffers of one width.
 pub(super) fn bucket(problem: &Problem) -> Problem {
     problem.with_rows((problem.rows() as u64).next_power_of_two() as i64).aligned_to_at_most(WIDEST_BYTES)
 }
 
-/// A bucket in eighths: what an algorithm does with one number of rows is held to the reference for numbers near to it alone.
+/// One eighth of a bucket. An exact algorithm is compared with the reference separately for each eighth, because its behaviour can change with the
+/// number of rows.
 pub(super) fn part_of_bucket(problem: &Problem) -> Problem {
     problem.with_rows(end_of_part(problem.rows())).aligned_to_at_most(WIDEST_BYTES)
 }
 
-/// `rows`, up to the next number of four binary digits and zeros.
+/// Rounds `rows` up to a number whose binary digits are zero after the first four.
 fn end_of_part(rows: i64) -> i64 {
     let unit = 1 << (rows.max(1).ilog2().saturating_sub(3));
     (rows + unit - 1) / unit * unit
 }
 
 impl Products {
-    /// The most promising algorithm for a bucket of rows, of those that sum as all others of the shape.
+    /// The most promising algorithm for a bucket of rows, among those that sum in the shape's common order.
     pub(super) fn fixed(
         &self,
         problem: &Problem,
@@ -55,7 +56,7 @@ impl Products {
         let candidates = self.candidates(&typical, &Descriptors::new(&typical, None, None)?)?;
         let serves_all = candidates.iter().find(|algorithm| most.accept(self.handle, algorithm));
         let reference = *serves_all.ok_or_else(|| super::no_algorithm(&problem.with_rows(MOST_ROWS)))?;
-        // What follows falls back on it.
+        // The reference algorithm is the fallback, so it must be valid.
         let descriptors = Descriptors::new(problem, bias, None)?;
         if !descriptors.accept(self.handle, &reference) {
             return Err(super::no_algorithm(problem));
@@ -75,7 +76,7 @@ impl Products {
         Ok(reference)
     }
 
-    /// Whether two algorithms give the same bits for random rows. Without memory for them, no.
+    /// Whether two algorithms give the same bits for random rows; false if there is no memory to test it.
     fn agree(
         &self,
         problem: &Problem,
@@ -95,7 +96,7 @@ impl Products {
         kernels::fill_normal(&mut a, [0, 0], 1.0)?;
         for (algorithm, out) in algorithms.into_iter().zip([&first, &second]) {
             let pointers = [b, &a, out, out].map(Tensor::data_ptr);
-            // SAFETY: the factors and the output span what the descriptors state, and live in stream order.
+            // SAFETY: the operands and the output have the sizes that the descriptors state, and live in stream order.
             unsafe { self.queue(descriptors, algorithm, pointers, problem.beta())? };
         }
         Ok(first.f_equal(&second)?)

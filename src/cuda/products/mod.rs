@@ -1,8 +1,8 @@
-//! Matrix products on a GPU through cuBLASLt: float32 sums of bf16, f32 or scaled e4m3 factors, read and written through their leading
-//! dimensions, so that a tensor-parallel slice needs no copy.
+//! GEMMs on a GPU through cuBLASLt: operands in bf16, f32 or scaled e4m3, float32 sums. Leading dimensions are supported, so a tensor-parallel slice
+//! needs no copy.
 //!
-//! The algorithm of a shape is chosen once (`algorithms`), and so is whether a step has the crate's own products instead (`own`).
-//! The workspace is fixed and stays, so that products can be captured in a graph.
+//! The algorithm of a shape is chosen once (`algorithms`), and so is whether a step uses the crate's own kernels instead (`own`). The workspace is
+//! allocated once and stays, so that GEMMs can be captured in a CUDA graph.
 #![allow(unsafe_code)]
 
 mod algorithms;
@@ -34,24 +34,23 @@ use super::torch_stream::TorchStream;
 use crate::error::{Error, Result};
 use crate::torch;
 
-/// How the algorithm of a shape is found on first use.
+/// How the algorithm of a shape is chosen on first use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Tuning {
-    /// The heuristics' first: at once, and the same in every process.
+    /// The heuristic's first algorithm: no search, and the same in every process.
     First,
-    /// The fastest of the heuristics' list and its variants, timed once and kept in the user's cache folder; of large products the
-    /// first. It may differ from machine to machine, and results in their last bits.
+    /// The fastest of the heuristic's list and its variants, timed once and kept in the user's cache folder; the first for large GEMMs. It may differ
+    /// between machines, and results may differ in their last bits.
     Timed,
-    /// The first algorithm of those that sum in one order for every number of rows M: a row's bits do not depend on the rows
-    /// beside it.
+    /// The first algorithm among those that sum in the same order for every number of rows M, so that a row's bits do not depend on other rows.
     Fixed,
-    /// The fastest (of large products the first) of those that have the reference's bits for every number of rows, in the engine and in training;
-    /// kept in the user's cache folder.
+    /// The fastest (for large GEMMs the first) among those that match the reference bit for bit for every number of rows, in the engine and in
+    /// training; kept in the user's cache folder.
     Exact,
 }
 
-/// The products of one stream: cuBLASLt's handle, the workspace that they use one after the other, and the algorithms chosen so
-/// far. Dropped after the graphs that have recorded its products.
+/// GEMMs on one stream: cuBLASLt's handle, the workspace that the GEMMs use in turn, and the algorithms chosen so far. Must be dropped after the CUDA
+/// graphs that captured its GEMMs.
 #[derive(Debug)]
 pub struct Products {
     context: Arc<Context>,
@@ -69,10 +68,10 @@ unsafe impl Send for Products {}
 unsafe impl Sync for Products {}
 
 impl Products {
-    /// Device memory of the workspace.
+    /// Bytes of device memory of the workspace.
     pub const BYTES: usize = WORKSPACE_BYTES;
 
-    /// Products that are queued on `stream`.
+    /// Creates GEMMs for `stream`.
     ///
     /// # Errors
     /// [`Error::Environment`] without a GPU or cuBLASLt; [`Error::Cuda`].
@@ -80,7 +79,7 @@ impl Products {
         Self::on(stream.context().clone(), stream.raw())
     }
 
-    /// Products that are queued on a stream of the context, which outlives them.
+    /// Creates GEMMs for a raw stream of the context; the stream must outlive them.
     fn on(context: Arc<Context>, stream: *mut c_void) -> Result<Self> {
         context.make_current()?;
         // SAFETY: opens the library that libtorch has loaded, or the one the loader finds.
@@ -97,12 +96,12 @@ impl Products {
         Ok(products)
     }
 
-    /// out = a b + bias + beta out, sums in float32, rounded once. The factors may be views of row-major matrices or of their
-    /// transposes (`weight.tr()`): one of their two strides is 1.
+    /// Computes out = a b + bias + beta out, with float32 sums, rounded once. The operands may be views of row-major matrices or of their transposes
+    /// (`weight.tr()`): one of their two strides must be 1.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for tensors that do not fit, another stream than the one they are for, or a shape that is seen
-    /// first while a graph is captured; [`Error::Cuda`] where cuBLASLt has no algorithm.
+    /// [`Error::InvalidArgument`] for tensors that do not fit, for another current stream than the one given at creation, or for a new shape while a
+    /// graph is captured; [`Error::Cuda`] if cuBLASLt has no algorithm.
     pub fn run(
         &self,
         a: &Tensor,            // [M, K] f32 or bf16
@@ -134,15 +133,14 @@ impl Products {
         }
         let descriptors = Descriptors::new(&problem, bias, None)?;
         let algorithm = self.algorithm(&problem, &descriptors, tuning, (a, b, bias, out))?;
-        // SAFETY: `problem` holds the tensors to the sizes that the descriptors state; they live in stream order.
+        // SAFETY: `problem` has checked the tensors against the sizes in the descriptors; they live in stream order.
         unsafe { self.queue(&descriptors, &algorithm, [b, a, out, out].map(Tensor::data_ptr), beta) }
     }
 
-    /// out = a b^T + bias of e4m3, each element scaled by the factors of its row of a and of b as it was summed, rounded once. On
-    /// Hopper.
+    /// Computes out = a b^T + bias with e4m3 operands. Each sum is multiplied by the scales of its row of a and of b, and rounded once. Hopper only.
     ///
     /// # Errors
-    /// The errors of [`Products::run`], and for [`Tuning::Fixed`].
+    /// The errors of [`Products::run`]; also for [`Tuning::Fixed`].
     pub fn run_fp8(
         &self,
         a: &ScaledRows,        // [M, K]
@@ -154,7 +152,7 @@ impl Products {
         self.multiply_fp8((a, b), (bias, None), out, tuning)
     }
 
-    /// out = residual + a b^T of e4m3, as [`Products::run_fp8`] scales and rounds it. By [`Tuning::First`].
+    /// Computes out = residual + a b^T with e4m3 operands, scaled and rounded like [`Products::run_fp8`], with [`Tuning::First`].
     ///
     /// # Errors
     /// The errors of [`Products::run_fp8`].
@@ -187,11 +185,11 @@ impl Products {
         let (a, b) = (&a.values, b.values.tr());
         let algorithm = self.algorithm(&problem, &descriptors, tuning, (a, &b, bias, out))?;
         let pointers = [&b, a, residual.unwrap_or(out), out].map(Tensor::data_ptr);
-        // SAFETY: `problem` holds the tensors to the sizes that the descriptors state; they live in stream order.
+        // SAFETY: `problem` has checked the tensors against the sizes in the descriptors; they live in stream order.
         unsafe { self.queue(&descriptors, &algorithm, pointers, problem.beta()) }
     }
 
-    /// The workspace is that of one stream.
+    /// Checks that the current stream is the one that the workspace belongs to.
     fn check_stream(&self) -> Result<()> {
         if torch::current_cuda_stream(self.context.ordinal())? == self.stream {
             return Ok(());
@@ -202,8 +200,10 @@ impl Products {
         ))
     }
 
+    /// Queues a GEMM with the chosen algorithm.
+    ///
     /// # Safety
-    /// The pointers (b, a, what `beta` adds, out) span what the descriptors state until the stream has passed this.
+    /// The pointers (b, a, the addend of `beta`, out) must span the sizes in the descriptors until the stream has passed the GEMM.
     unsafe fn queue(
         &self,
         descriptors: &Descriptors,
@@ -214,8 +214,7 @@ impl Products {
         let one = 1f32;
         let (alpha, beta) = ((&raw const one).cast(), (&raw const beta).cast());
         let [b_layout, a_layout, out_layout] = descriptors.layouts();
-        // SAFETY: the caller's promise; scalars are read before the call returns. Column-major, the product is
-        // out^T = b^T a^T.
+        // SAFETY: guaranteed by the caller; scalars are read before the call returns. Column-major, the GEMM is out^T = b^T a^T.
         let code = unsafe {
             sys::cublasLtMatmul(
                 self.handle,

@@ -1,4 +1,4 @@
-//! How an algorithm adds up K.
+//! The order in which an algorithm sums over K.
 #![allow(unsafe_code)]
 
 use cudarc::cublaslt::sys;
@@ -8,12 +8,12 @@ use cudarc::cublaslt::sys::cublasLtReductionScheme_t as Scheme;
 use super::status::status;
 use crate::error::Result;
 
-/// The properties that the order of an algorithm's sums depends on.
+/// The properties of an algorithm that determine the order of its sums.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Order {
     family: u32,
     parts: u32,  // of K
-    scheme: u32, // by which their sums are added
+    scheme: u32, // how partial sums are added
 }
 
 impl Order {
@@ -25,7 +25,7 @@ impl Order {
         })
     }
 
-    /// K in `parts`, their sums added in a fixed order, in float32.
+    /// The order with K split into `parts`, whose sums are added in a fixed order in float32.
     pub(super) fn in_parts(self, parts: u32) -> Self {
         let scheme = match parts {
             1 => Scheme::CUBLASLT_REDUCTION_SCHEME_NONE,
@@ -34,7 +34,7 @@ impl Order {
         Self { parts, scheme: scheme as u32, ..self }
     }
 
-    /// Makes a kernel add up in this order, if it is of the family; `Descriptors::accept` decides whether it then runs.
+    /// Sets this order on an algorithm of the same family; `None` for another family. `Descriptors::accept` then decides whether the result is valid.
     pub(super) fn impose(self, mut algorithm: sys::cublasLtMatmulAlgo_t) -> Result<Option<sys::cublasLtMatmulAlgo_t>> {
         if Self::of(&algorithm)?.family != self.family {
             return Ok(None);
@@ -45,7 +45,7 @@ impl Order {
     }
 }
 
-/// The attributes that tell algorithms apart.
+/// Describes an algorithm by the attributes that distinguish it from others.
 pub(super) fn describe(algorithm: &sys::cublasLtMatmulAlgo_t) -> Result<String> {
     let Order { family, parts, scheme } = Order::of(algorithm)?;
     let tile = get(algorithm, Attribute::CUBLASLT_ALGO_CONFIG_TILE_ID)?;
@@ -68,7 +68,7 @@ fn get(algorithm: &sys::cublasLtMatmulAlgo_t, attribute: Attribute) -> Result<u3
     status("cublasLtMatmulAlgoConfigGetAttribute", code).map(|()| value)
 }
 
-/// Whether the algorithm has the attribute.
+/// Sets an attribute; returns false if the algorithm does not have it.
 fn set(algorithm: &mut sys::cublasLtMatmulAlgo_t, attribute: Attribute, value: u32) -> bool {
     // SAFETY: the attributes set are of 4 bytes; the value is copied by the call.
     let code = unsafe {

@@ -1,4 +1,4 @@
-//! Whether a step is faster with this crate's own products or with cuBLASLt's: found once, and kept as algorithms are.
+//! Decides whether a step is faster with this crate's own GEMM kernels or with cuBLASLt: measured once, and cached like algorithms.
 
 use std::path::Path;
 
@@ -7,16 +7,16 @@ use super::algorithms::lock;
 use crate::cuda::{cache, kernels};
 use crate::error::Result;
 
-/// How a file says which products are faster.
+/// The contents of a cache file for each answer.
 const WORDS: [(bool, &str); 2] = [(true, "own\n"), (false, "cuBLASLt\n")];
 
 impl Products {
-    /// Whether a step of `rows` is faster with the products of [`kernels`], as an earlier start has found it or as `compare` finds it
-    /// now, against algorithms that are [`Tuning::Timed`](super::Tuning::Timed). `step` names all shapes of the step. Where several ranks make
-    /// the step together, all ask at once, and `agree` gives each of them what the first one knows.
+    /// Whether a step of `rows` is faster with the GEMMs in [`kernels`], from the cache or as measured now by `compare`, against algorithms with
+    /// [`Tuning::Timed`](super::Tuning::Timed). `step` names all shapes of the step. If several ranks run the step together, all must call this at
+    /// once; `agree` returns to each of them the first rank's answer.
     ///
     /// # Errors
-    /// The errors of `agree` and `compare`; [`Error::Environment`](crate::Error::Environment) where the user has no cache folder.
+    /// The errors of `agree` and `compare`; [`Error::Environment`](crate::Error::Environment) if the user has no cache folder.
     pub fn own_are_faster(
         &self,
         rows: usize,
@@ -38,9 +38,8 @@ impl Products {
     }
 }
 
-/// The finding in the file, or else that of `compare`, which is then written to it. Where several engines compare at once, the
-/// first one's
-/// finding is every one's: they are to decode alike, now and when they are resumed.
+/// The answer in the file, or else that of `compare`, which is then written to the file. If several engines compare at once, all use the first one's
+/// answer, so that they decode alike, now and when they are resumed.
 fn kept_or(
     path: &Path,
     agree: impl Fn(Option<bool>) -> Result<Option<bool>>,
@@ -103,7 +102,7 @@ mod tests {
     fn all_ranks_of_an_engine_use_the_timing_file_of_the_first() {
         let folder = tempfile::tempdir().unwrap();
         let (first, other) = (folder.path().join("first"), folder.path().join("other"));
-        // The other rank has no file of its own, or one that says otherwise: neither compares, nor goes by it.
+        // The other rank has no file or a different one: it neither compares nor uses its own.
         for of_other in [None, Some(false)] {
             if let Some(found) = of_other {
                 assert_eq!(kept_or(&other, Ok, || Ok(found)).unwrap(), found);
@@ -111,7 +110,7 @@ mod tests {
             assert!(kept_or(&first, Ok, || Ok(true)).unwrap());
             assert!(kept_or(&other, |_| kept(&first), || panic!("timed alone")).unwrap());
         }
-        // The first has none: the other, which has one, compares with it and ends as it does.
+        // The first rank has no file: the other rank, which has one, compares too and takes the first rank's answer.
         let unknown = folder.path().join("unknown");
         let said = std::cell::RefCell::new(vec![Some(true), None]);
         let agree = |_| Ok(said.borrow_mut().pop().unwrap());

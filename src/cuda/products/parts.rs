@@ -1,7 +1,7 @@
-//! Exact products with a long K: two halves of it, each a product of the class with sums in float32, which are then added and rounded.
+//! Exact GEMMs with a long K. K is split into two halves, each a GEMM of the exact class with float32 sums, which are then added and rounded.
 //!
-//! Without that the few tiles of an output that is much narrower than K leave most of a chip idle in decode steps: `down` of Qwen2.5-7B has 56
-//! of 132 multiprocessors at work for 16 to 64 rows. Whether K is cut depends on the weight's shape alone, so that training has the same sums.
+//! Without this, an output that is much narrower than K has too few tiles to fill a GPU in decode steps: `down` of Qwen2.5-7B uses 56 of 132
+//! multiprocessors for 16 to 64 rows. Whether K is split depends only on the weight's shape, so that training has the same sums.
 #![allow(unsafe_code)]
 
 use tch::{Kind, Tensor};
@@ -14,25 +14,25 @@ use crate::cuda::kernels;
 use crate::error::Result;
 
 const PARTS: i64 = 2;
-/// The least K that is cut, at multiples of a step of the tensor cores' kernels.
+/// The smallest K that is split; each half must be a multiple of `STEP`, the tensor-core kernels' step.
 const LONG: i64 = 8192;
 const STEP: i64 = 64;
-/// Rows whose halves' sums are held at once.
+/// Maximum number of rows whose partial sums are held at once.
 pub(super) const MOST_ROWS: i64 = 2048;
 
-/// Whether the K of a weight [features, k] is cut.
+/// Whether K is split for a weight [features, k].
 pub(super) fn is_cut(features: i64, k: i64) -> bool {
     k >= LONG && k % (PARTS * STEP) == 0 && 2 * features <= k && features % 8 == 0
 }
 
 impl Products {
-    /// Bytes of a GPU that exact products by a weight [features, k] hold beside [`Products::BYTES`].
+    /// GPU memory in bytes that exact GEMMs with a weight [features, k] need in addition to [`Products::BYTES`].
     pub fn bytes_of_parts(features: usize, k: usize) -> usize {
         let is_cut = is_cut(features as i64, k as i64);
         if is_cut { (PARTS * MOST_ROWS) as usize * features * size_of::<f32>() } else { 0 }
     }
 
-    /// out = a b + bias of a K that is cut.
+    /// Computes out = a b + bias with a split K.
     pub(super) fn run_in_parts(&self, a: &Tensor, b: &Tensor, bias: Option<&Tensor>, out: &Tensor) -> Result<()> {
         let (rows, features, half) = (a.size()[0], b.size()[1], b.size()[0] / PARTS);
         for first in (0..rows).step_by(MOST_ROWS as usize) {
@@ -58,7 +58,7 @@ impl Products {
             let problem = problem(&sums)?;
             let descriptors = Descriptors::new(&problem, None, None)?;
             let algorithm = self.algorithm(&problem, &descriptors, Tuning::Exact, (&a, b, None, &sums))?;
-            // SAFETY: the descriptors are for both halves of the factors, and for outputs one behind the other; they live in stream order.
+            // SAFETY: the descriptors describe both halves of the operands, and two consecutive outputs; all live in stream order.
             unsafe { self.queue(&descriptors, &algorithm, [b, &a, &sums, &sums].map(Tensor::data_ptr), 0.0)? };
             kernels::exact_sum(&sums, bias, &out)?;
         }

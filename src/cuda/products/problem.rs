@@ -1,11 +1,11 @@
-//! One product's shape: everything that the choice of its algorithm depends on.
+//! The shape of a GEMM: everything that the choice of its algorithm depends on.
 
 use tch::{Device, Kind, Tensor};
 
 use crate::cuda::kernels::ScaledRows;
 use crate::error::{Error, Result};
 
-/// A factor as it lies: row-major with a leading dimension, or the transpose of that.
+/// The memory layout of an operand: row-major with a leading dimension, or the transpose of that.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Factor {
     rows: i64,
@@ -14,7 +14,7 @@ pub(super) struct Factor {
     pub(super) is_transposed: bool,
 }
 
-/// Everything that an algorithm's choice depends on.
+/// A GEMM's operands and types: everything that the choice of its algorithm depends on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Problem {
     pub(super) a: Factor,
@@ -24,9 +24,9 @@ pub(super) struct Problem {
     pub(super) out_kind: Kind,
     pub(super) has_bias: bool,
     accumulates: bool,
-    pub(super) is_scaled: bool, // by a factor for each row of a and column of b
+    pub(super) is_scaled: bool, // each sum is multiplied by a scale per row of a and per column of b
     pub(super) alignment: u32,  // in bytes, of all three
-    pub(super) parts: i64,      // of a longer K, each with an output of its own behind the one before
+    pub(super) parts: i64,      // of a longer K, each with its own output, stored one after the other
 }
 
 impl Problem {
@@ -73,7 +73,7 @@ impl Problem {
         })
     }
 
-    /// out = residual + a b^T + bias of rows with scales.
+    /// Describes out = residual + a b^T + bias for FP8 rows with scales.
     pub(super) fn of_fp8(
         a: &ScaledRows,
         b: &ScaledRows,
@@ -119,18 +119,18 @@ impl Problem {
         2.0 * self.a.rows as f64 * self.a.columns as f64 * self.b.columns as f64 * self.parts as f64
     }
 
-    /// M, N and K, for people.
+    /// M, N and K as text, for file names and messages.
     pub(super) fn name(&self) -> String {
         let parts = if self.parts > 1 { format!("x{}", self.parts) } else { String::new() };
         format!("{}x{}x{}{parts}", self.a.rows, self.b.columns, self.a.columns)
     }
 
-    /// This product as the first of equal parts of a longer K.
+    /// This GEMM as the first of `parts` equal parts of a longer K.
     pub(super) fn in_parts(&self, parts: i64) -> Self {
         Self { parts, ..*self }
     }
 
-    /// Elements from one part of b, a and the output to the next.
+    /// Distance in elements between consecutive parts of b, of a and of the output.
     pub(super) fn part_strides(&self) -> [i64; 3] {
         let along = |factor: &Factor, elements: i64, is_along: bool| {
             if is_along { elements } else { elements * factor.leading }
@@ -142,12 +142,12 @@ impl Problem {
         ]
     }
 
-    /// M
+    /// Number of rows M of the output.
     pub(super) fn rows(&self) -> i64 {
         self.out.rows
     }
 
-    /// This product with another number of rows.
+    /// This GEMM with another number of rows.
     pub(super) fn with_rows(&self, rows: i64) -> Self {
         let mut other = *self;
         (other.a.rows, other.out.rows) = (rows, rows);
@@ -157,22 +157,22 @@ impl Problem {
         other
     }
 
-    /// This product with nothing promised beyond addresses at multiples of `bytes`.
+    /// This GEMM, with addresses assumed to be aligned to at most `bytes`.
     pub(super) fn aligned_to_at_most(&self, bytes: u32) -> Self {
         Self { alignment: self.alignment.min(bytes), ..*self }
     }
 
-    /// Elements from one row of the output to the next.
+    /// Distance in elements between rows of the output.
     pub(super) fn row_len(&self) -> i64 {
         self.out.leading
     }
 
-    /// Elements that a spans.
+    /// Number of elements that operand a spans.
     pub(super) fn a_len(&self) -> i64 {
         self.a.leading * if self.a.is_transposed { self.a.columns } else { self.a.rows }
     }
 
-    /// 1 where the output is added to, else 0.
+    /// 1 if the GEMM adds to the output, else 0.
     pub(super) fn beta(&self) -> f32 {
         f32::from(u8::from(self.accumulates))
     }
@@ -217,7 +217,7 @@ mod tests {
     use super::*;
     use crate::cuda::products::fixed::bucket;
 
-    /// [rows, 72] x [72, 40]
+    /// A GEMM [rows, 72] x [72, 40].
     fn problem(rows: i64, alignment: u32) -> Problem {
         let factor = |rows, columns, is_transposed| Factor { rows, columns, leading: 72, is_transposed };
         Problem {

@@ -1,4 +1,4 @@
-//! The products of whoever has no engine: training's, on libtorch's current stream.
+//! GEMMs on libtorch's current stream, for training and other users without an engine.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -8,11 +8,11 @@ use crate::cuda::context::Context;
 use crate::error::Result;
 use crate::torch;
 
-/// By GPU and stream.
+/// GEMM handles by GPU and stream.
 type OfStreams = HashMap<(usize, usize), Arc<Products>>;
 
 impl Products {
-    /// The products of libtorch's current stream on a GPU, made on first use and kept as long as the process, as streams of libtorch are.
+    /// The GEMM handle of libtorch's current stream on a GPU. It is created on first use and kept until the process ends, like libtorch's streams.
     ///
     /// # Errors
     /// The errors of [`Products::new`].

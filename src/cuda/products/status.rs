@@ -1,13 +1,13 @@
-//! cuBLASLt's workspace and its errors.
+//! cuBLASLt's workspace size and errors.
 
 use cudarc::cublaslt::sys;
 
 use crate::error::{Error, Result};
 
-/// The workspace that cuBLAS advises for Hopper.
+/// Bytes of workspace that cuBLAS recommends for Hopper.
 pub(super) const WORKSPACE_BYTES: usize = 32 << 20;
 
-/// The error of a call, if it failed.
+/// Converts cuBLASLt's status into a result.
 pub(super) fn status(op: &'static str, code: sys::cublasStatus_t) -> Result<()> {
     match code {
         sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS => Ok(()),
@@ -18,7 +18,7 @@ pub(super) fn status(op: &'static str, code: sys::cublasStatus_t) -> Result<()> 
     }
 }
 
-/// An error of cuBLASLt.
+/// Creates an error of cuBLASLt.
 pub(super) fn failed(op: &'static str, code: u32, message: &str) -> Error {
     Error::Cuda { op, code, message: message.to_owned() }
 }
