@@ -8,33 +8,32 @@ use crate::cuda::{OpCost, timed};
 use crate::error::Result;
 use crate::torch::scalar;
 
-/// Elements updated at once: the temporaries of one piece stay in the processor's cache.
+/// Elements processed at once, so that the temporaries stay in the CPU's cache.
 const PIECE: i64 = 1 << 16;
 
-/// Hyperparameters of one step.
+/// Hyperparameters of one AdamW step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AdamW {
     /// Learning rate.
     pub lr: f64,
-    /// First moment decay.
+    /// Decay of the first moment.
     pub beta1: f64,
-    /// Second moment decay.
+    /// Decay of the second moment.
     pub beta2: f64,
-    /// Added to the denominator.
+    /// Epsilon added to the denominator.
     pub eps: f64,
-    /// Decoupled decay: master *= 1 - lr * weight_decay on the ranges given.
+    /// Decoupled weight decay: the given ranges of master are multiplied by 1 - lr * weight_decay.
     pub weight_decay: f64,
 }
 
-/// One step, the `step`-th from 1, with g = grad * grad_scale:
-/// m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2;
-/// master -= lr * (m / (1 - beta1^step)) / (sqrt(v / (1 - beta2^step)) + eps), after decay of `decayed`.
+/// Runs one step, number `step` (counted from 1), with g = grad * grad_scale: m = beta1 m + (1 - beta1) g; v = beta2 v + (1 - beta2) g^2; master -=
+/// lr * (m / (1 - beta1^step)) / (sqrt(v / (1 - beta2^step)) + eps), after weight decay of the `decayed` ranges.
 ///
-/// `weight` takes the new master in its own kind. Every operation rounds each element alone, so that the result does not
-/// depend on how a model is cut into shards. On a GPU float32 shards take one pass of one kernel.
+/// The new master is copied to `weight` in its own type. Every operation is elementwise, so the result does not depend on how a model is sharded. On
+/// a GPU, float32 shards take one pass of one kernel.
 ///
 /// # Errors
-/// [`crate::Error::OutOfMemory`]; those of the kernel.
+/// [`crate::Error::OutOfMemory`]; the errors of the kernel.
 #[allow(clippy::too_many_arguments)]
 pub fn step(
     master: &mut Tensor, // [n] f32 (f64 in tests)
@@ -62,7 +61,7 @@ pub fn step(
     Ok(())
 }
 
-/// Decoupled weight decay of some ranges.
+/// Applies decoupled weight decay to some ranges.
 pub(super) fn decay(master: &Tensor, hyper: &AdamW, decayed: &[Range<i64>]) -> Result<()> {
     let keep = 1.0 - hyper.lr * hyper.weight_decay;
     if keep != 1.0 {
@@ -73,7 +72,7 @@ pub(super) fn decay(master: &Tensor, hyper: &AdamW, decayed: &[Range<i64>]) -> R
     Ok(())
 }
 
-/// The kernel's factors.
+/// The coefficients that the kernel needs.
 pub(super) fn scalars(hyper: &AdamW, step: u64, grad_scale: f64) -> AdamWScalars {
     let &AdamW { lr, beta1, beta2, eps, weight_decay } = hyper;
     let (correction1, correction2) = (1.0 - beta1.powf(step as f64), 1.0 - beta2.powf(step as f64));
@@ -89,7 +88,7 @@ pub(super) fn scalars(hyper: &AdamW, step: u64, grad_scale: f64) -> AdamWScalars
     }
 }
 
-/// The step of some elements, without decay.
+/// Updates some elements, without weight decay.
 pub(super) fn update(
     p: &mut Tensor,
     m: &mut Tensor,

@@ -1,8 +1,8 @@
-//! AdamW with block-wise 8-bit moments (arXiv 2110.02861) over flat shards, in place, as bitsandbytes quantises them.
+//! AdamW with block-wise 8-bit moments (arXiv 2110.02861) over flat shards, in place, quantized like bitsandbytes.
 //!
-//! 256 consecutive moments share a scale, their largest absolute value. Divided by it, each is rounded to the nearest of 256 levels of a
-//! dynamic map: of both signs for the first moment, of none for the second. A step computes in the master weights' kind from what the
-//! codes stand for, steps the weights by the new moments, and then rounds those to codes again.
+//! 256 consecutive moments share a scale, their largest absolute value. Each is divided by the scale and rounded to the nearest of 256 levels of a
+//! dynamic map, which is signed for the first moment and unsigned for the second. A step dequantizes the moments into the master weights' type,
+//! updates the moments and the weights, and quantizes the moments again.
 
 use tch::{Device, Kind, Tensor};
 
@@ -12,15 +12,15 @@ use crate::cuda::kernels::{self, MomentCodes};
 use crate::cuda::{OpCost, timed};
 use crate::error::{Error, Result};
 
-/// Moments that share a scale.
+/// Number of moments that share a scale.
 pub const BLOCK: usize = 256;
 /// The code of a first moment of 0.
 pub const ZERO_M_CODE: u8 = 127;
 
-/// Blocks updated at once on a CPU: the temporaries of one piece stay in the processor's cache.
+/// Blocks processed at once on a CPU, so that the temporaries stay in its cache.
 const PIECE_BLOCKS: i64 = 1 << 8;
 
-/// 8-bit moments of n elements, a multiple of [`BLOCK`].
+/// 8-bit moments of n elements; n is a multiple of [`BLOCK`].
 #[derive(Debug)]
 pub struct Moments8bit {
     /// Codes of first moments.
@@ -34,10 +34,10 @@ pub struct Moments8bit {
 }
 
 impl Moments8bit {
-    /// The moments in these four tensors, in the order of the fields.
+    /// Makes moments from four tensors, in the order of the fields.
     ///
     /// # Panics
-    /// For another number of tensors.
+    /// If the number of tensors is not four.
     pub fn of(tensors: &[Tensor]) -> Self {
         let [m_codes, v_codes, m_absmax, v_absmax] = tensors else { panic!("{} tensors of moments", tensors.len()) };
         let [m_codes, v_codes, m_absmax, v_absmax] = [m_codes, v_codes, m_absmax, v_absmax].map(Tensor::shallow_clone);
@@ -57,17 +57,17 @@ impl Moments8bit {
     }
 }
 
-/// Values of both moments' codes, on one device.
+/// The quantization maps of both moments, on one device.
 #[derive(Debug)]
 pub struct Maps {
-    /// Values of the first moments' codes.
+    /// Map of the first moments.
     pub m: DynamicMap,
-    /// Values of the second moments' codes.
+    /// Map of the second moments.
     pub v: DynamicMap,
 }
 
 impl Maps {
-    /// Both maps.
+    /// Creates both maps on a device.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].
@@ -76,11 +76,11 @@ impl Maps {
     }
 }
 
-/// One step, the `step`-th from 1, as [`adamw::step`] but for the moments; every element decays. On a GPU float32 shards take one pass
-/// of one kernel.
+/// Runs one step, number `step` (counted from 1), like [`adamw::step`] but with 8-bit moments; weight decay applies to every element. On a GPU,
+/// float32 shards take one pass of one kernel.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`] for a number of elements that is no multiple of [`BLOCK`]; [`Error::OutOfMemory`]; those of the kernel.
+/// [`Error::InvalidArgument`] if the number of elements is not a multiple of [`BLOCK`]; [`Error::OutOfMemory`]; the errors of the kernel.
 #[allow(clippy::too_many_arguments)]
 pub fn step(
     master: &mut Tensor, // [n] f32 (f64 in tests)
@@ -122,7 +122,7 @@ pub fn step(
     Ok(())
 }
 
-/// The moments that codes stand for. `[n]` f32
+/// Dequantizes moments. `[n]` f32
 ///
 /// # Errors
 /// [`Error::OutOfMemory`].
@@ -135,7 +135,7 @@ pub fn dequantize(
     Ok(levels.view([-1, BLOCK as i64]).f_mul(&absmax.unsqueeze(1))?.view(-1))
 }
 
-/// Rounds moments to codes.
+/// Quantizes moments into codes and scales.
 fn quantize(moments: &Tensor, map: &DynamicMap, codes: &Tensor, absmax: &Tensor) -> Result<()> {
     let blocks = moments.f_to_kind(Kind::Float)?.view([-1, BLOCK as i64]);
     let scales = blocks.f_abs()?.f_amax([1i64], false)?;
@@ -157,7 +157,7 @@ mod tests {
         numbers.into_iter().map(|number| number as f32).collect()
     }
 
-    /// Moments of 0, as an optimizer starts with them.
+    /// Moments of 0, the initial state of an optimizer.
     fn zeros(n: i64) -> Moments8bit {
         let codes = |code: u8| Tensor::full([n], i64::from(code), (Kind::Uint8, Device::Cpu));
         let scales = || Tensor::zeros([n / BLOCK as i64], (Kind::Float, Device::Cpu));
@@ -173,7 +173,7 @@ mod tests {
         assert_eq!(floats(&golden["m_levels"])[usize::from(ZERO_M_CODE)], 0.0);
     }
 
-    /// Every code, but for values within rounding of the middle between two, where bitsandbytes multiplies by a reciprocal.
+    /// Compares every code, except for values within rounding of the midpoint between two levels, because bitsandbytes multiplies by a reciprocal.
     #[test]
     fn adamw8bit_steps_equal_bitsandbytes() {
         let (golden, maps, n) = (optim_golden(), Maps::new(Device::Cpu).unwrap(), 4096);

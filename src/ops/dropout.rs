@@ -1,9 +1,8 @@
-//! Inverted dropout whose mask is a pure function of (key, row, column): nothing is kept for the backward, which applies
-//! the same mask to the gradient.
+//! Inverted dropout whose mask is a pure function of (key, row, column). Nothing is kept for the backward, which applies the same mask to the
+//! gradient.
 //!
-//! The adapters of a fused matrix (query, key and value; gate and up) share one mask of their common input, where PEFT draws one
-//! each. The key holds seed, rank, update, micro-batch and layer, so a resumed run draws the same masks and another world size draws
-//! others.
+//! The adapters of a fused matrix (query, key and value; gate and up) share one mask of their common input; PEFT draws one for each. The key contains
+//! seed, rank, update, micro-batch and layer, so a resumed run draws the same masks, and a run with another world size draws others.
 
 use tch::Tensor;
 
@@ -12,25 +11,25 @@ use crate::cuda::kernels;
 use crate::error::Result;
 use crate::torch;
 
-/// One mask.
+/// The dropout mask of one use.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Dropout {
-    /// Chance of an element to be 0.
+    /// Probability that an element is dropped.
     pub rate: f64,
-    /// The mask's key.
+    /// Random key of the mask.
     pub key: RandomKey,
 }
 
 impl Dropout {
-    /// The mask of one use below this one.
+    /// Derives the mask of one use, identified by `word`, from this one.
     pub fn fold(self, word: u64) -> Self {
         Self { key: self.key.fold(word), ..self }
     }
 
-    /// x / (1 - rate), or 0 with probability `rate`.
+    /// Returns x / (1 - rate), or 0 with probability `rate`.
     ///
     /// # Errors
-    /// [`crate::Error::OutOfMemory`]; those of the kernel.
+    /// [`crate::Error::OutOfMemory`]; the errors of the kernel.
     pub fn apply(&self, x: &Tensor /* [T, K] */) -> Result<Tensor> {
         if x.device().is_cuda() {
             let (threshold, kept) = dropout_scalars(self.rate);
@@ -52,7 +51,7 @@ mod tests {
 
     use super::*;
 
-    /// Over 100,000 elements: five standard errors.
+    /// The tolerance is five standard errors over 100,000 elements.
     #[test]
     fn dropout_drops_the_rate_and_keeps_the_mean() {
         let dropout = Dropout { rate: 0.3, key: RandomKey::new(1, 2) };

@@ -1,24 +1,24 @@
-//! The dynamic map of 8 bits (arXiv 1511.04561), as bitsandbytes makes it: what codes stand for, and the nearest code of a value.
+//! The dynamic 8-bit quantization map (arXiv 1511.04561), as in bitsandbytes: the value of each code, and the nearest code of a value.
 
 use tch::{Device, Kind, Tensor};
 
 use crate::error::Result;
 use crate::torch;
 
-/// Powers of ten, from 10^-6.
+/// Number of powers of ten, from 10^-6 on.
 const NUM_POWERS: u32 = 7;
 
-/// The value of each of 256 codes, ascending, with the bounds between them.
+/// The value of each of 256 codes, ascending, with the midpoints between them.
 #[derive(Debug)]
 pub struct DynamicMap {
-    /// The values of the codes.
+    /// The value of each code.
     pub levels: Tensor, // [256] f32
-    /// A value above a bound has a code above the bound's place.
+    /// Midpoints between codes: a value above `bounds[i]` has a code above i.
     pub bounds: Tensor, // [255] f32
 }
 
 impl DynamicMap {
-    /// The map of values of both signs: for each power of ten the middles of 2^i equal parts of [0.1, 1], negative and positive; 0 and 1.
+    /// The map for signed values: for each power of ten the midpoints of 2^i equal parts of [0.1, 1], negative and positive; 0 and 1.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -26,7 +26,7 @@ impl DynamicMap {
         Self::of(&dynamic_levels(true), device)
     }
 
-    /// The map of values that are not negative, with twice as many parts.
+    /// The map for values of at least 0, with twice as many parts.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -40,7 +40,7 @@ impl DynamicMap {
     }
 }
 
-/// The middles between neighbours of ascending levels `[L]`: `[L - 1]`
+/// Returns the midpoints `[L - 1]` between ascending levels `[L]`.
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
@@ -49,7 +49,7 @@ pub fn bounds(levels: &Tensor) -> Result<Tensor> {
     Ok(levels.narrow(0, 0, count).f_add(&levels.narrow(0, 1, count))?.f_div(&torch::scalar(2.0))?)
 }
 
-/// The index of the nearest of the levels that have these bounds; the lower one of two at the same distance. i32
+/// Returns the index of the level nearest to each value, given the levels' midpoints; ties go to the lower one. i32
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
@@ -57,7 +57,7 @@ pub fn nearest(x: &Tensor, bounds: &Tensor) -> Result<Tensor> {
     Ok(x.f_contiguous()?.f_bucketize(bounds, true, false)?)
 }
 
-/// x / scale, by rows; 0 where a row is all zero.
+/// Divides each row by its scale; a row of zeros stays 0.
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
@@ -66,7 +66,7 @@ pub fn normalised(x: &Tensor /* [R, B] */, scale: &Tensor /* [R] */) -> Result<T
     Ok(x.f_div(&divisor.unsqueeze(1))?)
 }
 
-/// The levels of a map, ascending.
+/// The levels of a signed or unsigned map, ascending.
 pub fn dynamic_levels(signed: bool) -> Vec<f32> {
     let mut levels = vec![0.0, 1.0];
     for i in 0..NUM_POWERS {

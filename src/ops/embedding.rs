@@ -1,4 +1,4 @@
-//! Rows of the embedding table.
+//! Embedding lookup and its gradient.
 
 use tch::Tensor;
 
@@ -6,7 +6,7 @@ use crate::cuda::{OpCost, kernels, timed};
 use crate::error::Result;
 use crate::torch::scalar;
 
-/// The table's row of each id.
+/// Returns the table's row for each id.
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
@@ -17,8 +17,8 @@ pub fn forward(
     Ok(table.f_index_select(0, ids)?) // [T, D]
 }
 
-/// Rows of a table of which `table` holds those from `first_row` on alone: zeros for ids outside of it, so that the sum over the
-/// ranks that share a table is the whole table's row.
+/// Returns rows from a shard of a table, whose first row has the id `first_row`. Ids outside of it give zeros, so that the sum over the ranks that
+/// split a table is the whole table's row.
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
@@ -33,10 +33,10 @@ pub fn forward_shard(
     Ok(forward(&local.f_clamp_tensor(Some(&first), Some(&last))?, table)?.f_mul(&inside)?) // [T, D]
 }
 
-/// `dtable[ids[t]] += dy[t]`, summed in token order.
+/// Accumulates the table's gradient in token order: `dtable[ids[t]] += dy[t]`.
 ///
 /// # Errors
-/// [`crate::Error::OutOfMemory`]; those of the kernel.
+/// [`crate::Error::OutOfMemory`]; the errors of the kernel.
 pub fn accumulate(
     dy: &Tensor,         // [T, D]
     ids: &Tensor,        // [T] i64

@@ -1,7 +1,7 @@
-//! Biases of experts' matrices. Those of the first product come by a product of rows of ones and zeros, which no kernel has to be written for; those of the
-//! second by one of each token's weights, as the sum of a token's experts has each of their biases times its weight.
+//! Biases of experts' matrices. Those of gate and up are added by a GEMM with one-hot rows, so that no special kernel is needed. Those of down are
+//! added by a GEMM with each token's routing weights, because in the sum over a token's experts each bias is multiplied by its expert's weight.
 //!
-//! T tokens, K experts of a token, R = T K rows sorted by expert, E experts, of which O are this rank's, I an expert's width, D hidden.
+//! T tokens, K experts per token, R = T K rows sorted by expert, E experts, of which O are on this rank, I an expert's width, D hidden.
 
 use tch::Tensor;
 
@@ -12,7 +12,7 @@ use super::swiglu::GateUp;
 use crate::error::Result;
 use crate::torch;
 
-/// A one in each row for the row's expert, zeros for the others; none where the expert is another rank's. [R, O], like `bias`
+/// One-hot rows: a one for the row's expert and zeros elsewhere; all zeros if the expert is on another rank. [R, O], like `bias`
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
@@ -26,7 +26,7 @@ pub(crate) fn one_hot(
     Ok(dispatch.of_rows(experts)?.f_eq_tensor(&own)?.f_to_kind(bias.kind())?)
 }
 
-/// Gate and up with their biases, in their own memory.
+/// Adds the biases to gate and up, in place.
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
@@ -49,7 +49,7 @@ pub(crate) fn expand(
     })
 }
 
-/// Adds the gradient of [`expand`]'s biases.
+/// Adds the gradient of the biases in [`expand`].
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
@@ -69,7 +69,7 @@ pub(crate) fn expand_backward(
     }
 }
 
-/// Adds each token's biases times their experts' weights to a sum in the accumulation kind.
+/// Adds the biases of each token's experts, multiplied by the routing weights, to a sum in the accumulation type.
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
@@ -83,7 +83,7 @@ pub(crate) fn contract(
     linear::accumulate_input(&shares, &bias.f_to_kind(sum.kind())?, sum)
 }
 
-/// Adds to the gradients of the experts' weights and, if they train, of [`contract`]'s biases.
+/// Adds to the gradients of the routing weights and, if they train, of the biases in [`contract`].
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
@@ -102,12 +102,12 @@ pub(crate) fn contract_backward(
     }
 }
 
-/// The weights of all experts, 0 of those that were not chosen. [T, E]
+/// The routing weights of all experts; 0 for those that were not chosen. [T, E]
 fn shares(routing: &Routing) -> Result<Tensor> {
     Ok(routing.probs.f_zeros_like()?.f_scatter_(1, &routing.experts, &routing.weights)?)
 }
 
-/// Columns of gates and of ups [E, I], as views.
+/// The columns of gate biases and of up biases [E, I], as views.
 fn columns(bias: &Tensor /* [E, 2 I] */) -> [Tensor; 2] {
     let pairs = bias.unflatten(1, [-1, 2]);
     [pairs.select(2, 0), pairs.select(2, 1)]

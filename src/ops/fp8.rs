@@ -1,9 +1,8 @@
-//! Products in FP8: matrices in e4m3 (4 bits of exponent, 3 of mantissa, largest value 448) with a float32 scale for each row.
+//! FP8 GEMMs: matrices in e4m3 (4 bits of exponent, 3 of mantissa, largest value 448) with one float32 scale per row.
 //!
-//! A row is divided by its largest absolute value / 448 and rounded to nearest, ties to even. A product of two rows is summed in float32
-//! and multiplied by both rows' scales. On a GPU kernels round and cuBLASLt multiplies, on Hopper; the operations of a CPU are their reference,
-//! which multiply the rounded values in float32. Training rounds both factors of a product as they come, rows along what is summed over.
-//! Engines have products of their own.
+//! A row is divided by its largest absolute value / 448 and rounded to nearest, ties to even. Products are summed in float32 and multiplied by both
+//! rows' scales. On a GPU kernels quantize and cuBLASLt multiplies (Hopper only). The CPU operations are the reference: they multiply the quantized
+//! values in float32. Training quantizes both operands of a GEMM on the fly, along the dimension that is summed over. Engines have their own GEMMs.
 
 mod weight;
 
@@ -17,12 +16,12 @@ pub use weight::weight_gradient;
 
 /// The largest value of e4m3.
 pub const MOST: f32 = 448.0;
-/// Rows and columns of a block of published checkpoints, which has one scale.
+/// Rows and columns of a block with one scale, in published checkpoints.
 pub const BLOCK: i64 = 128;
-/// The time that an operation takes in FP8 of what it takes in bfloat16, on tensor cores.
+/// Time of an FP8 operation on tensor cores, relative to bfloat16.
 const SHARE_OF_BF16: f64 = 0.5;
 
-/// Room for a matrix.
+/// Allocates memory for a quantized matrix.
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
@@ -31,11 +30,10 @@ pub fn empty([rows, columns]: [i64; 2], device: Device) -> Result<ScaledRows> {
     Ok(ScaledRows { values, scales: Tensor::f_empty([rows], (Kind::Float, device))? })
 }
 
-/// Rounds the rows of a matrix into memory that is there. Rows of zeros have the scale 0; those with a value that is not finite have one
-/// that is not finite.
+/// Quantizes the rows of a matrix into existing memory. Rows of zeros have the scale 0; rows with a non-finite value have a non-finite scale.
 ///
 /// # Errors
-/// [`crate::Error::InvalidArgument`] for a matrix that the kernel of a GPU does not take; [`crate::Error::OutOfMemory`].
+/// [`crate::Error::InvalidArgument`] for a matrix that the GPU kernel does not support; [`crate::Error::OutOfMemory`].
 pub fn round_rows(
     x: &Tensor,      // [R, K]
     to: &ScaledRows, // [R, K]
@@ -48,7 +46,7 @@ pub fn round_rows(
     Ok(())
 }
 
-/// Rows of which the largest absolute value is `most`, not rounded yet, in float32; their scales are written. [R, K]
+/// Scales rows in float32 so that their largest absolute value is `most`, without rounding, and writes their scales. [R, K]
 pub(super) fn scale_rows(x: &Tensor /* [R, K] */, most: f32, to: &ScaledRows) -> Result<Tensor> {
     let x = x.f_to_kind(Kind::Float)?;
     let peak = x.f_abs()?.f_amax([1], true)?; // [R, 1]
@@ -58,13 +56,13 @@ pub(super) fn scale_rows(x: &Tensor /* [R, K] */, most: f32, to: &ScaledRows) ->
     Ok(x.f_mul(&factor)?)
 }
 
-/// Blocks along a side of a matrix.
+/// Number of blocks along a side of a matrix.
 pub fn blocks(side: i64) -> i64 {
     (side + BLOCK - 1) / BLOCK
 }
 
-/// Rounds the blocks of a matrix, of [`BLOCK`] rows and columns but for the last ones: values in e4m3 [N, K], and a scale for each block
-/// [N / 128, K / 128], both rounded up. On a CPU.
+/// Quantizes a matrix by blocks of [`BLOCK`] rows and columns; the last ones may be smaller. Returns e4m3 values [N, K] and a scale per block [N /
+/// 128, K / 128] (rounded up). CPU only.
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
@@ -81,7 +79,7 @@ pub fn rounded_blocks(w: &Tensor /* [N, K] */) -> Result<[Tensor; 2]> {
     Ok([values, rows.scales.f_view(blocks)?])
 }
 
-/// The rows of a matrix, rounded.
+/// Quantizes the rows of a matrix.
 ///
 /// # Errors
 /// The errors of [`round_rows`].
@@ -91,7 +89,7 @@ pub fn rounded(x: &Tensor /* [R, K] */) -> Result<ScaledRows> {
     Ok(to)
 }
 
-/// The columns of a matrix, rounded: rows of its transpose, which on a GPU end in zeros up to a multiple of 16.
+/// Quantizes the columns of a matrix, as rows of its transpose; on a GPU these are padded with zeros to a multiple of 16.
 ///
 /// # Errors
 /// The errors of [`round_rows`].
@@ -105,7 +103,7 @@ pub fn rounded_columns(w: &Tensor /* [N, K] */) -> Result<ScaledRows> {
     Ok(to)
 }
 
-/// [`rounded_columns`] of every one of several matrices, one behind the other. [E K, N]
+/// Quantizes the columns of each of several stacked matrices, like [`rounded_columns`]. [E K, N]
 ///
 /// # Errors
 /// The errors of [`round_rows`].
@@ -120,13 +118,13 @@ pub fn rounded_columns_of_each(w: &Tensor /* [E, N, K] */) -> Result<ScaledRows>
     Ok(to)
 }
 
-/// The cost of rounding a matrix of bfloat16 that is read so many times.
+/// The cost of quantizing a bfloat16 matrix that is read `times_read` times.
 fn rounding_work(x: &Tensor, times_read: f64) -> OpCost {
     let OpCost { bytes, .. } = OpCost::pass(&[x]);
     OpCost { bytes: (times_read + 0.5) * bytes, flop: 0.0 }
 }
 
-/// y = x w^T + bias of rounded rows, of a kind: on a GPU bfloat16.
+/// Computes y = x w^T + bias from quantized rows, in the type `kind`; on a GPU this is bfloat16.
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`]; on a GPU the errors of [`Products::run_fp8`].
@@ -139,8 +137,8 @@ pub fn forward(
     timed("product in FP8", || work(x, w), || product(x, w, bias, kind)) // [T, N]
 }
 
-/// y = residual + x w^T of rounded rows, of the residual's kind. On a GPU what was summed in float32 is added; on a CPU the product as `kind`
-/// rounds it.
+/// Computes y = residual + x w^T from quantized rows, in the residual's type. On a GPU the unrounded float32 sum is added; on a CPU the GEMM is first
+/// rounded to `kind`.
 ///
 /// # Errors
 /// The errors of [`forward`].
@@ -159,7 +157,7 @@ pub fn forward_onto(
     timed("product in FP8", || work(x, w), run)
 }
 
-/// dx = dy w, of a kind: of the rows of dy and of the columns of w, which are rounded now.
+/// Computes dx = dy w, in the type `kind`, from the quantized rows of dy; quantizes the columns of w on the fly.
 ///
 /// # Errors
 /// The errors of [`round_rows`] and of [`forward`].
@@ -172,18 +170,18 @@ pub fn backward_input(
     timed("product in FP8, gradient of its input", || work(dy, &w), || product(dy, &w, None, kind)) // [T, K]
 }
 
-/// The cost of a product.
+/// The cost of an FP8 GEMM of two quantized matrices.
 fn work(a: &ScaledRows /* [M, K] */, b: &ScaledRows /* [N, K] */) -> OpCost {
     cost([a.values.size()[0], b.values.size()[0], a.values.size()[1]])
 }
 
-/// The cost of a product [m, k] x [k, n].
+/// The cost of an FP8 GEMM [m, k] x [k, n].
 pub(super) fn cost([m, n, k]: [i64; 3]) -> OpCost {
     let OpCost { flop, bytes } = OpCost::product(m, n, k);
     OpCost { flop: SHARE_OF_BF16 * flop, bytes }
 }
 
-/// a b^T + bias.
+/// Computes a b^T + bias.
 fn product(
     a: &ScaledRows,        // [M, K]
     b: &ScaledRows,        // [N, K]
@@ -210,7 +208,7 @@ mod tests {
     use super::*;
     use crate::torch::{byte_vec, f32_vec};
 
-    /// All finite values of e4m3 that are not negative, by their codes: 7 bits of exponent and mantissa, bias 7.
+    /// All finite e4m3 values of at least 0, by code: 7 bits of exponent and mantissa, exponent bias 7.
     fn values() -> Vec<f32> {
         let value = |code: i32| match (code >> 3, (code & 7) as f32) {
             (0, mantissa) => mantissa / 8.0 * 2f32.powi(-6),
@@ -219,14 +217,14 @@ mod tests {
         (0..0x7f).map(value).collect()
     }
 
-    /// The code of the nearest value, of two the even one; beyond the largest that one.
+    /// The code of the nearest value; ties go to the even code, and larger values to the largest code.
     fn nearest(x: f32, values: &[f32]) -> u8 {
         let off = |code: usize| (f64::from(values[code]) - f64::from(x.abs())).abs();
         let best = (0..values.len()).min_by(|&a, &b| off(a).total_cmp(&off(b)).then((a & 1).cmp(&(b & 1)))).unwrap();
         best as u8 | (u8::from(x.is_sign_negative()) << 7)
     }
 
-    /// Scales and codes of rows, in plain arithmetic.
+    /// Scales and codes of rows, computed by plain arithmetic.
     fn reference(rows: &[Vec<f32>]) -> (Vec<u8>, Vec<f32>) {
         let values = values();
         let (mut codes, mut scales) = (Vec::new(), Vec::new());
@@ -243,7 +241,7 @@ mod tests {
     fn fp8_row_rounding_equals_plain_arithmetic_bit_for_bit() {
         let values = values();
         assert_eq!((values[0x7e], values[1], values[8]), (448.0, 2f32.powi(-9), 2f32.powi(-6)));
-        // Every value, the middle between neighbours, which is a tie, and what is next to it; the first makes the scale 1.
+        // Every value, the midpoints between neighbours (ties), and the numbers next to these; the first element makes the scale 1.
         let middles = values.windows(2).map(|pair| (pair[0] + pair[1]) / 2.0);
         let beside = middles.flat_map(|x| [x, f32::from_bits(x.to_bits() - 1), f32::from_bits(x.to_bits() + 1)]);
         let ties: Vec<f32> = [MOST].into_iter().chain(values.clone()).chain(beside).flat_map(|x| [x, -x]).collect();
@@ -272,8 +270,8 @@ mod tests {
         assert_eq!(y[4..], [0.0, 0.0]);
     }
 
-    /// The gradient of the input is autograd's of the product that multiplies by rounded columns, for a rounded gradient: rounding itself
-    /// counts as the identity. Sides are odd, and a row and a column are zeros.
+    /// The input gradient must equal autograd's, for a GEMM with quantized columns and a quantized incoming gradient, where quantization counts as
+    /// the identity. Sizes are odd, and one row and one column are zero.
     #[test]
     fn fp8_input_gradient_equals_autograd_through_the_rounding() {
         let rand = |shape: [i64; 2]| Tensor::randn(shape, (Kind::Float, Device::Cpu));

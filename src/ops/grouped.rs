@@ -1,8 +1,8 @@
-//! Products in which every row has one of several matrices: rows are sorted by matrix, and those of one matrix are a group.
+//! Grouped GEMMs, in which every row is multiplied with one of several matrices. Rows are sorted by matrix; the rows of one matrix are a group.
 //!
-//! On a GPU, bfloat16 takes products that find the groups' ends on the device: libtorch's, and for gradients of weights on Hopper this
-//! crate's, which adds float32 sums. Gradients by libtorch's are rounded to bfloat16 first. All else makes one product a group, for
-//! which the host waits to know their sizes.
+//! On a GPU, bfloat16 uses GEMMs that read the groups' ends on the device: libtorch's and, for weight gradients on Hopper, this crate's, which adds
+//! float32 sums. libtorch's gradients are rounded to bfloat16 before they are added. All other cases run one GEMM per group, for which the host waits
+//! to learn their sizes.
 //!
 //! R rows, E matrices [N, K].
 
@@ -18,29 +18,29 @@ use crate::cuda::{OpCost, kernels, timed};
 use crate::error::Result;
 use crate::torch;
 
-/// Rows of one dispatch: K rows for each token, sorted by expert.
+/// How tokens are dispatched to experts: K rows per token, sorted by expert.
 #[derive(Debug)]
 pub struct Dispatch {
     /// The token of each row.
     tokens: Tensor, // [R]
-    /// The choice (token x K + rank) of each row.
+    /// The choice (token x K + rank) that each row belongs to.
     choices: Tensor, // [R]
     /// The row of each choice.
     rows: Tensor, // [T, K]
     groups: Groups,
 }
 
-/// Where each matrix' rows are.
+/// The rows of each matrix.
 #[derive(Debug)]
 enum Groups {
-    /// The first row behind each group, on the device.
+    /// Index of the row after each group, on the device.
     Ends(Tensor), // [E] int32
-    /// How many rows each group has, and how many are before the first: rows that have no matrix here give zeros.
+    /// Number of rows per group, and number of rows before the first group. Rows without a matrix on this rank give zeros.
     Sizes { before: i64, sizes: Vec<i64> }, // [own]
 }
 
 impl Dispatch {
-    /// Sorts the choices of all tokens by expert, those of one expert by token, for products of `kind` with the matrices of `own` experts.
+    /// Sorts the choices of all tokens by expert, and by token within an expert, for GEMMs of `kind` with the matrices of the experts in `own`.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -69,7 +69,7 @@ impl Dispatch {
         Ok(Self { tokens: choices.f_floor_divide(&torch::scalar(k))?, choices, rows, groups })
     }
 
-    /// Each row's copy of what its token has. [R, N]
+    /// Copies each token's values to its rows. [R, N]
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -79,7 +79,7 @@ impl Dispatch {
         Ok(timed("rows of experts", work, || x.f_index_select(0, &self.tokens))?)
     }
 
-    /// Each row's own of what choices have. [R, 1]
+    /// Reorders one value per choice into one value per row. [R, 1]
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -87,7 +87,7 @@ impl Dispatch {
         Ok(choices.f_reshape([-1])?.f_index_select(0, &self.choices)?.f_unsqueeze(1)?)
     }
 
-    /// Each choice's own of what rows have. [T, K]
+    /// Reorders one value per row into one value per choice. [T, K]
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -95,7 +95,7 @@ impl Dispatch {
         Ok(rows.f_take(&self.rows)?)
     }
 
-    /// The sum of each token's rows, times `weights` if given, in the order of its choices and in the accumulation kind. [T, N]
+    /// Sums each token's rows, multiplied by `weights` if given, in the order of its choices and in the accumulation type. [T, N]
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -124,7 +124,7 @@ impl Dispatch {
         Ok(sum)
     }
 
-    /// y = x w^T, each row with its own matrix.
+    /// Computes y = x w^T, each row with its own matrix.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -136,7 +136,7 @@ impl Dispatch {
         self.product(x, &w.f_transpose(1, 2)?) // [R, N]
     }
 
-    /// y += x w^T, each row with its own matrix.
+    /// Computes y += x w^T, each row with its own matrix.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -149,7 +149,7 @@ impl Dispatch {
         self.accumulate_product(x, &w.f_transpose(1, 2)?, y)
     }
 
-    /// dx = dy w, each row with its own matrix.
+    /// Computes dx = dy w, each row with its own matrix.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -161,7 +161,7 @@ impl Dispatch {
         self.product(dy, w) // [R, K]
     }
 
-    /// dx += dy w, each row with its own matrix.
+    /// Computes dx += dy w, each row with its own matrix.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -174,7 +174,7 @@ impl Dispatch {
         self.accumulate_product(dy, w, dx)
     }
 
-    /// dw += dy^T x, each matrix with the rows of its group.
+    /// Computes dw += dy^T x, each matrix with the rows of its group.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -207,7 +207,7 @@ impl Dispatch {
         }
     }
 
-    /// Gate and up of x, each row with its own matrix.
+    /// Computes gate and up of x, each row with its own matrix.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -223,7 +223,7 @@ impl Dispatch {
         Ok(GateUp::Split { gate, up })
     }
 
-    /// Gate and up += x w^T, each row with its own matrix.
+    /// Adds x w^T to gate and up, each row with its own matrix.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -243,7 +243,7 @@ impl Dispatch {
         }
     }
 
-    /// dx of [`Dispatch::gate_up`]. [R, D]
+    /// Computes dx of [`Dispatch::gate_up`]. [R, D]
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -258,7 +258,7 @@ impl Dispatch {
         }
     }
 
-    /// dw of [`Dispatch::gate_up`], added.
+    /// Adds the weight gradient of [`Dispatch::gate_up`] to dw.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -278,7 +278,7 @@ impl Dispatch {
         }
     }
 
-    /// Adds each row of `a` times its group's matrix.
+    /// Adds each row of `a` times its group's matrix to `sum`.
     fn accumulate_product(
         &self,
         a: &Tensor,       // [R, K]
@@ -297,7 +297,7 @@ impl Dispatch {
         }
     }
 
-    /// Each row of `a` times its group's matrix.
+    /// Multiplies each row of `a` with its group's matrix.
     fn product(
         &self,
         a: &Tensor, // [R, K]
@@ -322,7 +322,7 @@ impl Dispatch {
     }
 }
 
-/// Calls `f` with every matrix that has rows, its first row and how many it has.
+/// Calls `f(matrix, first row, number of rows)` for every matrix that has rows.
 fn each(before: i64, sizes: &[i64], mut f: impl FnMut(i64, i64, i64) -> Result<()>) -> Result<()> {
     let mut start = before;
     for (expert, &size) in sizes.iter().enumerate().filter(|(_, size)| **size > 0) {
@@ -332,7 +332,7 @@ fn each(before: i64, sizes: &[i64], mut f: impl FnMut(i64, i64, i64) -> Result<(
     Ok(())
 }
 
-/// Whether libtorch has a kernel that makes all groups' products at once.
+/// Whether libtorch has a grouped GEMM kernel for this type and device.
 fn has_kernel(kind: Kind, device: Device) -> bool {
     device.is_cuda() && kind == Kind::BFloat16
 }
@@ -342,7 +342,7 @@ mod tests {
     use super::*;
     use crate::ops::testing::{assert_close, leaf, rand};
 
-    /// Expert 2 has no rows.
+    /// In this test, expert 2 has no rows.
     #[test]
     fn grouped_gemm_matches_autograd_row_by_row() {
         let experts = Tensor::from_slice(&[3i64, 0, 1, 3, 0, 1, 3, 1]).view([4, 2]);

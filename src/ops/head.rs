@@ -1,5 +1,6 @@
-//! Log-probabilities of given tokens, and entropies, of the language-model head; chunked over tokens, or in backward over the vocabulary, so
-//! that [C, V] never exists beyond one chunk. Logits are kept in the accumulation kind: a bfloat16 one near 20 is off by up to 0.06.
+//! Log-probabilities of given tokens, and entropies, from the language model head. It is computed in chunks of tokens, or in backward in slices of
+//! the vocabulary, so that [C, V] is never in memory beyond one chunk. Logits are kept in the accumulation type: in bfloat16 a logit near 20 would be
+//! off by up to 0.06.
 
 mod slices;
 
@@ -11,21 +12,21 @@ use crate::ops::{exact, try_map};
 use crate::torch::{accumulation_kind, scalar};
 use tch::{Device, Kind, Tensor};
 
-/// Tokens that are scored in each row beside its target.
+/// Tokens that are scored in each row in addition to its target.
 #[derive(Debug, Clone, Copy)]
 pub enum TopTokens<'a> {
-    /// None.
+    /// No additional tokens.
     Nothing,
-    /// This many, the most probable ones, the most probable first.
+    /// The given number of most probable tokens, the most probable first.
     MostProbable(usize),
-    /// These ids, each at most once in a row. `[C, K]` i64
+    /// The tokens with these ids, each at most once per row. `[C, K]` i64
     At(&'a Tensor),
 }
 
 /// Log-probabilities of several tokens of each row.
 #[derive(Debug)]
 pub struct TopScores {
-    /// The tokens. `[C, K]` i64
+    /// Ids of the tokens. `[C, K]` i64
     pub ids: Tensor,
     /// Log-probabilities of `ids` in nats at the temperature. `[C, K]`, accumulation kind
     pub logprobs: Tensor,
@@ -38,13 +39,13 @@ pub struct HeadOutput {
     pub logprobs: Tensor,
     /// Entropy of each distribution in nats at the temperature. `[C]`, accumulation kind
     pub entropy: Tensor,
-    /// The other tokens, where some were asked for.
+    /// Scores of the additional tokens, if any were requested.
     pub top: Option<TopScores>,
-    /// For the backward.
+    /// Data for the backward.
     pub saved: HeadSaved,
 }
 
-/// Results that [`backward`] needs: the logits where they were one chunk, else they are computed again.
+/// Data that [`backward`] needs. Logits are kept if there was only one chunk; otherwise they are recomputed.
 #[derive(Debug)]
 pub struct HeadSaved {
     logits: Option<Tensor>, // [C, V], accumulation kind; on a CPU their log-softmax
@@ -53,20 +54,20 @@ pub struct HeadSaved {
     chunk_tokens: i64,
 }
 
-/// The memory of the table's gradient.
+/// Memory for the table's gradient, and how to write it.
 #[derive(Debug)]
 pub struct TableSum<'a> {
-    /// It is written or added there.
+    /// The gradient that is written or added to.
     pub sum: &'a mut Tensor, // [V, D]
-    /// Whether it is added to what is there.
+    /// Whether to overwrite `sum` or to add to it.
     pub onto: Onto,
 }
 
-/// log softmax(hidden weight^T / temperature) at the targets and at the `top` tokens, and its entropy. `keep` says whether a backward
-/// will follow.
+/// Computes log softmax(hidden weight^T / temperature) at the targets and at the `top` tokens, and its entropy. `keep` states whether a backward will
+/// follow.
 ///
 /// # Errors
-/// [`crate::Error::OutOfMemory`]; those of the kernel.
+/// [`crate::Error::OutOfMemory`]; the errors of the kernel.
 pub fn forward(
     hidden: &Tensor,  // [C, D]
     weight: &Tensor,  // [V, D]
@@ -80,10 +81,11 @@ pub fn forward(
     forward_with(hidden, weight, targets, temperature, top, HeadSizes { chunk_tokens, keep }, &logits, false)
 }
 
-/// [`forward`] whose log-probabilities are the sampler's, bit for bit. `temperature` has the model's divisor of logits as a factor.
+/// Computes [`forward`] with log-probabilities that equal the sampler's bit for bit. `temperature` includes the model's divisor of logits as a
+/// factor.
 ///
 /// # Errors
-/// The errors of [`forward`]; those of [`exact::product`].
+/// The errors of [`forward`] and of [`exact::product`].
 pub fn forward_exactly(
     hidden: &Tensor,  // [C, D]
     weight: &Tensor,  // [V, D]
@@ -94,7 +96,7 @@ pub fn forward_exactly(
     sizes: HeadSizes,
 ) -> Result<HeadOutput> {
     let logits = |rows: &Tensor| exact::logits(rows, weight, divisor);
-    // Logits that were divided are not what the backward computes again.
+    // Divided logits differ from those that the backward would recompute.
     let sizes = HeadSizes { keep: sizes.keep && divisor == 1.0, ..sizes };
     forward_with(hidden, weight, targets, temperature / divisor, top, sizes, &logits, true)
 }
@@ -102,7 +104,7 @@ pub fn forward_exactly(
 /// How many rows are scored at once, and whether their logits are kept for a backward.
 #[derive(Debug, Clone, Copy)]
 pub struct HeadSizes {
-    /// Rows of a chunk.
+    /// Rows in a chunk.
     pub chunk_tokens: usize,
     /// Whether a backward will follow.
     pub keep: bool,
@@ -154,14 +156,14 @@ fn forward_with(
     Ok(HeadOutput { logprobs, entropy, top: top_parts.join(top)?, saved })
 }
 
-/// [`TopScores`] of the chunks so far.
+/// The [`TopScores`] of the chunks so far.
 struct TopParts {
     ids: Vec<Tensor>,
     logprobs: Vec<Tensor>,
 }
 
 impl TopParts {
-    /// An empty part of the right shape.
+    /// Creates an empty part of the right shape.
     fn new(top: TopTokens<'_>, vocab_size: i64, (kind, device): (Kind, Device)) -> Result<Self> {
         let count = match top {
             TopTokens::Nothing => return Ok(Self { ids: Vec::new(), logprobs: Vec::new() }),
@@ -172,7 +174,7 @@ impl TopParts {
         Ok(Self { ids, logprobs: vec![Tensor::f_empty([0, count], (kind, device))?] })
     }
 
-    /// Takes the tokens of one chunk from its values `[c, V]`, of which `normalized` makes log-probabilities.
+    /// Adds the tokens of one chunk, from its values `[c, V]`; `normalized` converts values to log-probabilities.
     fn add(
         &mut self,
         top: TopTokens<'_>,
@@ -201,9 +203,9 @@ impl TopParts {
     }
 }
 
-/// d_hidden, and d_weight written or added in place unless the weight is frozen, from the gradients of the log-probabilities and, where
-/// given, the entropies and the `top` tokens, which are ids with the gradients of their log-probabilities:
-/// d_logits = (sum over tokens of dlogprob * (onehot - p) - dentropy * p * (log p + entropy)) / temperature.
+/// Returns d_hidden, and writes or adds d_weight in place unless the weight is frozen. Inputs are the gradients of the log-probabilities and,
+/// optionally, of the entropies and of the `top` tokens (ids, and gradients of their log-probabilities). d_logits = (sum over tokens of dlogprob *
+/// (onehot - p) - dentropy * p * (log p + entropy)) / temperature.
 ///
 /// # Errors
 /// The errors of [`forward`].
@@ -222,12 +224,12 @@ pub fn backward(
     let (count, kind) = (hidden.size()[0], saved.entropy.kind());
     let (dlogprobs, dentropy) = (dlogprobs.f_to_kind(kind)?, dentropy.map(|d| d.f_to_kind(kind)).transpose()?);
     let dtop = top.map(|[_, dtop]| dtop.f_to_kind(kind)).transpose()?; // [C, K]
-    // Of all tokens of a row together, for the part that is the same for each.
+    // The sum over all tokens of a row, for the part of the gradient that does not depend on the token.
     let sums = match &dtop {
         Some(dtop) => dlogprobs.f_add(&dtop.f_sum_dim_intlist(1, false, None)?)?,
         None => dlogprobs.shallow_clone(),
     };
-    // A weight's gradient is large, and chunks of tokens each read and write it.
+    // A weight's gradient is large, and every chunk of tokens would read and write it.
     if let (None, None, Some(TableSum { sum, onto })) = (&saved.logits, top, &mut dweight)
         && count > saved.chunk_tokens
     {
@@ -244,7 +246,7 @@ pub fn backward(
         let [targets, lse, entropy, sums, dlogprobs] =
             [targets, &saved.lse, &saved.entropy, &sums, &dlogprobs].map(rows);
         let dentropy = dentropy.as_ref().map(rows);
-        // Where there are several tokens a row, none is a kernel's target: each adds its own part behind it.
+        // With several tokens per row the kernel gets no targets; each token's own part is added afterwards.
         let kernel_targets = if top.is_some() { targets.f_full_like(-1)? } else { targets.shallow_clone() };
         let of = HeadRows {
             targets: &kernel_targets,
@@ -285,7 +287,7 @@ pub fn backward(
     Ok(d_hidden)
 }
 
-/// log softmax(logits / temperature), from logits that are not needed any more.
+/// Computes log softmax(logits / temperature), reusing the logits' memory.
 fn log_softmax(mut logits: Tensor /* [c, V] */, temperature: f64) -> Result<Tensor> {
     if temperature != 1.0 {
         let _ = logits.f_mul_scalar_(1.0 / temperature)?;
@@ -293,15 +295,14 @@ fn log_softmax(mut logits: Tensor /* [c, V] */, temperature: f64) -> Result<Tens
     Ok(logits.f_log_softmax(-1, None::<Kind>)?) // [c, V]
 }
 
-/// Adds `values` [c, K] to `d_logits` [c, V] at `ids` [c, K], each at most once in a row, so that nothing is added twice at once.
+/// Adds `values` [c, K] to `d_logits` [c, V] at `ids` [c, K]. Ids must be unique within a row, so that no element is added to twice at once.
 fn add_at(d_logits: &Tensor, ids: &Tensor, values: &Tensor) -> Result<()> {
     let sums = d_logits.f_gather(1, ids, false)?.f_to_kind(values.kind())?.f_add(values)?;
     let _ = d_logits.shallow_clone().f_scatter_(1, ids, &sums.f_to_kind(d_logits.kind())?)?;
     Ok(())
 }
 
-/// The part of the logits' gradient that every token of a row adds to all of its logits, and the entropy's, in the memory of their
-/// log-softmax.
+/// The part of the logits' gradient that does not depend on the target tokens, plus that of the entropy, in the memory of the log-softmax.
 fn d_logits(mut log_p: Tensor /* [c, V] */, temperature: f64, of: &HeadRows<'_>) -> Result<Tensor> {
     let scale = of.dlogprobs.unsqueeze(1).f_div(&scalar(temperature))?; // [c, 1]
     Ok(match of.dentropy {
@@ -314,7 +315,7 @@ fn d_logits(mut log_p: Tensor /* [c, V] */, temperature: f64, of: &HeadRows<'_>)
     })
 }
 
-/// (start, length) of each chunk; one empty chunk never.
+/// (start, length) of each chunk; there are no empty chunks.
 fn chunks(count: i64, chunk_tokens: i64) -> impl Iterator<Item = (i64, i64)> {
     (0..count).step_by(chunk_tokens as usize).map(move |start| (start, chunk_tokens.min(count - start)))
 }

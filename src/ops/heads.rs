@@ -1,5 +1,5 @@
-//! The heads that attention takes, from the fused projection, and back: norm of query and key heads where the model has
-//! one, then the rotation. A token's row is [G query heads of group g, k_g, v_g] for g = 0, 1, ..
+//! Heads for attention from the fused QKV projection, and the backward: norms of query and key heads if the model has them, then the rotary
+//! embedding. A token's row is [G query heads of group g, k_g, v_g] for g = 0, 1, ..
 
 use tch::{Kind, Tensor};
 
@@ -10,7 +10,7 @@ use crate::cuda::{OpCost, kernels, timed};
 use crate::error::{Error, Result};
 use crate::torch::accumulation_kind;
 
-/// Queries, keys and values.
+/// Queries, keys and values, ready for attention.
 #[derive(Debug)]
 pub struct Heads {
     /// Rotated queries.
@@ -19,20 +19,20 @@ pub struct Heads {
     pub k: Tensor, // [T, Hkv, hd]
     /// Values.
     pub v: Tensor, // [T, Hkv, hd]
-    /// The projection, which the backward of the norms needs.
+    /// The projection, kept if the backward of the norms needs it.
     pub qkv: Option<Tensor>, // [T, Hkv, G + 2, hd]
 }
 
-/// Where the gradients of [`backward`]'s weights are added.
+/// Sums to which [`backward`] adds the gradients of weights.
 #[derive(Debug)]
 pub struct HeadGradients<'a> {
-    /// The gradient of the projection's bias.
+    /// Gradient of the projection's bias.
     pub bias: Option<&'a mut Tensor>, // [(H + 2 Hkv) hd]
-    /// The gradients of the norms of queries and keys.
+    /// Gradients of the weights of the query and key norms.
     pub norms: Option<[&'a mut Tensor; 2]>, // [hd] each
 }
 
-/// Normalised, where `norms` are given, and rotated.
+/// Splits the projection into heads, normalizes queries and keys if `norms` are given, and rotates them.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`]; on a GPU [`Error::InvalidArgument`] for heads wider than 512.
@@ -59,16 +59,16 @@ pub fn forward(
             }
             None => (q, k),
         };
-        // A copy lets go of the projection where nothing else holds it.
+        // Copying the values allows the projection's memory to be freed if nothing else uses it.
         [rotate(&q)?, rotate(&k)?, v.f_contiguous()?]
     };
     Ok(Heads { q, k, v, qkv: norms.map(|_| qkv) })
 }
 
-/// The gradient of the projection [T, (H + 2 Hkv) hd]; those of its bias and of the norms' weights are added in place.
+/// Returns the gradient of the projection [T, (H + 2 Hkv) hd]; adds those of its bias and of the norms' weights in place.
 ///
 /// # Errors
-/// The errors of [`forward`], and for gradients that do not fit.
+/// The errors of [`forward`]; errors for gradients that do not fit.
 pub fn backward(
     [dq, dk, dv]: [&Tensor; 3], // [T, H, hd], [T, Hkv, hd] twice
     heads: &Heads,
@@ -127,11 +127,11 @@ fn gpu_backward(
     Ok(gradient.d_qkv)
 }
 
-/// The other ranks that have heads of the same tokens.
+/// The tensor-parallel ranks that have other heads of the same tokens.
 pub struct OtherHeads<'a> {
-    /// Elements of a token's queries on all ranks, and of its keys.
+    /// Number of elements of a token's queries on all ranks, and of its keys.
     pub widths: [usize; 2],
-    /// Adds up over ranks what each has of the sums of squares of queries and keys. [T, 2]
+    /// Sums over all ranks the sums of squares of queries and keys. [T, 2]
     pub sum: &'a dyn Fn(&mut Tensor) -> Result<()>,
 }
 
@@ -141,10 +141,10 @@ impl std::fmt::Debug for OtherHeads<'_> {
     }
 }
 
-/// The projection with one norm over all query heads and one over all key heads; values as they are.
+/// Returns the projection with one norm applied over all query heads and one over all key heads; values are unchanged.
 ///
 /// # Errors
-/// [`Error::OutOfMemory`]; those of `others`.
+/// [`Error::OutOfMemory`]; the errors of `others`.
 pub fn norm_all(
     qkv: &Tensor,               // [T, Hkv, G + 2, hd]
     norms: HeadNormWeights<'_>, // [H hd] and [Hkv hd]
@@ -179,7 +179,7 @@ pub fn norm_all(
     Ok(normed)
 }
 
-/// Turns the gradient of [`norm_all`]'s result into that of the projection, in its memory; those of the weights are added in place.
+/// Converts the gradient of [`norm_all`]'s result into that of the projection, in place; adds the gradients of the weights in place.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`].
@@ -202,7 +202,7 @@ pub fn norm_all_backward(
     Ok(())
 }
 
-/// Queries [T, Hkv, G, hd], keys and values [T, Hkv, hd]: views.
+/// Views of queries [T, Hkv, G, hd], keys and values [T, Hkv, hd].
 fn parts(qkv: &Tensor /* [T, Hkv, G + 2, hd] */) -> [Tensor; 3] {
     let group = qkv.size()[2] - 2;
     [qkv.narrow(2, 0, group), qkv.select(2, group), qkv.select(2, group + 1)]
@@ -214,7 +214,7 @@ mod tests {
     use crate::ops::rope::Rope;
     use crate::ops::testing::{assert_close, leaf, rand};
 
-    /// Rotation spelt out: the second half of `x` turns into the first.
+    /// Rotates explicitly: x * cos + swapped halves of x * sin. The first half of the sines is negated.
     fn rotated(x: &Tensor, rows: &RopeRows) -> Tensor {
         let (cos, sin) = rows.tables();
         let [cos, sin] = [cos, sin].map(|t| t.view([t.size()[0], 1, 1, t.size()[2]]));

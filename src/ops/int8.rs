@@ -1,8 +1,8 @@
-//! Keys and values as whole numbers of eight bits: each row is divided by its largest absolute value / 127 and rounded to nearest, ties to even.
+//! Keys and values in int8: each row is divided by its largest absolute value / 127 and rounded to nearest, ties to even.
 //!
-//! Steps between whole numbers are equally far apart, so that a column far larger than the others would cost them their precision. Keys have
-//! such columns. So keys and queries are multiplied by a Hadamard matrix first, block by block: their products stay what they are, and what was in
-//! one column is spread over the block's (as in QuaRot, arXiv 2404.00456). On a GPU a kernel does both as it writes to the cache.
+//! int8 has equal steps, so a column far larger than the others would cost them their precision. Keys have such columns. So keys and queries are
+//! first multiplied by a Hadamard matrix, block by block: this leaves their dot products unchanged and spreads a column's values over its block (as
+//! in QuaRot, arXiv 2404.00456). On a GPU one kernel does both when it writes to the cache.
 
 use tch::{Kind, Tensor};
 
@@ -13,13 +13,13 @@ use crate::torch::scalar;
 
 /// The largest value.
 pub const MOST: f32 = 127.0;
-/// Every block of neighbouring columns times a Hadamard matrix, in the kind of `x`.
+/// Multiplies every block of consecutive columns by a Hadamard matrix, in the type of `x`.
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
 ///
 /// # Panics
-/// If `block` is no power of two that divides hd.
+/// If `block` is not a power of two that divides hd.
 pub fn turned_by_hadamard(x: &Tensor /* [.., hd] */, block: usize) -> Result<Tensor> {
     assert!(block.is_power_of_two(), "a block of {block} columns");
     let sign = |row: usize, column: usize| if (row & column).count_ones().is_multiple_of(2) { 1.0 } else { -1.0f32 };
@@ -29,8 +29,7 @@ pub fn turned_by_hadamard(x: &Tensor /* [.., hd] */, block: usize) -> Result<Ten
     Ok(y.f_mul(&scalar((block as f64).sqrt().recip()))?.view_as(x).f_to_kind(x.kind())?)
 }
 
-/// Rounds rows into memory that is there, values of [`Kind::Int8`]. Rows of zeros have the scale 0; those with a value that is not finite
-/// have one that is not finite.
+/// Quantizes rows to [`Kind::Int8`] in existing memory. Rows of zeros have the scale 0; rows with a non-finite value have a non-finite scale.
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
@@ -62,7 +61,7 @@ mod tests {
         rows.values.to_kind(Kind::Float) * rows.scales.unsqueeze(-1)
     }
 
-    /// Products of two rows that are both turned are those of the rows, and turning twice gives the row back.
+    /// Multiplying two rows by the Hadamard matrix must not change their dot product, and applying it twice must restore a row.
     #[test]
     fn hadamard_rotation_keeps_inner_products() {
         for block in [1, 2, 8, 32] {
@@ -75,7 +74,7 @@ mod tests {
         }
     }
 
-    /// Half of a step at most; rows of nothing and rows that are not finite keep to themselves.
+    /// The error is at most half a step; rows of zeros and non-finite rows do not affect others.
     #[test]
     fn int8_rounding_error_is_at_most_half_a_step() {
         let x = rand(&[9, 48]) * rand(&[9, 1]).exp();
@@ -94,7 +93,8 @@ mod tests {
         }
     }
 
-    /// With columns that are thirty times as large as the others, turned rows lose a fifth of what plain ones do, and less than e4m3.
+    /// With columns thirty times as large as the others, rows multiplied by a Hadamard matrix must lose a fifth of what plain int8 loses, and less
+    /// than e4m3.
     #[test]
     fn hadamard_rotation_spreads_outlier_columns() {
         let k = rand(&[512, 64]);

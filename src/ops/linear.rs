@@ -1,8 +1,8 @@
-//! y = x w^T + bias: the one place where activations meet weight matrices.
+//! y = x w^T + bias: the one place where activations are multiplied with weight matrices.
 //!
-//! Weights may be strided views (a column range of a row-parallel matrix, every second row of an interleaved one): the
-//! product reads and the gradient writes them through their leading dimension, without a copy. All fail with
-//! [`crate::Error::OutOfMemory`] where there is no room for a result.
+//! Weights may be strided views (a range of columns of a row-parallel matrix, every second row of an interleaved one): GEMMs read them, and write
+//! their gradients, through the leading dimension, without a copy. All functions return [`crate::Error::OutOfMemory`] if there is no memory for a
+//! result.
 
 use tch::{Kind, TchError, Tensor};
 
@@ -10,16 +10,16 @@ use crate::cuda::{OpCost, timed};
 use crate::error::Result;
 use crate::torch::accumulation_kind;
 
-/// Whether the product that gives a weight's gradient overwrites its memory or is added to a sum.
+/// Whether a weight gradient overwrites its memory or is added to it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Onto {
-    /// Nothing: it is written to memory whose values are not read.
+    /// Overwrite; the memory may be uninitialized.
     Nothing,
-    /// The sum that is there.
+    /// Add to the existing sum.
     Sum,
 }
 
-/// y = x w^T + bias.
+/// Computes y = x w^T + bias.
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
@@ -37,8 +37,8 @@ pub fn forward(
     ) // [T, N]
 }
 
-/// y = residual + x w^T, of the residual's kind. A bfloat16 product is added to a float32 residual as it was summed on a GPU,
-/// rounded to bfloat16 first on a CPU.
+/// Computes y = residual + x w^T, in the residual's type. When a bfloat16 GEMM is added to a float32 residual, a GPU adds the unrounded sum, a CPU
+/// rounds it to bfloat16 first.
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
@@ -59,7 +59,7 @@ pub fn forward_onto(
     product(|| work(x, w), run) // [T, N]
 }
 
-/// y += x w^T.
+/// Computes y += x w^T.
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
@@ -71,7 +71,7 @@ pub fn accumulate(
     product(|| work(x, w), || add_product(y, x, &w.tr()))
 }
 
-/// x w^T in the accumulation kind: on a GPU what a bfloat16 product sums in float32 is not rounded.
+/// Computes x w^T in the accumulation type; on a GPU the float32 sums of a bfloat16 GEMM are not rounded.
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
@@ -86,7 +86,7 @@ pub fn forward_wide(
     product(|| work(x, w), run) // [T, N]
 }
 
-/// dx = dy w.
+/// Computes dx = dy w.
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
@@ -97,10 +97,10 @@ pub fn backward_input(
     input_gradient(dy, w, || dy.f_mm(w)) // [T, K]
 }
 
-/// dx = dy w, into memory that is there.
+/// Computes dx = dy w in existing memory.
 ///
 /// # Errors
-/// [`crate::Error::OutOfMemory`], of a library's workspace.
+/// [`crate::Error::OutOfMemory`], for a library's workspace.
 pub fn backward_input_into(
     dy: &Tensor, // [T, N]
     w: &Tensor,  // [N, K]
@@ -109,10 +109,10 @@ pub fn backward_input_into(
     input_gradient(dy, w, || dy.f_mm_out(dx, w).map(drop))
 }
 
-/// dx += dy w, into an existing gradient, which may be wider.
+/// Computes dx += dy w; dx may have a wider type.
 ///
 /// # Errors
-/// [`crate::Error::OutOfMemory`], of a library's workspace.
+/// [`crate::Error::OutOfMemory`], for a library's workspace.
 pub fn accumulate_input(
     dy: &Tensor,     // [T, N]
     w: &Tensor,      // [N, K]
@@ -121,7 +121,7 @@ pub fn accumulate_input(
     input_gradient(dy, w, || add_product(dx, dy, w))
 }
 
-/// dw += dy^T x.
+/// Computes dw += dy^T x.
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
@@ -133,7 +133,7 @@ pub fn accumulate_weight(
     weight_gradient(dy, x, dw, Onto::Sum)
 }
 
-/// dw = dy^T x, or dw += dy^T x. On a CPU the first is to the bit what the second makes of zeros.
+/// Computes dw = dy^T x or dw += dy^T x. On a CPU, overwriting gives the same bits as adding to zeros.
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
@@ -150,7 +150,7 @@ pub fn weight_gradient(
     Ok(timed("product, gradient of its weight", || work(&dy.tr(), &x.tr()), run)?)
 }
 
-/// db += sum over tokens of dy.
+/// Adds the sum over tokens of dy to db.
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
@@ -162,8 +162,8 @@ pub fn accumulate_bias(
     Ok(())
 }
 
-/// sum += a b. A float32 sum of bfloat16 products is made in place on a GPU; on a CPU, where the sum is of another type, the
-/// product is made first and then added.
+/// Computes sum += a b. On a GPU, a bfloat16 GEMM is added to a float32 sum in place; on a CPU, if the sum has another type, the GEMM is computed
+/// first and then added.
 fn add_product(
     sum: &mut Tensor, // [M, N]
     a: &Tensor,       // [M, K]
@@ -179,7 +179,7 @@ fn add_product(
     Ok(())
 }
 
-/// out = a b, made as [`add_product`] makes it; what is in `out` is not read.
+/// Computes out = a b in the same way as [`add_product`]; the contents of `out` are ignored.
 fn write_product(
     out: &mut Tensor, // [M, N]
     a: &Tensor,       // [M, K]
@@ -202,12 +202,12 @@ fn input_gradient<T>(dy: &Tensor, w: &Tensor, run: impl FnOnce() -> Result<T, Tc
     Ok(timed("product, gradient of its input", || work(dy, &w.tr()), run)?)
 }
 
-/// The cost of the product a b^T.
+/// The cost of the GEMM a b^T.
 fn work(a: &Tensor /* [M, K] */, b: &Tensor /* [N, K] */) -> OpCost {
     OpCost::product(a.size()[0], b.size()[0], a.size()[1])
 }
 
-/// Whether libtorch multiplies such operands into `kind` directly.
+/// Whether libtorch can write a GEMM of such operands directly as `kind`.
 fn sums_wide(operand: &Tensor, kind: Kind) -> bool {
     operand.device().is_cuda() && operand.kind() == Kind::BFloat16 && kind == Kind::Float
 }
@@ -255,8 +255,7 @@ mod tests {
         assert!(f64::try_from((&dw - &exact).abs().max() / exact.abs().max()).unwrap() < 0.01);
     }
 
-    /// Holds for every kind of sum, for few tokens and for more than a CPU's product takes at once, for contiguous rows and for every
-    /// second row.
+    /// Covers every type of sum, few tokens and more than a CPU's GEMM processes at once, contiguous rows and every second row.
     #[test]
     fn linear_gradient_written_equals_added_to_zeros() {
         let kinds = [Kind::Double, Kind::Float, Kind::BFloat16].map(|kind| (kind, kind));
@@ -276,7 +275,7 @@ mod tests {
         }
     }
 
-    /// Beside a residual 1000 times as large, bfloat16 would keep nothing of the product.
+    /// The residual is 1000 times larger, so in bfloat16 the GEMM's contribution would be lost.
     #[test]
     fn the_residual_may_have_a_wider_dtype_than_the_output() {
         let [x, w] = [rand(&[5, 4]), rand(&[3, 4])].map(|tensor| tensor.to_kind(Kind::BFloat16));

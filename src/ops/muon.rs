@@ -1,5 +1,5 @@
-//! Muon (Jordan et al., kellerjordan.github.io/posts/muon) as `torch.optim.Muon` computes it: the momentum and the step by element, so
-//! that shards may be stepped apart, and the orthogonalisation of whole matrices between the two, in bfloat16.
+//! Muon (Jordan et al., kellerjordan.github.io/posts/muon), as `torch.optim.Muon` computes it. Momentum and the update are elementwise, so shards can
+//! be processed separately; the orthogonalization between them needs whole matrices, in bfloat16.
 
 use tch::{Kind, Tensor};
 
@@ -11,12 +11,12 @@ use crate::torch::{check_room, scalar};
 const A: f64 = 3.4445;
 const B: f64 = -4.7750;
 const C: f64 = 2.0315;
-/// Least norm that a matrix is divided by.
+/// Smallest norm by which a matrix is divided.
 const EPS: f64 = 1e-7;
-/// Elements stepped at once: bounds the temporaries.
+/// Elements processed at once, to bound the temporaries.
 const PIECE: i64 = 1 << 24;
 
-/// m += (1 - beta) (g - m) with g = grad * grad_scale; `direction` becomes g + beta (m - g), or m without `nesterov`.
+/// Computes m += (1 - beta) (g - m) with g = grad * grad_scale; sets `direction` to g + beta (m - g), or to m without `nesterov`.
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
@@ -38,7 +38,7 @@ pub fn momentum(
     })
 }
 
-/// The iteration's approximation of U V^T for each matrix U S V^T, whose singular values it brings to about 0.7 to 1.2.
+/// Approximates U V^T for each matrix U S V^T by Newton-Schulz iteration, which brings singular values to about 0.7 to 1.2.
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
@@ -58,7 +58,7 @@ pub fn orthogonalized(matrices: &Tensor /* [E, R, C] */, num_steps: usize) -> Re
     Ok(flat(&x)) // [E, R, C] bf16
 }
 
-/// The learning rate of a matrix over the one that is set.
+/// The ratio of a matrix's learning rate to the configured one.
 pub fn lr_ratio(adjust: AdjustLr, rows: usize, columns: usize) -> f64 {
     let (rows, columns) = (rows as f64, columns as f64);
     match adjust {
@@ -67,7 +67,7 @@ pub fn lr_ratio(adjust: AdjustLr, rows: usize, columns: usize) -> f64 {
     }
 }
 
-/// master = (1 - lr weight_decay) master - lr ratio update; `weight` takes it in its own kind.
+/// Computes master = (1 - lr weight_decay) master - lr ratio update, and copies it to `weight` in its own type.
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
@@ -99,7 +99,7 @@ mod tests {
     use crate::ops::testing::{optim_golden, wave};
     use tch::Device;
 
-    /// Products of bfloat16 sum in another order there, so that an element of an update may be off by its rounding.
+    /// torch sums bfloat16 GEMMs in another order, so elements of an update may differ by rounding.
     #[test]
     fn muon_steps_equal_torch() {
         let (lr, weight_decay, beta) = (0.02, 0.1, 0.95);

@@ -1,4 +1,4 @@
-//! Operations on tensors for whose results no machine has memory: views of one number with 2^50 rows.
+//! Tests operations whose results would need more memory than any machine has. Their inputs are views of one number with 2^50 rows.
 
 use tch::{Device, Kind, Tensor};
 
@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 
 const ROWS: i64 = 1 << 50;
 
-/// [2^50, columns] without memory of its own.
+/// A tensor [2^50, columns] that uses the memory of one element.
 fn rows(columns: i64, kind: Kind) -> Tensor {
     Tensor::zeros([1, 1], (kind, Device::Cpu)).expand([ROWS, columns], false)
 }

@@ -1,12 +1,12 @@
-//! Sums of squares, of which the norm of a gradient is made.
+//! Sums of squares, for gradient norms.
 
 use tch::{Kind, Tensor};
 
 use crate::cuda::{OpCost, kernels, timed};
 use crate::error::Result;
 
-/// `sum_i x_i^2` in float64 for each tensor `[n]`, as one tensor on their device, without waiting for it. On a GPU float32 and
-/// bfloat16 are read once, by one kernel a tensor, and added in a fixed order.
+/// Computes `sum_i x_i^2` in float64 for each tensor `[n]`, as one tensor on their device, without waiting for it. On a GPU, one kernel per tensor
+/// reads float32 and bfloat16 once and adds in a fixed order.
 ///
 /// # Errors
 /// The errors of the kernel.

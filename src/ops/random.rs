@@ -1,13 +1,13 @@
 //! Counter-based random numbers: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 //!
-//! A number is a pure function of (key, row, index), so that draws do not depend on batch composition, tensor-parallel
-//! degree or world size. A key is folded from words, such as (seed, stream, step, prompt id, sample).
+//! A number is a pure function of (key, row, index), so it does not depend on batch composition, tensor-parallel degree or world size. A key is
+//! derived from words such as (seed, stream, step, prompt id, sample).
 
 const ROUNDS: usize = 10;
 const MULTIPLIERS: [u64; 2] = [0xD251_1F53, 0xCD9E_8D57];
 const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
 
-/// Four random words of a counter under a key.
+/// Returns four random words for a counter and a key.
 pub fn philox4x32(key: [u32; 2], counter: [u32; 4]) -> [u32; 4] {
     let ([mut k0, mut k1], [mut c0, mut c1, mut c2, mut c3]) = (key, counter);
     for _ in 0..ROUNDS {
@@ -23,53 +23,53 @@ pub fn philox4x32(key: [u32; 2], counter: [u32; 4]) -> [u32; 4] {
 pub struct RandomKey([u32; 2]);
 
 impl RandomKey {
-    /// The root key of a run for one use (`stream`) of random numbers.
+    /// The root key of a run for one purpose (`stream`) of random numbers.
     pub fn new(seed: u64, stream: u64) -> Self {
         Self([seed as u32, (seed >> 32) as u32]).fold(stream)
     }
 
-    /// The key of one word below this key.
+    /// Derives a key from this key and `word`.
     pub fn fold(self, word: u64) -> Self {
-        // The last counter word keeps these draws apart from those of `block`.
+        // The last counter word separates these numbers from those of `block`.
         let words = philox4x32(self.0, [word as u32, (word >> 32) as u32, 0, u32::MAX]);
         Self([words[0], words[1]])
     }
 
-    /// The key itself, for draws on a device.
+    /// The words of the key, for random numbers on a device.
     pub fn words(self) -> [u32; 2] {
         self.0
     }
 
-    /// Four words. `row` is below 2^63.
+    /// Returns the four words of block `block` of `row`, which must be below 2^63.
     pub fn block(self, row: u64, block: u64) -> [u32; 4] {
         philox4x32(self.0, [block as u32, (block >> 32) as u32, row as u32, (row >> 32) as u32])
     }
 
-    /// One 64-bit word, of entry `index` of `row`.
+    /// Returns the 64-bit word with index `index` of `row`.
     pub fn word(self, row: u64, index: u64) -> u64 {
         let words = self.block(row, index / 2);
         let lane = (index % 2) as usize * 2;
         u64::from(words[lane]) | u64::from(words[lane + 1]) << 32
     }
 
-    /// Fills `out` with entries `start ..` of `row`, uniform in the open interval (0, 1).
+    /// Fills `out` with the numbers of `row` from index `start` on, uniform in the open interval (0, 1).
     pub fn fill_uniform(self, row: u64, start: u64, out: &mut [f32]) {
         self.fill(row, start, out, |words| words.map(open_unit));
     }
 
-    /// Fills `out` with entries `start ..` of `row`, standard Gumbel: -ln(-ln(1 - u)). Where the maximum over a vocabulary
-    /// is decided, at small u, the uniform has its full 32 bits. Always finite.
+    /// Fills `out` with the numbers of `row` from index `start` on, standard Gumbel: -ln(-ln(1 - u)). Small u, which decide the maximum over a
+    /// vocabulary, have their full 32 bits. Always finite.
     pub fn fill_gumbel(self, row: u64, start: u64, out: &mut [f32]) {
         self.fill(row, start, out, |words| words.map(|word| -(-(-open_unit(word)).ln_1p()).ln()));
     }
 
-    /// Fills `out` with entries `start ..` of `row`: 0 with probability `rate`, else 1 / (1 - rate).
+    /// Fills `out` with the numbers of `row` from index `start` on: 0 with probability `rate`, else 1 / (1 - rate).
     pub fn fill_dropout(self, row: u64, start: u64, rate: f64, out: &mut [f32]) {
         let (threshold, kept) = dropout_scalars(rate);
         self.fill(row, start, out, |words| words.map(|word| if word < threshold { 0.0 } else { kept }));
     }
 
-    /// Fills `out` with entries `start ..` of `row`, standard normal (Box-Muller in f64).
+    /// Fills `out` with the numbers of `row` from index `start` on, standard normal (Box-Muller in f64).
     pub fn fill_normal(self, row: u64, start: u64, out: &mut [f32]) {
         self.fill(row, start, out, |[a, b, c, d]| {
             let ([x, y], [z, w]) = (box_muller(a, b), box_muller(c, d));
@@ -77,7 +77,7 @@ impl RandomKey {
         });
     }
 
-    /// Entry i is lane i % 4 of block i / 4, whatever range is asked for.
+    /// Number i comes from lane i % 4 of block i / 4, whatever range is requested.
     fn fill(self, row: u64, start: u64, out: &mut [f32], draw: impl Fn([u32; 4]) -> [f32; 4]) {
         let skip = (start % 4) as usize;
         let head = out.len().min((4 - skip) % 4);
@@ -92,18 +92,18 @@ impl RandomKey {
     }
 }
 
-/// The words below the first number drop an element; the others are multiplied by the second, 1 / (1 - rate).
+/// Returns (threshold, multiplier): words below the threshold drop an element; others multiply it by 1 / (1 - rate).
 pub(super) fn dropout_scalars(rate: f64) -> (u32, f32) {
     ((rate * 4_294_967_296.0) as u32, (1.0 / (1.0 - rate)) as f32)
 }
 
-/// (word + 1/2) / 2^32, rounded to f32 and kept away from 1: between 2^-33 and 1 - 2^-24.
+/// Returns (word + 1/2) / 2^32, rounded to f32 and kept below 1: between 2^-33 and 1 - 2^-24.
 fn open_unit(word: u32) -> f32 {
     const SCALE: f32 = 1.0 / 4_294_967_296.0;
     ((word as f32 + 0.5) * SCALE).min(1.0 - f32::EPSILON / 2.0)
 }
 
-/// Two standard normal numbers from two words.
+/// Returns two standard normal numbers from two words.
 fn box_muller(a: u32, b: u32) -> [f32; 2] {
     const SCALE: f64 = 1.0 / 4_294_967_296.0;
     let radius = (-2.0 * ((f64::from(a) + 0.5) * SCALE).ln()).sqrt();
@@ -115,7 +115,7 @@ fn box_muller(a: u32, b: u32) -> [f32; 2] {
 mod tests {
     use super::*;
 
-    /// Known answers of the authors' Random123 library (file kat_vectors, philox4x32 with 10 rounds).
+    /// Test vectors of the authors' Random123 library (file kat_vectors, philox4x32 with 10 rounds).
     #[test]
     fn philox_matches_known_answers() {
         let zeros = philox4x32([0; 2], [0; 4]);
@@ -172,7 +172,7 @@ mod tests {
         assert_ne!(key.word(0, 0), key.word(0, 1));
     }
 
-    /// Mean and variance within five standard errors of 200,000 draws.
+    /// Mean and variance must be within five standard errors of 200,000 numbers.
     #[test]
     fn normal_samples_have_mean_0_and_variance_1() {
         let key = RandomKey::new(3, 0);

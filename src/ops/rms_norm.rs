@@ -1,4 +1,4 @@
-//! y = x * rstd * weight with rstd = 1 / sqrt(mean(x^2) + eps), over the last dimension (arXiv 1910.07467).
+//! RMSNorm over the last dimension (arXiv 1910.07467): y = x * rstd * weight with rstd = 1 / sqrt(mean(x^2) + eps).
 
 use crate::cuda::{OpCost, kernels, timed};
 use crate::error::Result;
@@ -8,7 +8,7 @@ use tch::Tensor;
 pub use crate::cuda::kernels::NormOptions;
 
 impl NormOptions {
-    /// Factors of the columns: `weight`, or 1 + weight in the accumulation kind. [D]
+    /// The multipliers of the columns: `weight`, or 1 + weight in the accumulation type. [D]
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -19,7 +19,7 @@ impl NormOptions {
         }
     }
 
-    /// Normalises as [`forward`] does.
+    /// Normalizes like [`forward`], with these options.
     ///
     /// # Errors
     /// The errors of [`forward`].
@@ -35,7 +35,7 @@ impl NormOptions {
         Ok((y.f_to_kind(weight.kind())?, rstd))
     }
 
-    /// Gradients as [`backward`] has them; that of 1 + weight is that of the weight.
+    /// Computes gradients like [`backward`], with these options; the gradient of 1 + weight is that of the weight.
     ///
     /// # Errors
     /// The errors of [`forward`].
@@ -60,7 +60,7 @@ impl NormOptions {
 }
 
 fn kernel_forward(x: &Tensor, weight: &Tensor, eps: f64, centre: f64) -> Result<(Tensor, Tensor)> {
-    let y = || weight.expand_as(x); // as large as the result, which is not there yet
+    let y = || weight.expand_as(x); // has the shape of the result, which is not allocated yet
     timed("norm", || OpCost::pass(&[x, &y()]), || kernels::rms_norm_forward(x, weight, eps, centre))
 }
 
@@ -75,7 +75,7 @@ fn kernel_backward(
     timed("norm, backward", || OpCost::pass(&[dy, x, residual.unwrap_or(dy), dy]), run)
 }
 
-/// Normalised `x`, of the weight's kind, and rstd for the backward.
+/// Returns the normalized `x` in the weight's type, and rstd for the backward.
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`]; on a GPU [`crate::Error::InvalidArgument`] for rows that are longer than 12,000 or not contiguous.
@@ -96,9 +96,8 @@ pub fn forward(
     Ok((y, rstd))
 }
 
-/// dx, of dy's kind, and dweight added in place:
-/// dx = residual + rstd * (dy * w) - x * rstd^3 * mean(dy * w * x);  dweight += sum over rows of dy * x * rstd.
-/// `residual` is the gradient that reaches x past the norm.
+/// Returns dx = residual + rstd * (dy * w) - x * rstd^3 * mean(dy * w * x), in dy's type. Adds to dweight the sum over rows of dy * x * rstd.
+/// `residual` is the gradient that bypasses the norm.
 ///
 /// # Errors
 /// The errors of [`forward`].
@@ -164,7 +163,7 @@ mod tests {
         assert_eq!((y.kind(), rstd.kind()), (tch::Kind::BFloat16, tch::Kind::Float));
         let mut dweight = Tensor::zeros([8], (tch::Kind::Float, tch::Device::Cpu));
         assert_eq!(backward(&y, &x, &weight, &rstd, None, &mut dweight).unwrap().kind(), tch::Kind::BFloat16);
-        // The same where x alone is wider.
+        // The result must be equal if only x has a wider type.
         let wide = x.to_kind(tch::Kind::Float);
         let (of_wide, rstd) = forward(&wide, &weight, 1e-6).unwrap();
         assert!(of_wide.equal(&y));

@@ -9,47 +9,47 @@ use super::try_map;
 use crate::error::Result;
 use crate::torch::{accumulation_kind, f32_vec, f64_vec, tensor_on};
 
-/// How a model scales its frequencies to see further than it was trained to.
+/// How a model scales its rotary frequencies for contexts longer than it was trained on.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum RopeScaling {
-    /// All by one divisor: `rope_type = "linear"`.
+    /// Divides all frequencies by one number: `rope_type = "linear"`.
     Linear {
         /// The divisor.
         factor: f64,
     },
-    /// By wavelength: `rope_type = "llama3"`.
+    /// Scales frequencies by wavelength: `rope_type = "llama3"`.
     Llama3(Llama3Scaling),
-    /// By turns in the context of the pre-training: `rope_type = "yarn"` (arXiv 2309.00071).
+    /// Scales frequencies by their number of rotations within the original context: `rope_type = "yarn"` (arXiv 2309.00071).
     Yarn(YarnScaling),
 }
 
 /// Frequency scaling of Llama 3.1 and later, with the field names of config.json.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Llama3Scaling {
-    /// Divisor of the low frequencies.
+    /// Divisor of low frequencies.
     pub factor: f64,
-    /// Wavelengths above `original_max_position_embeddings / low_freq_factor` are scaled in full.
+    /// Frequencies whose wavelength is above `original_max_position_embeddings / low_freq_factor` are divided by `factor`.
     pub low_freq_factor: f64,
-    /// Wavelengths below `original_max_position_embeddings / high_freq_factor` stay.
+    /// Frequencies whose wavelength is below `original_max_position_embeddings / high_freq_factor` are unchanged.
     pub high_freq_factor: f64,
-    /// Context of the pre-training, in tokens.
+    /// Context length of pre-training, in tokens.
     pub original_max_position_embeddings: f64,
 }
 
-/// YaRN, with the field names of config.json.
+/// YaRN's parameters, with the field names of config.json.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct YarnScaling {
-    /// Divisor of the low frequencies.
+    /// Divisor of low frequencies.
     pub factor: f64,
-    /// Context of the pre-training, in tokens.
+    /// Context length of pre-training, in tokens.
     pub original_max_position_embeddings: f64,
-    /// Frequencies with more turns in that context stay.
+    /// Frequencies with more rotations than this within the original context are unchanged.
     pub beta_fast: f64,
-    /// Frequencies with fewer turns in that context are scaled in full.
+    /// Frequencies with fewer rotations than this within the original context are divided by `factor`.
     pub beta_slow: f64,
-    /// The factor of cosines and sines; scores are multiplied by its square.
+    /// Multiplier of cosines and sines; attention scores are thus multiplied by its square.
     pub attention_factor: f64,
-    /// The bounds between which frequencies are interpolated are whole dimensions.
+    /// The dimensions between which frequencies are interpolated are rounded to integers.
     pub truncate: bool,
 }
 
@@ -75,23 +75,23 @@ impl RopeScaling {
     }
 }
 
-/// Factors of the logarithm in the two halves of YaRN's default factor: `mscale` and `mscale_all_dim` of config.json.
+/// Coefficients of the two parts of YaRN's default multiplier: `mscale` and `mscale_all_dim` of config.json.
 #[derive(Debug)]
 pub struct YarnMscale {
-    /// Above.
+    /// Coefficient in the numerator.
     pub mscale: f64,
-    /// Below.
+    /// Coefficient in the denominator.
     pub all_dim: f64,
 }
 
 impl YarnScaling {
-    /// The factor of cosines and sines where config.json names none: 0.1 m ln(factor) + 1 with m = 1, or its ratio for both of `mscale`.
+    /// The default multiplier of cosines and sines: 0.1 m ln(factor) + 1 with m = 1, or its ratio for the two coefficients of `mscale`.
     pub fn default_attention_factor(factor: f64, mscale: Option<YarnMscale>) -> f64 {
         let of = |mscale: f64| if factor <= 1.0 { 1.0 } else { 0.1 * mscale * factor.ln() + 1.0 };
         mscale.map_or_else(|| of(1.0), |scales| of(scales.mscale) / of(scales.all_dim))
     }
 
-    /// Pairs before the first stay, those behind the second are scaled in full.
+    /// Indices of two pairs: pairs before the first are unchanged, pairs after the second are divided by `factor`.
     fn bounds(&self, head_dim: f64, theta: f64) -> [f64; 2] {
         let pair_of_turns = |turns: f64| {
             head_dim * (self.original_max_position_embeddings / (turns * 2.0 * PI)).ln() / (2.0 * theta.ln())
@@ -106,7 +106,7 @@ impl YarnScaling {
 }
 
 impl Llama3Scaling {
-    /// The scaled inverse frequency: interpolated between the two wavelength bounds.
+    /// The scaled inverse frequency, interpolated between the two wavelength bounds.
     fn scale(&self, inv_freq: f64) -> f64 {
         let turns = self.original_max_position_embeddings * inv_freq / (2.0 * PI);
         if turns < self.low_freq_factor {
@@ -120,18 +120,18 @@ impl Llama3Scaling {
     }
 }
 
-/// Inverse frequencies of a model.
+/// The rotary frequencies of a layer.
 #[derive(Debug)]
 pub struct Rope {
     inv_freq: Tensor, // [hd/2] f64, CPU
-    /// The factor of cosines and sines.
+    /// Multiplier of cosines and sines.
     attention_factor: f64,
-    /// The longest table that [`Rope::exact_table`] has made.
+    /// The longest table that [`Rope::exact_table`] has computed.
     exact: Mutex<Option<Tensor>>,
 }
 
 impl Rope {
-    /// theta^(-2i / head_dim) for i < head_dim / 2, scaled where the model asks for it.
+    /// Creates theta^(-2i / head_dim) for i < head_dim / 2, scaled if `scaling` is given.
     pub fn new(head_dim: usize, theta: f64, scaling: Option<&RopeScaling>) -> Self {
         let inv_freq = |index: usize| {
             let inv_freq = theta.powf(-2.0 * index as f64 / head_dim as f64);
@@ -142,18 +142,18 @@ impl Rope {
         Self { inv_freq: Tensor::from_slice(&inv_freq), attention_factor, exact: Mutex::default() }
     }
 
-    /// An angle of 0 at every position: what is turned stays, bit for bit.
+    /// Frequencies of 0: the rotation leaves all bits unchanged at every position.
     pub fn still(head_dim: usize) -> Self {
         let inv_freq = Tensor::from_slice(&vec![0.0; head_dim / 2]);
         Self { inv_freq, attention_factor: 1.0, exact: Mutex::default() }
     }
 
-    /// Columns of a head that are turned.
+    /// Number of columns of a head that are rotated.
     pub fn columns(&self) -> usize {
         2 * self.inv_freq.numel()
     }
 
-    /// Cosines, then sines, of all positions below `len`, computed in f64: [len, hd] f32, what the decode kernels read.
+    /// Cosines, then sines, of all positions below `len`, computed in f64: [len, hd] f32, as decode kernels read them.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -163,8 +163,8 @@ impl Rope {
         Ok(Tensor::f_cat(&[cos, sin], 1)?.f_to_kind(Kind::Float)?.f_to_device(device)?)
     }
 
-    /// Cosines and sines of each token's position, computed in f64 and kept in `accumulation_kind(kind)`, on the device
-    /// of `positions`. Made once for a batch of tokens and shared by all layers.
+    /// Cosines and sines at each token's position, computed in f64 and stored in `accumulation_kind(kind)`, on the device of `positions`. They are
+    /// computed once per batch and used by all layers.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -178,8 +178,8 @@ impl Rope {
         })
     }
 
-    /// [`Rope::rows`] whose cosines and sines depend on nothing but the position: libtorch computes the last elements of a tensor
-    /// by other functions than those before.
+    /// Computes [`Rope::rows`] such that cosines and sines depend only on the position. (libtorch computes the last elements of a tensor with
+    /// different functions.)
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -199,7 +199,7 @@ impl Rope {
         })
     }
 
-    /// [`Rope::table`] of at least `len` positions, whose rows depend on nothing but their position. Kept for the next call.
+    /// Computes [`Rope::table`] for at least `len` positions, such that rows depend only on their position. The table is kept for later calls.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -220,7 +220,7 @@ impl Rope {
         Ok(kept.insert(table).shallow_clone())
     }
 
-    /// Cosines and sines [T, hd/2] f64 of positions [T] f64.
+    /// Cosines and sines [T, hd/2] f64 at positions [T] f64.
     fn turns(&self, positions: &Tensor) -> Result<[Tensor; 2]> {
         let inv_freq = self.inv_freq.f_to_device(positions.device())?;
         let angle = positions.unsqueeze(1).f_mul(&inv_freq)?; // [T, hd/2]
@@ -240,7 +240,7 @@ pub struct RopeRows {
     exact: Option<ExactTurns>,
 }
 
-/// Cosines and sines as [`crate::ops::exact`] reads them.
+/// Cosines and sines in the form that [`crate::ops::exact`] reads.
 #[derive(Debug)]
 struct ExactTurns {
     host: Vec<f32>,    // [T, hd], cosines, then sines; on a CPU
@@ -249,10 +249,10 @@ struct ExactTurns {
 }
 
 impl RopeRows {
-    /// Cosines and sines of each token on a CPU, [T, hd], and how many cosines a token has.
+    /// Cosines and sines of each token on a CPU, [T, hd], and the number of cosines per token.
     ///
     /// # Panics
-    /// If they were not made by [`Rope::exact_rows`].
+    /// If the rows were not created by [`Rope::exact_rows`].
     pub(super) fn turns(&self) -> (&[f32], usize) {
         (&self.exact_turns().host, self.cos.size()[2] as usize / 2)
     }
@@ -260,7 +260,7 @@ impl RopeRows {
     /// The table [positions, hd] and the positions [T] i32 that the engine's kernel reads.
     ///
     /// # Panics
-    /// If they were not made by [`Rope::exact_rows`].
+    /// If the rows were not created by [`Rope::exact_rows`].
     pub(super) fn table_and_positions(&self) -> (&Tensor, &Tensor) {
         let ExactTurns { table, positions, .. } = self.exact_turns();
         (table, positions)
@@ -270,18 +270,18 @@ impl RopeRows {
         self.exact.as_ref().expect("rows for exact operations")
     }
 
-    /// Cosines and sines for the kernels, contiguous in the accumulation kind. [T, 1, hd] each
+    /// Cosines and sines for the kernels, contiguous in the accumulation type. [T, 1, hd] each
     pub(super) fn tables(&self) -> (&Tensor, &Tensor) {
         (&self.cos, &self.sin)
     }
 
-    /// Columns of heads that are turned, and those behind them; `None` where all are.
+    /// The rotated columns of heads, and the remaining ones; `None` if all are rotated.
     fn parts(&self, x: &Tensor /* [.., hd] */) -> Option<(Tensor, Tensor)> {
         let (turned, all) = (self.cos.size()[2], x.size()[x.dim() - 1]);
         (turned < all).then(|| (x.narrow(-1, 0, turned), x.narrow(-1, turned, all - turned)))
     }
 
-    /// (cos, sin) with as many dimensions as `x`: [T, 1 .., hd].
+    /// (cos, sin) with the number of dimensions of `x`: [T, 1 .., hd].
     fn like(&self, x: &Tensor) -> (Tensor, Tensor) {
         let mut shape = vec![1; x.dim()];
         (shape[0], shape[x.dim() - 1]) = (self.cos.size()[0], self.cos.size()[2]);
@@ -289,7 +289,7 @@ impl RopeRows {
     }
 }
 
-/// y = x * cos + rotate_half(x) * sin, contiguous.
+/// Computes y = x * cos + rotate_half(x) * sin, contiguous.
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
@@ -307,7 +307,7 @@ pub fn forward(
     Ok(y.f_to_kind(x.kind())?)
 }
 
-/// The transposed rotation, written into `dx` (which may be a strided view of a larger gradient).
+/// Computes the transposed rotation into `dx`, which may be a strided view of a larger gradient.
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
@@ -333,7 +333,7 @@ pub fn backward_into(
     }
 }
 
-/// y[.., :half] += x[.., half:] * first;  y[.., half:] += x[.., :half] * second.
+/// Computes y[.., :half] += x[.., half:] * first and y[.., half:] += x[.., :half] * second.
 fn rotate(y: &Tensor, x: &Tensor, first: &Tensor, second: &Tensor) -> Result<()> {
     let half = *first.size().last().unwrap_or(&0);
     let _ = y.narrow(-1, 0, half).f_addcmul_(&x.narrow(-1, half, half), first)?;
@@ -368,8 +368,8 @@ mod tests {
         assert_close(&dx, &grads[0]);
     }
 
-    /// transformers' `_compute_llama3_parameters` with Llama 3.1's factors: the bands' ends, and one value between them
-    /// computed by hand from the wavelength form of the formula.
+    /// Follows transformers' `_compute_llama3_parameters` with Llama 3.1's parameters: both ends of the bands, and one value between them, computed
+    /// by hand from the wavelength form of the formula.
     #[test]
     fn llama3_rope_scaling_matches_the_reference() {
         let scaling = Llama3Scaling {

@@ -1,7 +1,7 @@
-//! Which experts a token goes to, and with which weights: softmax or sigmoid of the router's logits, the k highest scores, divided by
-//! their sum where the model asks for that. All in the accumulation kind.
+//! Routes tokens to experts: softmax or sigmoid of the router's logits, the k highest scores, and weights that some models divide by their sum. All
+//! in the accumulation type.
 //!
-//! E experts, K of them a token.
+//! E experts, K of them per token.
 
 use tch::{Kind, Tensor};
 
@@ -9,45 +9,45 @@ use super::linear;
 use crate::error::Result;
 use crate::torch::accumulation_kind;
 
-/// How experts are chosen.
+/// How a router chooses experts.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RouterOptions {
-    /// Experts of a token.
+    /// Number of experts per token.
     pub num_experts_per_tok: usize,
     /// The weights of a token's experts are divided by their sum.
     pub norm_topk_prob: bool,
-    /// What scores are made of.
+    /// How logits become scores.
     pub scores: RouterScores,
 }
 
-/// How scores of experts are made of logits.
+/// How a router's logits become scores of experts.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum RouterScores {
-    /// Probabilities of all experts together.
+    /// Softmax over all experts.
     Softmax,
-    /// A sigmoid for each expert. Its score and a correction, which is not trained, decide which are chosen; weights are made of scores alone.
+    /// A sigmoid for each expert. The selection uses the score plus an untrained correction; routing weights use only the scores.
     Sigmoid {
-        /// Groups of consecutive experts, each as good as its best two.
+        /// Number of groups of consecutive experts. A group is scored by its two best experts.
         num_groups: usize,
-        /// The groups whose experts a token may choose.
+        /// Number of groups from which a token may choose experts.
         groups_per_tok: usize,
-        /// Factor of the weights.
+        /// Multiplier of the routing weights.
         scale: f64,
     },
 }
 
-/// The choice for every token.
+/// The routing of every token.
 #[derive(Debug)]
 pub struct Routing {
     /// The scores of all experts.
     pub probs: Tensor, // [T, E]
-    /// The chosen ones.
+    /// The chosen experts.
     pub experts: Tensor, // [T, K] int64
-    /// The weights of their outputs.
+    /// The routing weights of the chosen experts.
     pub weights: Tensor, // [T, K]
 }
 
-/// Scores of all experts, from what they read. [T, E]
+/// Computes the scores of all experts from the router's input. [T, E]
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
@@ -66,7 +66,7 @@ pub fn probabilities(
     })
 }
 
-/// The K experts of the highest score, the highest first; of sigmoids with a `correction` added to it. [T, K]
+/// Chooses the K experts with the highest scores, the highest first; with sigmoids a `correction` is added to the scores first. [T, K]
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
@@ -99,7 +99,7 @@ impl RouterOptions {
 }
 
 impl Routing {
-    /// Weights of experts that were chosen.
+    /// Computes the routing weights of the chosen experts.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -116,7 +116,7 @@ impl Routing {
         Ok(Self { probs, experts, weights })
     }
 
-    /// The gradient of the logits [T, E] from that of the weights and, if the loss reads them, of the probabilities.
+    /// Returns the gradient of the logits [T, E], given that of the weights and, if the loss reads them, of the probabilities.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -151,7 +151,7 @@ impl Routing {
     }
 }
 
-/// [T, N] -> [T, 1]
+/// Sums each row: [T, N] -> [T, 1].
 fn sum_of_rows(t: &Tensor) -> Result<Tensor> {
     Ok(t.f_sum_dim_intlist(-1, true, t.kind())?)
 }
@@ -191,7 +191,7 @@ mod tests {
         }
     }
 
-    /// Experts 0 to 3 and 4 to 7: the first group has the best one, the second the better two.
+    /// Experts 0 to 3 and 4 to 7 are groups: the first contains the best expert, the second the better best two.
     #[test]
     fn tokens_choose_experts_within_their_best_groups() {
         let scores = RouterScores::Sigmoid { num_groups: 2, groups_per_tok: 1, scale: 1.0 };

@@ -1,7 +1,8 @@
-//! y = activation(gate) * factor(up), the factor being up itself but for the clamped SwiGLU, where gate and up come from one weight with interleaved rows, g0 u0 g1 u1 ..
+//! Gated activations of the MLP: y = activation(gate) * up (for the clamped SwiGLU, up is clamped and 1 is added). Gate and up come from one weight
+//! with interleaved rows, g0 u0 g1 u1 ..
 //!
-//! On a GPU one product gives the pairs side by side, and the kernels read them so. On a CPU two products read the weight's
-//! rows as strided views, which costs nothing, where interleaved activations would keep every loop from vectorising.
+//! On a GPU one GEMM computes interleaved pairs, and the kernels read these. On a CPU two GEMMs read the weight's rows as strided views at no cost,
+//! because interleaved activations could not be vectorized.
 
 use tch::Tensor;
 
@@ -15,13 +16,13 @@ use crate::error::Result;
 /// Gate and up, or the gradients of both.
 #[derive(Debug)]
 pub enum GateUp {
-    /// Pairs side by side.
+    /// Pairs g0 u0 g1 u1 .. in one tensor.
     Interleaved(Tensor), // [T, 2 F]
-    /// Apart.
+    /// Two separate tensors.
     Split {
-        /// Before its activation.
+        /// The gate, before its activation.
         gate: Tensor, // [T, F]
-        /// The factor of the activated gate.
+        /// The up projection.
         up: Tensor, // [T, F]
     },
 }
@@ -31,7 +32,7 @@ pub enum GateUp {
 pub struct SwigluGradient {
     /// The gradients of gate and up.
     pub d_gate_up: GateUp, // [T, F] each
-    /// The activation again.
+    /// The activation, recomputed.
     pub act: Tensor, // [T, F]
 }
 
@@ -40,14 +41,14 @@ pub struct SwigluGradient {
 pub struct WeightedGradient {
     /// The gradients of gate and up.
     pub d_gate_up: GateUp, // [T, F] each
-    /// The activation again, times the weights.
+    /// The activation, recomputed and multiplied by the weights.
     pub act: Tensor, // [T, F]
     /// The gradient of the weights, in the accumulation kind.
     pub d_weights: Tensor, // [T]
 }
 
 impl GateUp {
-    /// x w^T.
+    /// Computes gate and up: x w^T.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -62,7 +63,7 @@ impl GateUp {
         Ok(GateUp::Split { gate, up })
     }
 
-    /// Gate and up that one product gave side by side.
+    /// Makes gate and up from the interleaved output of one GEMM.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -75,7 +76,7 @@ impl GateUp {
         Ok(GateUp::Split { gate, up })
     }
 
-    /// Gate and up, or their gradients, side by side. [T, 2 F]
+    /// Gate and up, or their gradients, interleaved in one tensor. [T, 2 F]
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -86,7 +87,7 @@ impl GateUp {
         }
     }
 
-    /// activation(gate) * up. [T, F]
+    /// Computes activation(gate) * up. [T, F]
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -100,7 +101,7 @@ impl GateUp {
         }
     }
 
-    /// The gradients of gate and up from that of the activation, in their memory; and the activation once more.
+    /// Returns the gradients of gate and up, in their memory, given that of the activation; also returns the recomputed activation.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`]; [`crate::Error::InvalidArgument`] if `d_act` does not fit.
@@ -126,8 +127,8 @@ impl GateUp {
         }
     }
 
-    /// The gradients of gate and up from that of the activation times a weight that each row has, where `d_act` is of weights of 1; the
-    /// weighted activation; and the gradient of the weights [T], in the accumulation kind.
+    /// Computes [`GateUp::backward`] for an activation that is multiplied by a weight per row; `d_act` is the gradient of the weighted activation.
+    /// Returns the gradients of gate and up, the weighted activation, and the gradient of the weights [T] in the accumulation type.
     ///
     /// # Errors
     /// The errors of [`GateUp::backward`].
@@ -149,7 +150,7 @@ impl GateUp {
         Ok(WeightedGradient { d_gate_up, act: weighted(&act)?, d_weights })
     }
 
-    /// dw = self^T x, or dw += self^T x, of gradients.
+    /// For gradients: computes the weight gradient dw = self^T x or dw += self^T x.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -169,7 +170,7 @@ impl GateUp {
         }
     }
 
-    /// dx = self w, of gradients. [T, D]
+    /// For gradients: computes the input gradient dx = self w. [T, D]
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -187,7 +188,7 @@ impl GateUp {
 }
 
 impl Activation {
-    /// activation(gate).
+    /// Computes activation(gate).
     fn of(self, gate: &Tensor) -> Result<Tensor> {
         Ok(match self {
             Self::Silu => gate.f_silu()?,
@@ -199,7 +200,7 @@ impl Activation {
         })
     }
 
-    /// What an activated gate is multiplied by.
+    /// The number by which the activated gate is multiplied: up, or clamped up plus 1.
     fn factor(self, up: Tensor) -> Result<Tensor> {
         match self {
             Self::Silu | Self::GeluTanh => Ok(up),
@@ -207,7 +208,7 @@ impl Activation {
         }
     }
 
-    /// 1 where the factor's gradient is that of up and 0 where it ends; `None` where it is everywhere.
+    /// 1 where the gradient passes to up, and 0 where up is clamped; `None` if nothing is clamped.
     fn passes_up(self, up: &Tensor) -> Result<Option<Tensor>> {
         match self {
             Self::Silu | Self::GeluTanh => Ok(None),
@@ -215,7 +216,7 @@ impl Activation {
         }
     }
 
-    /// d activation'(gate), in d's memory.
+    /// Computes d activation'(gate), in d's memory.
     fn backward(self, gate: &Tensor, d: Tensor) -> Result<Tensor> {
         Ok(match self {
             Self::Silu => gate.f_silu_backward_grad_input(&d, &d)?,
@@ -231,10 +232,10 @@ impl Activation {
     }
 }
 
-/// libtorch's name of the approximation.
+/// libtorch's name for GELU's tanh approximation.
 const TANH: &str = "tanh";
 
-/// Every second row of an interleaved weight [.., 2 F, D]: two strided views [.., F, D].
+/// Two strided views [.., F, D] of an interleaved weight [.., 2 F, D]: its even and its odd rows.
 pub(super) fn halves(w: &Tensor) -> [Tensor; 2] {
     let mut size = w.size();
     let rows = size.len() - 2;
@@ -266,7 +267,7 @@ mod tests {
         });
     }
 
-    /// Weights are large enough that some gates and ups are cut.
+    /// Weights are large enough that some gates and ups are clamped.
     fn of_activation(activation: Activation, of_pairs: &dyn Fn(&Tensor, &Tensor) -> Tensor) {
         let (x, w, dy) = (leaf(&rand(&[5, 3])), leaf(&(rand(&[12, 3]) * 8.0)), rand(&[5, 6]));
         let pairs = x.linear(&w, None::<&Tensor>).view([5, 6, 2]);

@@ -1,8 +1,8 @@
-//! Helpers of the operations' tests: random tensors in float64 and the bound they are held to.
+//! Helpers for tests of operations: random tensors in float64, and the error bound of comparisons.
 
 use tch::{Device, Kind, Tensor};
 
-/// Standard normal, float64. Each test thread draws its own sequence; no bound depends on the values.
+/// Standard normal numbers in float64. Each test thread has its own sequence; no bound depends on the values.
 pub(crate) fn rand(shape: &[i64]) -> Tensor {
     Tensor::randn(shape, (Kind::Double, Device::Cpu))
 }
@@ -12,7 +12,7 @@ pub(crate) fn leaf(t: &Tensor) -> Tensor {
     t.copy().set_requires_grad(true)
 }
 
-/// Largest absolute difference over the largest absolute expected value.
+/// Largest absolute difference, divided by the largest absolute expected value.
 pub(crate) fn relative_error(got: &Tensor, expected: &Tensor) -> f64 {
     assert_eq!(got.size(), expected.size());
     let (got, expected) = (got.detach().to_kind(Kind::Double), expected.detach().to_kind(Kind::Double));
@@ -20,14 +20,14 @@ pub(crate) fn relative_error(got: &Tensor, expected: &Tensor) -> f64 {
     f64::try_from((got - expected).abs().max()).unwrap() / scale
 }
 
-/// Relative error below 1e-9, and nothing non-finite.
+/// Asserts that the relative error is below 1e-9 and nothing is non-finite.
 #[track_caller]
 pub(crate) fn assert_close(got: &Tensor, expected: &Tensor) {
     let error = relative_error(got, expected);
     assert!(error < 1e-9, "relative error {error:e}\ngot {got}\nexpected {expected}");
 }
 
-/// Numbers of both signs, between 1e-8 and 1 in size, by blocks of 256 of which the third is zero, as scripts/golden_optim.py has them.
+/// Numbers of both signs with magnitudes from 1e-8 to 1, in blocks of 256, the third of which is zero, as in scripts/golden_optim.py.
 /// [count] f32
 pub(crate) fn wave(count: i64, phase: f64) -> Tensor {
     let at = Tensor::arange(count, (Kind::Double, Device::Cpu));
@@ -38,7 +38,7 @@ pub(crate) fn wave(count: i64, phase: f64) -> Tensor {
     values.where_scalarother(&block.not_equal(2.0), 0.0).to_kind(Kind::Float)
 }
 
-/// Numbers that scripts/golden_optim.py wrote.
+/// The golden numbers that scripts/golden_optim.py wrote.
 pub(crate) fn optim_golden() -> serde_json::Value {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/optim.json");
     serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()

@@ -52,7 +52,7 @@ pub fn heads_forward(
     qkv: &Tensor, // [T, Hkv, G + 2, hd] f32 or bf16
     norms: Option<HeadNormWeights<'_>>,
     cos: &Tensor, // [T, 1, turned] f32, both halves alike
-    sin: &Tensor, // [T, 1, turned] f32, second half not negated
+    sin: &Tensor, // [T, 1, turned] f32: -sin, then sin
 ) -> Result<[Tensor; 3]> {
     const OP: &str = "heads_forward";
     let shape = HeadsShape::of(OP, qkv)?;

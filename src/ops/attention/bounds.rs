@@ -1,33 +1,33 @@
-//! Where the sequences of a micro-batch lie among its rows.
+//! Positions of a micro-batch's sequences among its rows.
 
-/// The sequences of a micro-batch; every run of rows follows the one before it.
+/// The sequences of a micro-batch. Each run of rows starts where the previous one ends.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Bounds {
-    /// Sequence n has rows `bounds[n]..bounds[n + 1]`, its prompt and its completion.
+    /// Sequence n has the rows `bounds[n]..bounds[n + 1]`: its prompt and its completion.
     Separate(Vec<i64>), // [N + 1], from 0 to T
-    /// The prompts, each once, then the completions of the first prompt, those of the second, and so on.
+    /// All prompts, each once, followed by the completions of the first prompt, those of the second, and so on.
     Shared(SharedBounds),
 }
 
-/// G prompts with N completions. Completion n attends to its prompt and to itself.
+/// G prompts with N completions. A completion attends to its prompt and to itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SharedBounds {
-    /// Rows of each prompt.
+    /// Bounds of each prompt's rows.
     pub prompts: Vec<i64>, // [G + 1], from 0 to P
-    /// Rows of all completions of each prompt.
+    /// Bounds of the rows of each prompt's completions together.
     pub groups: Vec<i64>, // [G + 1], from P to T
-    /// Rows of each completion.
+    /// Bounds of each completion's rows.
     pub completions: Vec<i64>, // [N + 1], from P to T
 }
 
 impl Bounds {
-    /// T.
+    /// Number of tokens T.
     pub fn num_tokens(&self) -> i64 {
         let (Self::Separate(bounds) | Self::Shared(SharedBounds { completions: bounds, .. })) = self;
         bounds.last().copied().unwrap_or(0)
     }
 
-    /// With rows of padding behind the last, up to `num_tokens`: a sequence, or a completion of the last prompt, of their own.
+    /// Adds padding rows after the last one, up to `num_tokens`. The padding is a separate sequence, or a separate completion of the last prompt.
     pub fn padded_to(&self, num_tokens: i64) -> Self {
         let mut padded = self.clone();
         if self.num_tokens() < num_tokens {
@@ -42,8 +42,8 @@ impl Bounds {
         padded
     }
 
-    /// Pairs of a query and a key that causal attention without a window needs: half of the square of a sequence's length; of completions
-    /// that share a prompt those within the prompt once.
+    /// Number of (query, key) pairs in causal attention without a window: half of the square of each sequence's length. Pairs within a shared prompt
+    /// count once.
     pub fn attended_pairs(&self) -> f64 {
         let lens = |bounds: &[i64]| -> Vec<f64> { bounds.windows(2).map(|pair| (pair[1] - pair[0]) as f64).collect() };
         match self {
@@ -79,7 +79,7 @@ mod tests {
     #[test]
     fn attention_pairs_of_a_shared_prompt_count_once() {
         assert_eq!(Bounds::Separate(vec![0, 4, 10]).attended_pairs(), 8.0 + 18.0);
-        // Prompts of 4 and 2; completions of 3 and 1 behind the first, of 2 behind the second.
+        // Prompts of 4 and 2 tokens; completions of 3 and 1 tokens for the first, of 2 for the second.
         let shared = SharedBounds { prompts: vec![0, 4, 6], groups: vec![6, 10, 12], completions: vec![6, 9, 10, 12] };
         let first = 8.0 + (3.0 * 4.0 + 4.5) + (4.0 + 0.5);
         assert_eq!(Bounds::Shared(shared).attended_pairs(), first + 2.0 + (2.0 * 2.0 + 2.0));

@@ -1,4 +1,4 @@
-//! One side of a paged cache, keys or values, as the network's kind, or as e4m3 or whole numbers of eight bits with a scale for each token and head.
+//! One side of a paged cache, keys or values: in the network's type, or in e4m3 or int8 with a scale per token and head.
 
 use tch::{Kind, Tensor};
 
@@ -6,24 +6,24 @@ use crate::error::Result;
 use crate::ops::fp8::{self, ScaledRows};
 use crate::ops::int8;
 
-/// Keys or values of a layer, [num_blocks, Hkv, block_size, hd]. An entry is one token's of one head.
+/// Keys or values of a layer, [num_blocks, Hkv, block_size, hd]. An entry is one token's key or value in one head.
 pub trait KvEntries {
-    /// The shape.
+    /// The shape of the cache.
     fn size(&self) -> Vec<i64>;
 
-    /// Entries by their place in [num_blocks * Hkv * block_size, hd], in `kind`. [R, hd]
+    /// Reads entries, given their indices in [num_blocks * Hkv * block_size, hd], as `kind`. [R, hd]
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
     fn rows(&self, rows: &Tensor /* [R] */, kind: Kind) -> Result<Tensor>;
 
-    /// Whole blocks, in `kind`. [n, Hkv, block_size, hd]
+    /// Reads whole blocks as `kind`. [n, Hkv, block_size, hd]
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
     fn blocks(&self, blocks: &Tensor /* [n] */, kind: Kind) -> Result<Tensor>;
 
-    /// Writes entries to their places.
+    /// Writes entries at the given indices.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -49,7 +49,7 @@ impl KvEntries for Tensor {
     }
 }
 
-/// Values [num_blocks, Hkv, block_size, hd], scales [num_blocks, Hkv, block_size].
+/// An 8-bit cache: values [num_blocks, Hkv, block_size, hd] and scales [num_blocks, Hkv, block_size].
 impl KvEntries for ScaledRows {
     fn size(&self) -> Vec<i64> {
         self.values.size()
@@ -82,7 +82,7 @@ impl KvEntries for ScaledRows {
     }
 }
 
-/// The values' bytes, which every operation takes.
+/// The values as bytes, a type that all libtorch operations support.
 fn codes(rows: &ScaledRows) -> Tensor {
     rows.values.view_dtype(Kind::Uint8)
 }

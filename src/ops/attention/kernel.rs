@@ -1,5 +1,5 @@
-//! Which kernel serves an attention. The rule was measured on an H200 in bfloat16, 28 query and 4 key/value heads of 128:
-//! cuDNN's kernels take runs of one length only, and are the faster ones from 128 rows on.
+//! Selects the kernel for an attention. The rule was measured on an H200 in bfloat16, with 28 query and 4 key/value heads of width 128: cuDNN's
+//! kernels require runs of equal length, and are the faster ones from 128 rows on.
 //!
 //! | causal runs | flash forward, backward | cuDNN forward, backward, TFLOP/s |
 //! |---|---|---|
@@ -8,12 +8,12 @@
 //! | 4 x 4,096 | 316, 268 | 584, 478 |
 //! | 1 x 16,384 | 347, 307 | 644, 531 |
 //!
-//! Flash attention takes 1.85 and 6.38 ms of heads of 256 (16 query and 4 key/value heads, 4 x 4,096, causal), cuDNN 0.89 and 3.72 ms; it
-//! serves them on Hopper alone.
+//! With heads of width 256 (16 query and 4 key/value heads, 4 x 4,096, causal), flash attention takes 1.85 and 6.38 ms, cuDNN 0.89 and 3.72 ms; cuDNN
+//! supports these on Hopper only.
 //!
-//! cuDNN plans a shape when it first meets it, 80 ms for forward and backward together where it is the first, more than most
-//! micro-batches gain: a shape is taken from the second micro-batch on that has it. Of runs of different lengths the long ones are
-//! taken one by one, rounded up to a length that comes again ([`Mixed`]); short ones would leave the GPU waiting for calls.
+//! cuDNN plans a shape on first use: 80 ms for the first forward and backward together, more than most micro-batches gain. So cuDNN is used from the
+//! second micro-batch with a shape on. Among runs of different lengths, long ones are computed one by one, rounded up to a length that recurs
+//! ([`Mixed`]); for short ones the GPU would wait for launches.
 //!
 //! | a layer, forward and backward, ms | flash | mixed |
 //! |---|---|---|
@@ -22,7 +22,7 @@
 //! | 12/2 heads, the same | 1.75, 4.98 | 1.26, 3.60 |
 //! | 28/4 heads, 24 runs of 512 to 2,048, those from 1,024 on as long ones | 1.15, 3.46 | 1.23, 3.70 |
 //!
-//! Only flash attention has a backward that sums in a fixed order, at a fifth of its rate ([`torch::set_deterministic`]).
+//! Only flash attention has a backward that sums in a fixed order, at a fifth of its speed ([`torch::set_deterministic`]).
 
 use std::cell::RefCell;
 use std::collections::HashSet;
@@ -34,27 +34,27 @@ use super::runs::{Dense, Runs};
 use crate::cuda::cudnn_most_head_dim;
 use crate::torch::{self, FLASH_HEAD_STEP, FLASH_MOST_HEAD_DIM};
 
-/// Fewest rows of a dense run.
+/// Shortest runs for which cuDNN is used.
 const LEAST_DENSE_LEN: i64 = 128;
 
-/// Least queries, heads counted apart, of a run that is worth calls of its own.
+/// Fewest queries (rows times heads) for which a single run gets its own cuDNN call.
 const LEAST_LONG_QUERIES: i64 = 48 << 10;
 
-/// How an attention is computed.
+/// The kernel that computes an attention.
 #[derive(Debug)]
 pub(super) enum AttentionKernel {
-    /// cuDNN on one rectangle.
+    /// cuDNN on one rectangle of runs of equal length.
     Dense(Dense),
-    /// cuDNN on the long runs, flash attention on the others.
+    /// cuDNN for each long run, flash attention for the others.
     Mixed(Mixed),
-    /// Flash attention over the runs as they lie.
+    /// Flash attention over the packed runs.
     Flash,
-    /// Padded buckets: kinds and devices that the others do not serve.
+    /// Padded buckets, for types and devices that the other kernels do not support.
     Padded,
 }
 
 impl AttentionKernel {
-    /// For queries like `q`; asked once for a micro-batch.
+    /// Chooses the kernel for queries like `q`; called once per micro-batch.
     pub(super) fn choose(q: &Tensor /* [T, H, hd] */, runs: &Runs) -> Self {
         let (num_heads, head_dim) = (q.size()[1], q.size()[2]);
         let has_flash = (head_dim as usize).is_multiple_of(FLASH_HEAD_STEP) && head_dim as usize <= FLASH_MOST_HEAD_DIM;
@@ -74,10 +74,10 @@ impl AttentionKernel {
     }
 }
 
-/// Long enough, and met before.
+/// Whether the runs are long enough for cuDNN, and this shape was seen before.
 fn is_worth_a_plan(dense: &Dense) -> bool {
     thread_local! {
-        // cuDNN's plans, too, are of one thread.
+        // cuDNN's plans are per thread, too.
         static MET: RefCell<HashSet<Dense>> = RefCell::default();
     }
     dense.q_len.min(dense.k_len) >= LEAST_DENSE_LEN && MET.with_borrow_mut(|met| !met.insert(*dense))

@@ -1,4 +1,4 @@
-//! Two attentions of the same queries to disjoint keys as one, by their log-sum-exp.
+//! Merges two attention results of the same queries over disjoint keys, by their log-sum-exps.
 
 use tch::{Kind, Tensor};
 
@@ -6,8 +6,8 @@ use crate::cuda::kernels;
 use crate::error::{Error, Result};
 use crate::torch::Attended;
 
-/// Writes the softmax over both sets of keys into `to`: lse = log(exp(lse_a) + exp(lse_b)),
-/// o = exp(lse_a - lse) o_a + exp(lse_b - lse) o_b. Outputs are [T, H, hd], each log-sum-exp is [T, H].
+/// Writes the attention over both sets of keys to `to`: lse = log(exp(lse_a) + exp(lse_b)), o = exp(lse_a - lse) o_a + exp(lse_b - lse) o_b. Outputs
+/// are [T, H, hd]; log-sum-exps are [T, H].
 pub(super) fn merge_into(a: &Attended, b: &Attended, mut to: Attended) -> Result<()> {
     let o = &to.o;
     if o.device().is_cuda() && o.kind() == Kind::BFloat16 && o.size()[2] % 8 == 0 {

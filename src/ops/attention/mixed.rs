@@ -1,8 +1,8 @@
-//! Causal runs of different lengths on a GPU: each long one is a rectangle of its own for cuDNN's kernels, those between them take
-//! flash attention.
+//! Causal runs of different lengths on a GPU: each long run is a separate rectangle for cuDNN's kernels; the short runs between them use flash
+//! attention.
 //!
-//! A rectangle's length is rounded up, so that cuDNN plans few shapes. What lies behind a run serves as its padding: no query of
-//! the run sees it, and in the backward an infinite log-sum-exp makes every probability of it 0.
+//! A rectangle's length is rounded up, so that cuDNN plans few shapes. The rows after the run serve as its padding: no query of the run attends to
+//! them, and in the backward an infinite log-sum-exp makes their probabilities 0.
 
 use tch::{Kind, Tensor};
 
@@ -13,10 +13,10 @@ use crate::torch::{
     Attended, QkvGradients, SavedAttention, cudnn_backward, cudnn_forward, flash_backward, flash_forward, full,
 };
 
-/// Rectangles' lengths are multiples of this.
+/// Lengths of rectangles are multiples of this.
 const LEN_STEP: i64 = 256;
 
-/// Runs in parts of neighbours.
+/// Runs divided into parts of consecutive runs.
 #[derive(Debug)]
 pub(super) struct Mixed {
     parts: Vec<Part>,
@@ -26,12 +26,12 @@ pub(super) struct Mixed {
 struct Part {
     first: i64,
     len: i64,
-    /// `None` is one long run.
+    /// The short runs of the part; `None` if the part is one long run.
     short: Option<Runs>,
 }
 
 impl Mixed {
-    /// `None` where no run `is_long`, which is asked for rounded lengths, or a window cuts runs.
+    /// Divides the runs by `is_long(rounded length)`. Returns `None` if no run is long, or if a window cuts runs.
     pub(super) fn new(runs: &Runs, is_long: impl FnMut(i64) -> bool) -> Option<Self> {
         let bounds = runs.causal_bounds()?;
         let is_long: Vec<bool> = lens(bounds).map(rounded).map(is_long).collect();
@@ -48,7 +48,7 @@ impl Mixed {
         Some(Self { parts })
     }
 
-    /// Attends: o [T, H, hd], log-sum-exp [T, H].
+    /// Computes attention: o [T, H, hd], log-sum-exp [T, H].
     pub(super) fn forward(
         &self,
         q: &Tensor, // [T, H, hd]
@@ -77,7 +77,7 @@ impl Mixed {
         Ok(Attended { o, lse: lse.tr() })
     }
 
-    /// Gradients from the inputs and results of [`Mixed::forward`], or of a larger softmax.
+    /// Computes gradients from the inputs and results of [`Mixed::forward`], or from the results of a softmax over more keys.
     pub(super) fn backward(
         &self,
         d_o: &Tensor,          // [T, H, hd]
@@ -117,7 +117,8 @@ impl Mixed {
 }
 
 impl Part {
-    /// The run's rows and those behind it [1, heads, rounded length, hd], zeros behind the last; else a view.
+    /// The rows of the run and of the following ones, up to the rounded length [1, heads, rounded length, hd]: a view, or padded with zeros at the
+    /// end.
     fn rectangle(&self, t: &Tensor /* [T, heads, hd] */) -> Result<Tensor> {
         let (len, there) = (rounded(self.len), t.size()[0] - self.first);
         let rows = t.narrow(0, self.first, len.min(there));

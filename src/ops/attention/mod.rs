@@ -1,18 +1,17 @@
-//! Causal attention with grouped queries: packed variable-length sequences for training, paged keys and values for
-//! generation. Queries of one group meet their key-value head without repeating it. Softmax statistics are kept in
-//! accumulation kind.
+//! Causal attention with grouped queries: packed variable-length sequences in training, paged keys and values in generation. Key/value heads are not
+//! repeated for the queries of a group. Softmax statistics are kept in the accumulation type.
 //!
-//! | file | what it is |
+//! | file | content |
 //! |---|---|
-//! | `bounds` | where a micro-batch's sequences lie, with or without shared prompts |
-//! | `packed` | attention over them: one attention, or three that are merged |
-//! | `merge` | two attentions of the same queries as one |
-//! | `runs`, `planned`, `varlen` | one attention of packed runs: its rows, what kernels need of them, the computation |
-//! | `kernel` | which kernel serves it |
-//! | `mixed` | runs of different lengths: the long ones one by one |
-//! | `padded` | runs side by side for kernels that take rectangles only |
+//! | `bounds` | rows of a micro-batch's sequences, with or without shared prompts |
+//! | `packed` | attention over these: one attention, or three that are merged |
+//! | `merge` | merges two attentions of the same queries |
+//! | `runs`, `planned`, `varlen` | one attention over packed runs: rows, data for kernels, computation |
+//! | `kernel` | selects the kernel |
+//! | `mixed` | runs of different lengths: long ones one by one |
+//! | `padded` | runs padded to equal length, for kernels that need that |
 //! | `sinks` | logits without a key that take part in the softmax |
-//! | `paged`, `entries` | attention over a paged cache; what it is made of |
+//! | `paged`, `entries` | attention over a paged cache; reading and writing that cache |
 
 mod bounds;
 mod entries;

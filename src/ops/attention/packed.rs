@@ -1,6 +1,6 @@
-//! Causal attention within each sequence of a packed micro-batch. Where completions share their prompt, it is computed once:
-//! three attentions on contiguous rows, prompts on themselves, each group's completions on their prompt and each completion on
-//! itself, the last two merged by their log-sum-exp.
+//! Causal attention within each sequence of a packed micro-batch. A prompt that completions share is computed once. This takes three attentions on
+//! contiguous rows: prompts on themselves, each group's completions on their prompt, and each completion on itself; the last two are merged by their
+//! log-sum-exps.
 
 use tch::{Device, Tensor};
 
@@ -12,7 +12,7 @@ use super::varlen;
 use crate::error::Result;
 use crate::torch::{Attended, QkvGradients, SavedAttention};
 
-/// The layout of a packed micro-batch for attention; made once, shared by all layers, forward and backward.
+/// The layout of a packed micro-batch for attention. It is created once and used by all layers, in forward and backward.
 #[derive(Debug)]
 pub struct PackedLayout {
     parts: PackedRuns,
@@ -24,28 +24,28 @@ enum PackedRuns {
     Shared(Box<SharedRuns>),
 }
 
-/// P prompt rows and C completion rows.
+/// Layouts for P prompt rows and C completion rows.
 #[derive(Debug)]
 struct SharedRuns {
     num_prompt_tokens: i64,
-    /// Prompts on themselves: [P] on [P].
+    /// Prompts attending to themselves: [P] on [P].
     prompts: PlannedRuns,
-    /// All completions of a group as one run on their prompt: [C] on [P].
+    /// All completions of a group, as one run, attending to their prompt: [C] on [P].
     on_prompt: PlannedRuns,
-    /// Completions on themselves: [C] on [C].
+    /// Completions attending to themselves: [C] on [C].
     completions: PlannedRuns,
 }
 
 impl PackedLayout {
-    /// `cu_seqlens` [N + 1] begins with 0 and does not decrease; sequence n has rows `cu_seqlens[n]..cu_seqlens[n + 1]`.
-    /// A token sees itself and the `sliding_window - 1` before it, or all before it.
+    /// Creates the layout of separate sequences. `cu_seqlens` [N + 1] starts with 0 and does not decrease; sequence n has the rows
+    /// `cu_seqlens[n]..cu_seqlens[n + 1]`. A token attends to itself and to the `sliding_window - 1` tokens before it, or to all before it.
     pub fn new(cu_seqlens: &[i64], num_kv_heads: usize, sliding_window: Option<usize>, device: Device) -> Self {
         let sees = Sees::Before { window: sliding_window.map(|window| window as i64) };
         let runs = Runs::new(cu_seqlens, cu_seqlens, sees, num_kv_heads as i64, device);
         Self { parts: PackedRuns::Separate(Box::new(PlannedRuns::new(runs))) }
     }
 
-    /// For the sequences of a micro-batch. Shared prompts take no window: it must be wider than every sequence.
+    /// Creates the layout for the sequences of a micro-batch. With shared prompts a window is not supported: it must be wider than every sequence.
     pub fn of(bounds: &Bounds, num_kv_heads: usize, sliding_window: Option<usize>, device: Device) -> Self {
         let SharedBounds { prompts, groups, completions } = match bounds {
             Bounds::Separate(cu_seqlens) => return Self::new(cu_seqlens, num_kv_heads, sliding_window, device),
@@ -64,7 +64,7 @@ impl PackedLayout {
     }
 }
 
-/// Attends within each sequence; the log-sum-exp is in accumulation kind. o [T, H, hd], lse [T, H]
+/// Computes attention within each sequence; the log-sum-exp is in the accumulation type. o [T, H, hd], lse [T, H]
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
@@ -93,7 +93,7 @@ pub fn packed_forward(
     Ok(Attended { o, lse })
 }
 
-/// Gradients from the inputs and results of [`packed_forward`]. A shared prompt's dk and dv are the sums over all that see it.
+/// Computes gradients from the inputs and results of [`packed_forward`]. A shared prompt's dk and dv are summed over all sequences that attend to it.
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
@@ -124,13 +124,13 @@ pub fn packed_backward(
 }
 
 impl SharedRuns {
-    /// Rows of prompts and of completions.
+    /// Splits rows into those of prompts and those of completions.
     fn split(&self, t: &Tensor) -> (Tensor, Tensor) {
         let (prompts, all) = (self.num_prompt_tokens, t.size()[0]);
         (t.narrow(0, 0, prompts), t.narrow(0, prompts, all - prompts))
     }
 
-    /// The sum of what came for the prompts' rows, then that for the completions'.
+    /// Concatenates the sum of `prompts` and the sum of `completions`.
     fn join(&self, prompts: &[&Tensor], completions: &[&Tensor]) -> Result<Tensor> {
         let like = prompts[0];
         let mut size = like.size();

@@ -1,4 +1,4 @@
-//! Runs of similar length side by side, padded to the longest on the right, for kernels that take rectangles only.
+//! Buckets of runs of similar length, padded on the right to the longest, for kernels that need runs of equal length.
 
 use std::cmp::Reverse;
 
@@ -8,18 +8,18 @@ use super::runs::Sees;
 use crate::error::Result;
 use crate::torch;
 
-/// One side (queries or keys) of a bucket.
+/// The queries or the keys of a bucket.
 #[derive(Debug)]
 pub(super) struct Side {
-    /// Padded length.
+    /// Length to which runs are padded.
     pub len: i64,
-    /// Row of [T * Hkv, ..] behind each of [runs, Hkv, len]; padding repeats its run's last row.
+    /// For each entry of the padded [runs, Hkv, len], the index of its row in [T * Hkv, ..]. Padding repeats the run's last row.
     rows: Tensor,
-    /// Entries of `rows` that are padding.
+    /// Indices of the entries of `rows` that are padding.
     pub padding: Tensor,
 }
 
-/// Runs of similar length. B = runs * Hkv, L padded length of the queries, Lk of the keys.
+/// A bucket of runs of similar length. B = runs * Hkv, L padded length of the queries, Lk of the keys.
 #[derive(Debug)]
 pub(super) struct LengthBucket {
     pub q: Side,
@@ -27,16 +27,16 @@ pub(super) struct LengthBucket {
     sees: Sees,
 }
 
-/// All runs in buckets.
+/// All runs, in buckets.
 #[derive(Debug)]
 pub(super) struct Padded {
     pub buckets: Vec<LengthBucket>,
-    /// Row of the buckets' padded rows, one bucket after the other, behind each of [T, Hkv].
+    /// For each row of [T, Hkv], the index of its padded row, counted over all buckets in order.
     pub unpad_q: Tensor,
     pub unpad_k: Tensor,
 }
 
-/// (first row, length) of a run's queries and keys.
+/// A run's queries and keys, each as (first row, length).
 #[derive(Debug, Clone, Copy)]
 struct PaddedRun {
     q: (i64, i64),
@@ -64,7 +64,7 @@ impl Padded {
     }
 }
 
-/// Where each row of [T * Hkv] went among all buckets' padded rows.
+/// Positions of the rows of [T * Hkv] among the padded rows of all buckets.
 struct Unpad {
     rows: Vec<i64>,
     num_padded: i64,
@@ -76,7 +76,7 @@ impl Unpad {
     }
 }
 
-/// Whether a run joins the bucket of the one before it (they come with the longest queries first).
+/// Decides whether a run joins the bucket of the run before it. Runs are sorted by queries, longest first.
 fn same_bucket(runs: &[PaddedRun]) -> impl FnMut(&PaddedRun, &PaddedRun) -> bool {
     let mut first = runs.first().copied();
     move |_, run| {
@@ -88,7 +88,7 @@ fn same_bucket(runs: &[PaddedRun]) -> impl FnMut(&PaddedRun, &PaddedRun) -> bool
     }
 }
 
-/// The longer is at most a third longer, or 16 tokens.
+/// Whether the longer of two lengths exceeds the shorter one by at most a third, or by at most 16 tokens.
 fn similar(a: i64, b: i64) -> bool {
     let (short, long) = (a.min(b), a.max(b));
     short * 4 >= long * 3 || long - short <= 16
@@ -116,7 +116,7 @@ impl Side {
         Ok(Self { len, rows: torch::tensor_on(&rows, device)?, padding: torch::tensor_on(&padding, device)? })
     }
 
-    /// [T, heads, hd] as padded [B, len, heads / Hkv, hd].
+    /// Copies [T, heads, hd] into padded form [B, len, heads / Hkv, hd].
     pub(super) fn gather(&self, t: &Tensor, num_kv_heads: i64) -> Result<Tensor> {
         let size = t.size();
         let group = size[1] / num_kv_heads;
@@ -126,7 +126,7 @@ impl Side {
 }
 
 impl LengthBucket {
-    /// Whether libtorch's flash attention needs no mask beyond its own causal one.
+    /// Whether libtorch's flash attention needs no mask other than its own causal one.
     pub(super) fn is_plain(&self) -> bool {
         match self.sees {
             Sees::Before { window } => window.is_none_or(|window| window >= self.q.len),
@@ -138,7 +138,7 @@ impl LengthBucket {
         self.sees != Sees::All
     }
 
-    /// The mask to add to the scores, to be broadcast to [B, L, G, Lk]: 0 where a query sees a key, else -inf.
+    /// The mask to add to the scores, broadcastable to [B, L, G, Lk]: 0 if a query attends to a key, else -inf.
     pub(super) fn mask(&self, options: (Kind, Device)) -> Result<Tensor> {
         let hidden = |shape: &[i64]| torch::full(shape, f64::NEG_INFINITY, options);
         let len = self.q.len;

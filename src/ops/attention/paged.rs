@@ -1,26 +1,26 @@
-//! Attention over keys and values in blocks of a cache, as the engine keeps them.
+//! Attention over keys and values in blocks of a paged cache, as the engine stores them.
 //!
-//! Caches are [num_blocks, Hkv, block_size, hd] (a block of one head is contiguous) and hold finite numbers everywhere (fresh ones
-//! are zero): entries beyond a context are read and masked.
+//! Caches are [num_blocks, Hkv, block_size, hd] (one head's part of a block is contiguous). All their numbers must be finite (new caches are zero),
+//! because entries beyond a context are read and masked.
 
 use super::entries::KvEntries;
 use crate::error::{Error, Result};
 use crate::torch::{accumulation_kind, arange, check_room, full, scalar};
 use tch::{Kind, Tensor};
 
-/// Where the contexts of a decode batch lie; made once per engine step, shared by all layers.
+/// Positions of a decode batch's contexts in the cache. It is created once per engine step and used by all layers.
 #[derive(Debug)]
 pub struct PagedLayout {
-    /// Row of [num_blocks * Hkv * block_size, hd] behind each of [B, Hkv, L], L = max_blocks * block_size.
+    /// For each entry of [B, Hkv, L] with L = max_blocks * block_size, the index of its row in [num_blocks * Hkv * block_size, hd].
     rows: Tensor,
-    /// 0 where the new token sees the entry, else -inf. [B * Hkv, 1, L], Float
+    /// The mask: 0 if the new token attends to the entry, else -inf. [B * Hkv, 1, L], Float
     mask: Tensor,
     num_kv_heads: i64,
 }
 
 impl PagedLayout {
-    /// Every entry of `block_tables` names a block of the cache, those beyond the context included. A row whose context is
-    /// 0 is padding: it attends to the first entry of its first block, so that it stays finite.
+    /// Creates the layout. Every entry of `block_tables` must be a valid block, also those beyond the context. A row with context length 0 is
+    /// padding: it attends to the first entry of its first block, so that it stays finite.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].
@@ -46,15 +46,15 @@ impl PagedLayout {
         Ok(Self { rows, mask: mask.f_repeat_interleave_self_int(heads, 0, None)?, num_kv_heads: heads })
     }
 
-    /// The contexts' entries of a cache, [B * Hkv, L, hd], in `kind`.
+    /// Reads the contexts' entries [B * Hkv, L, hd] from a cache, as `kind`.
     fn gather(&self, cache: &dyn KvEntries, kind: Kind) -> Result<Tensor> {
         let (size, hd) = (self.mask.size(), cache.size()[3]);
         Ok(cache.rows(&self.rows, kind)?.view([size[0], size[2], hd]))
     }
 }
 
-/// Attention of one new token per sequence over its context, whose last entry is the token itself. o [B, H, hd], and if it is wanted the
-/// log-sum-exp of the scores [B, H] in the accumulation kind.
+/// Computes attention of one new token per sequence over its context, whose last entry is the token itself. Returns o [B, H, hd] and, if requested,
+/// the log-sum-exp of the scores [B, H] in the accumulation type.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`].
@@ -72,7 +72,7 @@ pub fn paged_decode(
     Ok((outputs(q, v_cache, layout, scores)?, lse))
 }
 
-/// [B * Hkv, G, L]
+/// Computes the attention scores [B * Hkv, G, L].
 fn scores(q: &Tensor, k_cache: &dyn KvEntries, layout: &PagedLayout, scale: f64) -> Result<Tensor> {
     let (kind, size) = (accumulation_kind(q.kind()), q.size());
     let grouped = q.f_reshape([size[0] * layout.num_kv_heads, -1, size[2]])?.f_to_kind(kind)?; // [B * Hkv, G, hd]
@@ -81,7 +81,7 @@ fn scores(q: &Tensor, k_cache: &dyn KvEntries, layout: &PagedLayout, scale: f64)
     Ok(layout.mask.f_to_kind(kind)?.f_baddbmm(&grouped, &keys, 1.0, scale)?)
 }
 
-/// [B, H, hd]
+/// Computes the outputs [B, H, hd] from the scores.
 fn outputs(q: &Tensor, v_cache: &dyn KvEntries, layout: &PagedLayout, scores: Tensor) -> Result<Tensor> {
     let o = scores.f_softmax(-1, None::<Kind>)?.f_bmm(&layout.gather(v_cache, scores.kind())?)?;
     Ok(o.view(q.size().as_slice()).f_to_kind(q.kind())?)
@@ -90,17 +90,17 @@ fn outputs(q: &Tensor, v_cache: &dyn KvEntries, layout: &PagedLayout, scores: Te
 /// Sequences with new tokens, and their contexts in a cache.
 #[derive(Debug, Clone, Copy)]
 pub struct PrefillContext<'a> {
-    /// Blocks of each sequence.
+    /// The cache blocks of each sequence.
     pub block_tables: &'a Tensor, // [B, max_blocks] i64
-    /// Where the new tokens of each sequence begin.
+    /// Index of each sequence's first new token, followed by the number of new tokens.
     pub cu_seqlens_q: &'a [i64], // B + 1
-    /// Tokens of each sequence, the new ones included.
+    /// Number of tokens of each sequence, including the new ones.
     pub context_lens: &'a [i64], // B
 }
 
-/// Attention of each sequence's new tokens over its context in the cache, the new tokens (already written) included:
-/// chunked prefill and prefill behind a cached prefix. Sequences without new tokens are passed over. o [T, H, hd], and if it is wanted the
-/// log-sum-exp of the scores [T, H] in the accumulation kind.
+/// Computes attention of each sequence's new tokens over its context in the cache, which already contains the new tokens: chunked prefill, and
+/// prefill after a cached prefix. Sequences without new tokens are skipped. Returns o [T, H, hd] and, if requested, the log-sum-exp of the scores [T,
+/// H] in the accumulation type.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`].
@@ -138,7 +138,7 @@ pub fn paged_prefill(
     Ok((o, lse)) // [T, H, hd], [T, H]
 }
 
-/// The queries are the last rows of the context. o [S, H, hd]; lse [S, H] if it is asked for
+/// Computes attention of queries that are the last rows of the context. o [S, H, hd]; lse [S, H] if requested
 fn attend_behind_prefix(
     q: &Tensor, // [S, H, hd]
     k: &Tensor, // [context, Hkv, hd]
@@ -155,7 +155,7 @@ fn attend_behind_prefix(
         Some(window) => hidden.f_triu(past + 1)?.f_add(&hidden.f_tril(past - window as i64)?)?,
         None => hidden.f_triu(past + 1)?,
     };
-    // The key-value heads are the batch, the group's query heads its heads: nothing is repeated.
+    // Key/value heads are the batch dimension and a group's query heads are the heads, so that nothing is repeated.
     let q = q.view([new, heads, group, size[2]]).permute([1, 2, 0, 3]); // [Hkv, G, S, hd]
     let shared = |t: &Tensor| t.transpose(0, 1).unsqueeze(1).expand([heads, group, context, size[2]], false);
     let (k, v) = (shared(k), shared(v)); // [Hkv, G, context, hd]
@@ -174,8 +174,8 @@ fn attend_behind_prefix(
     Ok((o.permute([2, 0, 1, 3]).f_reshape(size.as_slice())?, lse))
 }
 
-/// Row of a cache [num_blocks * Hkv * block_size, hd] behind each of [T, Hkv], for [`write_kv`]; made once per engine step.
-/// Slots are block * block_size + offset. Every slot is a valid one: padding rows name a slot that nobody reads.
+/// For each of [T, Hkv], the index of its row in a cache [num_blocks * Hkv * block_size, hd], for [`write_kv`]; computed once per engine step. Slots
+/// are block * block_size + offset. Every slot must be valid: padding rows use a slot that is never read.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`].

@@ -1,4 +1,4 @@
-//! Runs with what their kernels need, made on first use and kept for all layers, forward and backward.
+//! Runs with the data that their kernels need, created on first use and kept for all layers, forward and backward.
 
 use std::cell::OnceCell;
 
@@ -9,7 +9,7 @@ use super::padded::Padded;
 use super::runs::{Runs, made_once};
 use crate::error::Result;
 
-/// Runs and how they are computed.
+/// Runs and the kernel that computes them.
 #[derive(Debug)]
 pub(super) struct PlannedRuns {
     pub rows: Runs,

@@ -1,4 +1,4 @@
-//! The rows of one attention of packed runs: query run n sees key run n.
+//! The rows of one attention over packed runs: query run n attends to key run n.
 
 use std::cell::OnceCell;
 
@@ -7,16 +7,16 @@ use tch::{Device, Tensor};
 use crate::error::Result;
 use crate::torch::{self, Varlen};
 
-/// The keys of its run that a query sees.
+/// Which keys of its run a query attends to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Sees {
-    /// Itself and what stands before it, at most `window` keys: queries and keys have the same rows.
+    /// Itself and the keys before it, at most `window` in total; queries and keys have the same rows.
     Before { window: Option<i64> },
-    /// Everything.
+    /// All keys of the run.
     All,
 }
 
-/// Bounds of both sides. B runs.
+/// The bounds of B runs, for queries and keys.
 #[derive(Debug)]
 pub(super) struct Runs {
     pub q: Vec<i64>, // [B + 1], from 0
@@ -27,7 +27,7 @@ pub(super) struct Runs {
     varlen: OnceCell<Varlen>, // made on first use
 }
 
-/// B runs of one length each side.
+/// B runs with equal lengths of queries and of keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Dense {
     pub runs: i64,
@@ -36,18 +36,18 @@ pub(super) struct Dense {
 }
 
 impl Runs {
-    /// Bounds may begin anywhere: rows are counted from the first.
+    /// Creates runs. Bounds may start at any row, as rows are counted from the first.
     pub(super) fn new(q: &[i64], k: &[i64], sees: Sees, num_kv_heads: i64, device: Device) -> Self {
         let from_zero = |bounds: &[i64]| bounds.iter().map(|bound| bound - bounds[0]).collect();
         Self { q: from_zero(q), k: from_zero(k), sees, num_kv_heads, device, varlen: OnceCell::new() }
     }
 
-    /// Neighbours among the runs, by their bounds.
+    /// A part of the runs, consecutive ones, given by their bounds.
     pub(super) fn some(&self, bounds: &[i64]) -> Self {
         Self::new(bounds, bounds, self.sees, self.num_kv_heads, self.device)
     }
 
-    /// For kernels that read the runs as they lie.
+    /// The arguments of kernels that read packed runs.
     pub(super) fn varlen(&self) -> Result<&Varlen> {
         made_once(&self.varlen, || {
             let (causal, window) = match self.sees {
@@ -65,7 +65,7 @@ impl Runs {
         })
     }
 
-    /// The runs as one rectangle, if all have one length and no window cuts them.
+    /// The runs as one rectangle, if all have the same length and no window cuts them.
     pub(super) fn dense(&self) -> Option<Dense> {
         let (q_len, k_len) = (lens(&self.q).next()?, lens(&self.k).next()?);
         let same = lens(&self.q).all(|len| len == q_len) && lens(&self.k).all(|len| len == k_len);
@@ -73,7 +73,7 @@ impl Runs {
         (same && whole).then_some(Dense { runs: self.q.len() as i64 - 1, q_len, k_len })
     }
 
-    /// The bounds of causal runs that no window cuts.
+    /// The bounds of causal runs that no window cuts; `None` for other runs.
     pub(super) fn causal_bounds(&self) -> Option<&[i64]> {
         let is_whole = |window: Option<i64>| window.is_none_or(|window| lens(&self.q).all(|len| window >= len));
         match self.sees {
@@ -88,7 +88,7 @@ impl Runs {
     }
 }
 
-/// The cell's value; `make` fills an empty one.
+/// The cell's value; `make` creates it if the cell is empty.
 pub(super) fn made_once<T>(cell: &OnceCell<T>, make: impl FnOnce() -> Result<T>) -> Result<&T> {
     if let Some(made) = cell.get() {
         return Ok(made);
@@ -102,7 +102,7 @@ pub(super) fn lens(bounds: &[i64]) -> impl Iterator<Item = i64> + '_ {
     bounds.windows(2).map(|bounds| bounds[1] - bounds[0])
 }
 
-/// [T, heads, hd] as [T / len, heads, len, hd], a view.
+/// Views [T, heads, hd] as [T / len, heads, len, hd].
 pub(super) fn as_runs(t: &Tensor, len: i64) -> Tensor {
     t.unflatten(0, [-1, len]).transpose(1, 2)
 }

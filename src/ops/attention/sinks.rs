@@ -1,16 +1,16 @@
-//! Sinks: a logit s of each query head that takes part in the softmax with the value 0, so that an attention's weights may add up to less
-//! than 1. They are joined to what an attention has given without them: lse' = log(e^lse + e^s), o' = o sigmoid(lse - s). A backward of the
-//! attention from o' and lse' gives the gradients of queries, keys and values as it is.
+//! Attention sinks: a logit s for each query head that takes part in the softmax with the value 0, so that attention weights may sum to less than 1.
+//! Sinks are applied to the result of attention without them: lse' = log(e^lse + e^s), o' = o sigmoid(lse - s). The usual attention backward, given
+//! o' and lse', computes the right gradients of queries, keys and values.
 
 use tch::{Kind, Tensor};
 
 use crate::error::Result;
 use crate::torch::{Attended, accumulation_kind};
 
-/// Rows of [`accumulate`] whose products are in memory at once.
+/// Rows that [`accumulate`] processes at once, to bound its memory.
 const ROWS_AT_ONCE: i64 = 4096;
 
-/// The attention with its sinks; outputs in their own memory.
+/// Applies sinks to an attention result; outputs reuse its memory.
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
@@ -25,7 +25,7 @@ pub fn join(
     Ok(Attended { o, lse: lse.f_logaddexp(&sinks)? })
 }
 
-/// d_sinks -= the sum over tokens of e^(s - lse') (d_o' o').
+/// Accumulates the sinks' gradients: d_sinks -= the sum over tokens of e^(s - lse') (d_o' o').
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].

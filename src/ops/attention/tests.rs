@@ -1,4 +1,4 @@
-//! Attention of every kind against dense attention with the mask spelt out, in float64.
+//! Compares every kind of attention with dense attention with an explicit mask, in float64.
 
 use super::*;
 use crate::ops::fp8::ScaledRows;
@@ -20,7 +20,7 @@ fn cu_seqlens(lens: &[i64]) -> Vec<i64> {
         .collect()
 }
 
-/// Dense attention of the last `q` rows of one context, heads repeated, mask spelt out: (o, log-sum-exp).
+/// Dense attention of the last `q` rows of one context, with repeated heads and an explicit mask. Returns (o, log-sum-exp).
 fn reference(q: &Tensor, k: &Tensor, v: &Tensor, window: Option<usize>) -> (Tensor, Tensor) {
     let (new, context, group) = (q.size()[0], k.size()[0], q.size()[1] / k.size()[1]);
     let repeat = |t: &Tensor| t.repeat_interleave_self_int(group, 1, None).transpose(0, 1);
@@ -35,7 +35,7 @@ fn reference(q: &Tensor, k: &Tensor, v: &Tensor, window: Option<usize>) -> (Tens
     (o, scores.logsumexp([-1i64], false).transpose(0, 1))
 }
 
-/// Every group size, with and without window, short (explicit) and long (flash) sequences.
+/// Covers every group size, with and without a window, and short (explicit) and long (flash) sequences.
 #[test]
 fn packed_attention_matches_autograd() {
     for (group, heads, window, lens) in [
@@ -49,7 +49,7 @@ fn packed_attention_matches_autograd() {
         let cu = cu_seqlens(lens);
         let tokens = *cu.last().unwrap();
         let q = leaf(&rand(&[tokens, heads * group, HD]));
-        // v as the block has it: a strided piece of the fused projection.
+        // v is a strided part of the fused projection, as in a block.
         let (k, v) = (leaf(&rand(&[tokens, heads, HD])), leaf(&rand(&[tokens, heads, 3, HD]).select(2, 1)));
         let parts = cu.windows(2).filter(|w| w[1] > w[0]).map(|w| {
             let [q, k, v] = [&q, &k, &v].map(|t| t.narrow(0, w[0], w[1] - w[0]));
@@ -62,7 +62,7 @@ fn packed_attention_matches_autograd() {
     }
 }
 
-/// Forward and backward over `layout` against what `reference` made of the leaves `q`, `k`, `v`, and its gradients.
+/// Compares forward and backward over `layout` with the results of `reference` for the leaves `q`, `k`, `v`, and with autograd's gradients.
 fn assert_equals_autograd([q, k, v]: [Tensor; 3], expected: &Tensor, expected_lse: &Tensor, layout: &PackedLayout) {
     let d_o = rand(&expected.size());
     let grads = Tensor::run_backward(&[(expected * &d_o).sum(None)], &[&q, &k, &v], false, false);
@@ -77,7 +77,7 @@ fn assert_equals_autograd([q, k, v]: [Tensor; 3], expected: &Tensor, expected_ls
     assert_close(&dv, &grads[2]);
 }
 
-/// Gradients of shared prompts against those of whole sequences in which every completion has a copy of its prompt.
+/// Compares gradients of shared prompts with those of whole sequences, in which every completion has a copy of its prompt.
 #[test]
 fn shared_prompts_equal_separate_sequences() {
     for (heads, group, prompts, completions) in [
@@ -120,7 +120,7 @@ fn shared_bounds(prompts: &[i64], completions: &[&[i64]]) -> SharedBounds {
     SharedBounds { prompts, groups: offset(&groups), completions: offset(&completions.concat()) }
 }
 
-/// Rows of each prompt and completion together, and the prompt's length.
+/// The rows of each prompt with one of its completions, and the prompt's length.
 fn rows_of_sequences(bounds: &SharedBounds) -> Vec<(Tensor, i64)> {
     let with_prompt = |completion: &[i64]| {
         let group = bounds.groups[1..].iter().position(|&end| completion[0] < end).unwrap();
@@ -158,7 +158,7 @@ fn bfloat16_attention_is_close_to_float32() {
     }
 }
 
-/// A cache with the contexts of `lens` in scattered blocks: (caches, block tables, k, v of all contexts packed).
+/// A cache with contexts of length `lens` in scattered blocks: (caches, block tables, k and v of all contexts packed).
 fn paged(lens: &[i64], heads: i64, block_size: i64) -> ([Tensor; 2], Tensor, [Tensor; 2]) {
     let max_blocks = lens.iter().map(|len| (len + block_size - 1) / block_size).max().unwrap();
     let num_blocks = max_blocks * lens.len() as i64 + 1;
@@ -220,7 +220,7 @@ fn prefill_after_a_cached_prefix_equals_full_prefill() {
     }
 }
 
-/// A cache in eight bits holds what rounding leaves of each entry by its own scale, and attention over it is that over a cache of these numbers.
+/// Checks that an 8-bit cache stores each entry rounded by its own scale, and that attention over it equals attention over the rounded entries.
 #[test]
 fn attention_over_an_8_bit_cache_equals_attention_over_rounded_entries() {
     is_of_rounded_entries(Kind::Float8e4m3fn, 1.0 / 16.0); // half a unit of three bits

@@ -1,8 +1,8 @@
-//! One attention of packed runs, o = softmax(scale * q k^T) v, through the kernel that serves it best.
+//! One attention over packed runs, o = softmax(scale * q k^T) v, computed by the most suitable kernel.
 //!
-//! On a GPU, bfloat16 takes cuDNN's kernels or flash attention ([`AttentionKernel`] has the rule). On a CPU, runs are padded to buckets and
-//! take libtorch's flash attention, which never holds [len, len]; the shortest take batched products with an explicit softmax,
-//! which are faster there. So do kinds other than bfloat16 on a GPU, at any length.
+//! On a GPU, bfloat16 uses cuDNN or flash attention ([`AttentionKernel`] has the rule). On a CPU, runs are padded in buckets for libtorch's flash
+//! attention, which never stores [len, len]; the shortest runs use batched GEMMs with an explicit softmax, which are faster there. On a GPU, types
+//! other than bfloat16 use the explicit path at any length.
 
 use tch::{Kind, Tensor};
 
@@ -17,10 +17,10 @@ use crate::torch::{
     flash_backward, flash_forward, scalar,
 };
 
-/// Longest padded keys of the explicit path on a CPU.
+/// Longest padded keys for which a CPU uses the explicit path.
 const EXPLICIT_LEN: i64 = 48;
 
-/// Attends; the log-sum-exp is in accumulation kind. o [T, H, hd], lse [T, H]
+/// Computes attention; the log-sum-exp is in the accumulation type. o [T, H, hd], lse [T, H]
 pub(super) fn forward(
     q: &Tensor, // [T, H, hd]
     k: &Tensor, // [Tk, Hkv, hd]
@@ -47,8 +47,8 @@ pub(super) fn forward(
     }
 }
 
-/// Gradients from the inputs and results of [`forward`]. `o` and `lse` may be those of a larger softmax, of which the keys here are
-/// a part: with p = exp(scale * q k^T - lse) and delta = rowsum(d_o * o) the gradients are exact for this part.
+/// Computes gradients from the inputs and results of [`forward`]. `o` and `lse` may come from a softmax over more keys than those given here: with p
+/// = exp(scale * q k^T - lse) and delta = rowsum(d_o * o), the gradients of these keys' part are exact.
 pub(super) fn backward(
     d_o: &Tensor,          // [T, H, hd]
     saved: SavedAttention, // q, o [T, H, hd], k, v [Tk, Hkv, hd], lse [T, H]
@@ -63,7 +63,7 @@ pub(super) fn backward(
         AttentionKernel::Dense(dense) => {
             let [d_o, q_runs, o] = [d_o, q, o].map(|t| as_runs(t, dense.q_len));
             let [k_runs, v_runs] = [k, v].map(|t| as_runs(t, dense.k_len));
-            // Unsqueezed last: of one run the copy is none, and cuDNN reads the stride of the last place.
+            // Unsqueezed last: for a single run there is no copy, and cuDNN reads the last dimension's stride.
             let lse = lse.f_reshape([dense.runs, dense.q_len, -1])?.transpose(1, 2); // [B, H, L]
             let lse = lse.f_contiguous()?.unsqueeze(-1); // [B, H, L, 1]
             let causal = runs.rows.sees != Sees::All;
@@ -138,7 +138,7 @@ fn gather_k(t: &Tensor, bucket: &LengthBucket, runs: &PlannedRuns) -> Result<Ten
     bucket.k.gather(t, runs.rows.num_kv_heads)
 }
 
-/// The buckets' padded [B, L, ..] back as rows [T * Hkv, ..].
+/// Converts the buckets' padded results [B, L, ..] back to rows [T * Hkv, ..].
 fn scatter(parts: Vec<Tensor>, unpad: &Tensor) -> Result<Tensor> {
     let rows = parts.iter().map(|t| Ok(t.f_reshape([t.size()[0] * t.size()[1], -1])?)).collect::<Result<Vec<_>>>()?;
     Ok(Tensor::f_cat(&rows, 0)?.f_index_select(0, unpad)?)
@@ -201,12 +201,12 @@ fn cpu_flash_backward(d_o: &Tensor, saved: SavedAttention, bucket: &LengthBucket
     let mask = cpu_flash_mask(&q, bucket)?;
     let flash = Tensor::f_internal_scaled_dot_product_flash_attention_for_cpu_backward;
     let (dq, dk, dv) = flash(&d_o, &q, &k, &v, &o, &lse, 0.0, mask.is_none() && bucket.is_causal(), mask, scale)?;
-    // Each query head got a gradient of its own for the key-value head they share.
+    // Each query head has its own gradient of the key/value head that it shares.
     let shared = |t: Tensor| t.f_sum_dim_intlist(1, false, None::<Kind>); // [B, Lk, hd]
     Ok(QkvGradients { dq: dq.transpose(1, 2), dk: shared(dk)?, dv: shared(dv)? })
 }
 
-/// [B, L, heads, hd] as [B, G, L, hd]; a single head is expanded, not copied.
+/// Views [B, L, heads, hd] as [B, G, L, hd]; a single head is expanded, not copied.
 fn as_heads(t: &Tensor, group: i64) -> Tensor {
     let size = t.size();
     t.transpose(1, 2).expand([size[0], group, size[1], size[3]], false)
@@ -220,7 +220,7 @@ fn cpu_flash_mask(q: &Tensor, bucket: &LengthBucket) -> Result<Option<Tensor>> {
     Ok(Some(mask.expand([q.size()[0], q.size()[1], q.size()[2], bucket.k.len], false)))
 }
 
-/// [B, L, heads, hd] as [B, L * heads, hd].
+/// Views [B, L, heads, hd] as [B, L * heads, hd].
 fn merge_heads(t: &Tensor) -> Result<Tensor> {
     let size = t.size();
     Ok(t.f_reshape([size[0], size[1] * size[2], size[3]])?)

@@ -1,7 +1,7 @@
-//! Causal depthwise convolution with SiLU: y_t = silu(sum_j w_j x_(t - width + 1 + j)), within each sequence. What comes before a
-//! sequence is its tail, the last `width - 1` rows that an earlier part of it had, or zeros.
+//! Causal depthwise convolution with SiLU within each sequence: y_t = silu(sum_j w_j x_(t - width + 1 + j)). The rows before a sequence are its tail:
+//! the last `width - 1` rows of an earlier part of the sequence, or zeros.
 //!
-//! T tokens, N sequences, C channels, W the convolution's width. Computed in the accumulation kind.
+//! T tokens, N sequences, C channels, W the convolution's width. Computed in the accumulation type.
 
 use tch::Tensor;
 
@@ -9,7 +9,7 @@ use super::{Sequences, gates};
 use crate::error::{Error, Result};
 use crate::torch::accumulation_kind;
 
-/// y, in the accumulation kind. [T, C]
+/// Returns y, in the accumulation type. [T, C]
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
@@ -22,7 +22,7 @@ pub(super) fn forward(
     gates::silu(&convolve(&extend(x, tails, sequences)?, weight, sequences)?)
 }
 
-/// The last rows of every sequence, tails included, for what follows it. [N, W - 1, C]
+/// Returns the last rows of every sequence, tails included, as tails for what follows. [N, W - 1, C]
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
@@ -46,8 +46,7 @@ pub(super) fn last_rows(
     Ok(own.f_where_self(&is_own, &earlier)?.f_view(shape)?)
 }
 
-/// dx and the gradient of the tails; that of the weight is added in place. `d_last` is the gradient of
-/// [`last_rows`].
+/// Returns dx and the gradient of the tails; adds the weight's gradient in place. `d_last` is the gradient of [`last_rows`].
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
@@ -79,7 +78,7 @@ pub(super) fn backward(
     Ok((d_extended.narrow(0, 0, tokens), d_tails))
 }
 
-/// One token of every sequence, whose tails move on by a row. [N, C] in the accumulation kind
+/// Processes one token of every sequence and shifts the tails by one row. [N, C] in the accumulation type
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
@@ -100,7 +99,7 @@ pub(super) fn step(
     gates::silu(&y)
 }
 
-/// Rows of x, then those of the tails. [T + N (W - 1), C]
+/// Concatenates the rows of x and those of the tails. [T + N (W - 1), C]
 fn extend(x: &Tensor, tails: Option<&Tensor>, sequences: &Sequences) -> Result<Tensor> {
     let channels = x.size()[1];
     let tails = match tails {
@@ -110,7 +109,7 @@ fn extend(x: &Tensor, tails: Option<&Tensor>, sequences: &Sequences) -> Result<T
     Ok(Tensor::f_cat(&[x, &tails], 0)?)
 }
 
-/// The convolution before its SiLU. [T, C] in the accumulation kind
+/// Computes the convolution, before SiLU. [T, C] in the accumulation type
 fn convolve(extended: &Tensor, weight: &Tensor, sequences: &Sequences) -> Result<Tensor> {
     let kind = accumulation_kind(extended.kind());
     let wide = weight.f_to_kind(kind)?;

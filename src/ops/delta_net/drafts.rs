@@ -1,8 +1,8 @@
-//! Steps in which a sequence has several rows: its newest token, then drafts, which may turn out not to follow. The state takes in the newest
-//! token alone, so that it is written once and nothing has to be taken back. Of each draft its inputs are stored: once it is known which of
-//! them followed, the next step takes these in first. Every token is computed as [`step`](super::step) computes it: the bits are the same.
+//! Speculative decoding with gated delta nets: steps in which a sequence has its newest token followed by draft tokens, which may be rejected. The
+//! stored state includes only the newest token, so it never has to be rolled back. The inputs of each draft are stored; once it is known which drafts
+//! were accepted, the next step applies these to the state first. Every token is computed as in [`step`](super::step), with the same bits.
 //!
-//! T rows of N sequences, S drafts that a sequence has room for, C channels of the convolution, H value heads.
+//! T rows of N sequences, S draft slots per sequence, C channels of the convolution, H value heads.
 
 use tch::{Device, Kind, Tensor};
 
@@ -10,17 +10,17 @@ use super::{DeltaHeads, DeltaOptions, DeltaRows, DeltaState, DeltaWeights, advan
 use crate::error::{Error, Result};
 use crate::torch;
 
-/// Which rows of a step belong to a sequence, and how many stored drafts its state takes in first.
+/// Which rows of a step belong to each sequence, and how many stored drafts it applies to its state first.
 #[derive(Debug)]
 pub struct DraftedRows {
-    /// By the number of a stored draft: the sequences that take it in.
+    /// For each index of a stored draft: the sequences that apply it.
     stored: Vec<Tensor>, // [n] int64
-    /// By depth: the sequences that have a row there, and these rows. All have the first one.
+    /// For each depth: the sequences that have a row at that depth, and these rows. All sequences have a first row.
     own: Vec<[Tensor; 2]>, // [n] int64
 }
 
 impl DraftedRows {
-    /// For sequences with so many stored drafts to take in and so many rows, one sequence's behind another's.
+    /// Creates the tables for sequences with the given numbers of stored drafts and of rows; a sequence's rows are consecutive.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -52,30 +52,30 @@ impl DraftedRows {
 /// Sizes of one sequence's part of a step.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct StoredAndRows {
-    /// Stored drafts of the step before that its state takes in.
+    /// Number of stored drafts of the previous step to apply to the state.
     pub stored: usize,
-    /// Its rows: the newest token and drafts.
+    /// Number of rows: the newest token and its drafts.
     pub rows: usize,
 }
 
 /// States and stored drafts of sequences.
 #[derive(Debug)]
 pub struct DraftedState {
-    /// After the tokens that are taken in.
+    /// The states after the tokens that were applied.
     pub state: DeltaState,
-    /// Inputs of drafts behind these: what the convolution reads, `b` and `a` of a row beside one another.
+    /// Inputs of the drafts that follow: what the convolution reads, then `b` and `a`.
     pub inputs: Tensor, // [N, S, at least C + 2 H], of the rows' kind
-    /// Type that states are stored in: they are rounded to it after every token.
+    /// Type in which states are stored; they are rounded to it after every token.
     pub kind: Kind,
 }
 
 impl DraftedState {
-    /// Columns of the inputs of one draft.
+    /// Number of columns of one draft's inputs.
     pub fn input_columns(heads: DeltaHeads) -> usize {
         heads.channels() + 2 * heads.num_value_heads
     }
 
-    /// Takes the stored drafts in that `rows` counts.
+    /// Applies the stored drafts that `rows` counts to the states.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -90,7 +90,7 @@ impl DraftedState {
         Ok(())
     }
 
-    /// Takes in stored drafts and the first row of every sequence, computes all rows, and stores the inputs of the others. [T, H dv]
+    /// Applies stored drafts and the first row of every sequence to the states, computes all rows, and stores the inputs of the other rows. [T, H dv]
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -128,7 +128,7 @@ impl DraftedState {
     }
 }
 
-/// Rows without a gate, from stored inputs.
+/// Makes rows, without a gate, from stored inputs.
 fn of_inputs(inputs: &Tensor /* [N, columns] */, heads: DeltaHeads) -> DeltaRows {
     let (channels, value_heads) = (heads.channels() as i64, heads.num_value_heads as i64);
     DeltaRows {
@@ -158,7 +158,7 @@ impl DeltaState {
 }
 
 impl DeltaRows {
-    /// Some of the rows.
+    /// Selects some of the rows.
     fn select(&self, rows: &Tensor /* [n] int64 */) -> Result<Self> {
         let Self { qkv, z, b, a } = self;
         let select = |t: &Tensor| t.f_index_select(0, rows);

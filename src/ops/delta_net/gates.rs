@@ -1,5 +1,5 @@
-//! The operations around the rule, of every head by itself: lengths of queries and keys, decay and write strength, and the gated norm.
-//! All in the accumulation kind.
+//! Per-head operations around the delta rule: normalization of queries and keys, decay and write strength, and the gated norm. All in the
+//! accumulation type.
 //!
 //! T tokens, H value heads, d the width of a head.
 
@@ -8,38 +8,38 @@ use tch::Tensor;
 use crate::error::Result;
 use crate::ops::rms_norm;
 
-/// Added to the squared length of queries and keys.
+/// Epsilon added to the squared length of queries and keys.
 const LENGTH_EPS: f64 = 1e-6;
 
-/// sigmoid(x), of operations whose result for an element does not depend on where the element lies: libtorch's own sigmoid, SiLU and
-/// softplus round the last elements of a tensor in another way than those before, and packed sequences must not differ from single ones.
+/// Computes sigmoid(x) with operations whose result for an element does not depend on its position. libtorch's own sigmoid, SiLU and softplus round
+/// the last elements of a tensor differently, but packed sequences must equal single ones.
 pub(super) fn sigmoid(x: &Tensor) -> Result<Tensor> {
     Ok(x.f_neg()?.f_exp_()?.f_add_scalar_(1.0)?.f_reciprocal_()?)
 }
 
-/// x sigmoid(x).
+/// Computes x sigmoid(x).
 pub(super) fn silu(x: &Tensor) -> Result<Tensor> {
     Ok(sigmoid(x)?.f_mul_(x)?)
 }
 
-/// The derivative of [`silu`], sigmoid(x) (1 + x (1 - sigmoid(x))), from x and its sigmoid.
+/// Computes the derivative of [`silu`], sigmoid(x) (1 + x (1 - sigmoid(x))), from x and its sigmoid.
 pub(super) fn silu_slope(x: &Tensor, sigmoid: &Tensor) -> Result<Tensor> {
     Ok(sigmoid.f_rsub_scalar(1.0)?.f_mul_(x)?.f_add_scalar_(1.0)?.f_mul_(sigmoid)?)
 }
 
-/// ln(1 + exp(x)) = max(x, 0) + ln(1 + exp(-|x|)).
+/// Computes ln(1 + exp(x)) = max(x, 0) + ln(1 + exp(-|x|)).
 fn softplus(x: &Tensor) -> Result<Tensor> {
     Ok(x.f_abs()?.f_neg_()?.f_exp_()?.f_log1p_()?.f_add_(&x.f_clamp_min(0.0)?)?)
 }
 
-/// x / sqrt(|x|^2 + 1e-6) over the last dimension, and the factor for the backward.
+/// Returns x / sqrt(|x|^2 + 1e-6) over the last dimension, and the multiplier, which the backward needs.
 pub(super) fn unit_length(x: &Tensor /* [.., d] */) -> Result<(Tensor, Tensor)> {
     let mut squares = x.f_mul(x)?.f_sum_dim_intlist(-1, true, x.kind())?;
     let factor = squares.f_add_scalar_(LENGTH_EPS)?.f_rsqrt_()?; // [.., 1]
     Ok((x.f_mul(&factor)?, factor))
 }
 
-/// dx = (dy - y (y . dy)) factor, with y of unit length.
+/// Returns dx = (dy - y (y . dy)) factor, where y has length 1.
 pub(super) fn unit_length_backward(
     dy: &Tensor,     // [.., d]
     y: &Tensor,      // [.., d]
@@ -49,7 +49,7 @@ pub(super) fn unit_length_backward(
     Ok(dy.f_sub(&along.f_mul(y)?)?.f_mul_(factor)?)
 }
 
-/// The logarithm of a token's decay, g = -exp(A_log) softplus(a + dt_bias). [T, H]
+/// Computes the logarithm of a token's decay, g = -exp(A_log) softplus(a + dt_bias). [T, H]
 pub(super) fn decay(
     a: &Tensor,       // [T, H]
     a_log: &Tensor,   // [H]
@@ -58,7 +58,7 @@ pub(super) fn decay(
     Ok(softplus(&a.f_add(dt_bias)?)?.f_mul_(&a_log.f_exp()?.f_neg()?)?)
 }
 
-/// The gradients of a [T, H], A_log [H] and dt_bias [H].
+/// Returns the gradients of a [T, H], A_log [H] and dt_bias [H].
 pub(super) fn decay_backward(
     dg: &Tensor,      // [T, H]
     a: &Tensor,       // [T, H]
@@ -72,7 +72,7 @@ pub(super) fn decay_backward(
     Ok([da, d_log, d_bias])
 }
 
-/// rms_norm(x) weight silu(z), of the weight's kind.
+/// Computes rms_norm(x) weight silu(z), in the weight's type.
 pub(super) fn gated_norm(
     x: &Tensor,      // [T, H, d]
     z: &Tensor,      // [T, H, d]
@@ -84,7 +84,7 @@ pub(super) fn gated_norm(
     Ok(silu(z)?.f_mul_(&normed)?.f_to_kind(weight.kind())?)
 }
 
-/// dx and dz; the gradient of the weight is added in place.
+/// Returns dx and dz; adds the weight's gradient in place.
 pub(super) fn gated_norm_backward(
     dy: &Tensor,                // [T, H, d]
     (x, z): (&Tensor, &Tensor), // [T, H, d]

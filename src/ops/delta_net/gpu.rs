@@ -1,5 +1,5 @@
-//! Gated delta nets by the kernels of a GPU: bfloat16, heads of 128, a convolution over four tokens. All others are composed of
-//! libtorch's operations there as on CPUs.
+//! Gated delta nets with CUDA kernels: bfloat16, heads of width 128, a convolution over four tokens. On a GPU all other cases use libtorch's
+//! operations, as on CPUs.
 
 use tch::Tensor;
 
@@ -7,13 +7,13 @@ use super::{DeltaChunks, DeltaOptions, DeltaRows, DeltaState, DeltaWeights, Forw
 use crate::cuda::kernels::{self, DeltaSaved, DeltaScan, DeltaSizes};
 use crate::error::Result;
 
-/// Whether the kernels serve rows and heads.
+/// Whether the kernels support these rows and heads.
 pub(super) fn serves(rows: &DeltaRows, options: DeltaOptions) -> bool {
     let heads = options.heads;
     kernels::delta_serves(&rows.qkv, [heads.key_dim, heads.value_dim, heads.conv_width])
 }
 
-/// A forward, as [`super::run`] has it.
+/// Computes a forward like [`super::run`].
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
@@ -34,13 +34,13 @@ pub(super) fn run(
     Ok(Results { output, last, chunks: kept.map(|kept| DeltaChunks::Kernels(o, kept)) })
 }
 
-/// Gradients, as [`super::backward`] has them, of rows in bfloat16.
+/// Computes gradients like [`super::backward`], for rows in bfloat16.
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
 ///
 /// # Panics
-/// If other operations made the chunks.
+/// If the chunks come from other operations than these kernels.
 pub(super) fn backward(
     (d_output, d_last): (&Tensor, Option<&DeltaState>), // [T, H dv]
     rows: &DeltaRows,
@@ -87,7 +87,7 @@ fn sizes(options: DeltaOptions) -> DeltaSizes {
     DeltaSizes { key_heads: heads.num_key_heads as i64, heads: heads.num_value_heads as i64 }
 }
 
-/// The scan over chunks.
+/// Runs the scan over chunks.
 fn scan(
     mixed: &Tensor, // [T, C]
     (rows, weights): (&DeltaRows, &DeltaWeights),
@@ -102,13 +102,13 @@ fn scan(
     kernels::delta_scan(mixed, prepared, initial, layout, sizes)
 }
 
-/// Adds the gradient of what [`super::conv::last_rows`] returned.
+/// Adds the gradient of the result of [`super::conv::last_rows`].
 fn add_last_rows(d_x: &mut Tensor, d_tails: &mut Tensor, d_last: &Tensor, sequences: &Sequences) -> Result<()> {
     let (tokens, channels) = (d_x.size()[0], d_x.size()[1]);
     let d_last = d_last.f_reshape([-1, channels])?;
     let is_own = sequences.tails.f_lt(tokens)?.unsqueeze(1);
     if tokens > 0 {
-        // Rows of a sequence are its own, so that the sum of a row has one order; those of tails add zeros to the last row.
+        // A sequence's rows are only its own, so each row's sum has one order. Tail rows add zeros to the last row.
         let own = d_last.f_mul(&is_own)?;
         let rows = sequences.tails.f_clamp_max(tokens - 1)?;
         kernels::add_rows(&own, &rows, d_x)?;

@@ -1,11 +1,11 @@
-//! The gated delta net of Qwen3.5 and Qwen3-Next between its projections: a causal convolution, the gated delta rule on queries and
-//! keys of unit length, and a gated norm. In place of keys and values of all tokens a sequence has a [`DeltaState`].
+//! The gated delta net of Qwen3.5 and Qwen3-Next between its projections: a causal convolution, the gated delta rule on normalized queries and keys,
+//! and a gated norm. Instead of the keys and values of all tokens, a sequence has a [`DeltaState`].
 //!
-//! Packed sequences never see one another. A sequence may begin with a state, so that it can be computed in parts, and so that
-//! several can go on from one: a fork is a copy of the state, and the gradient of a state is the sum of those of its forks.
+//! Packed sequences do not influence each other. A sequence may start from a state, so that it can be computed in parts, and several sequences can
+//! continue from one: a fork copies the state, and a state's gradient is the sum of its forks' gradients.
 //!
-//! T tokens, N sequences, Hk key heads, H value heads, dk and dv widths of a head, C = 2 Hk dk + H dv channels, W the
-//! convolution's width. States of the rule are of the accumulation kind, the convolution's of the rows' kind.
+//! T tokens, N sequences, Hk key heads, H value heads, dk and dv widths of a head, C = 2 Hk dk + H dv channels, W the convolution's width. States of
+//! the rule have the accumulation type, those of the convolution the rows' type.
 
 mod conv;
 mod drafts;
@@ -29,30 +29,29 @@ pub use drafts::{DraftedRows, DraftedState, StoredAndRows};
 pub use packed::{PackedChunks, PackedSequences};
 pub use sequences::Sequences;
 
-/// The states of sequences, after some of their tokens; or the gradients of these.
+/// The states of sequences after some of their tokens, or the gradients of these states.
 #[derive(Debug)]
 pub struct DeltaState {
     /// The last rows before the convolution.
     pub conv: Tensor, // [N, W - 1, C]
-    /// The rule's state.
+    /// The state of the delta rule.
     pub rule: Tensor, // [N, H, dk, dv]
 }
 
 impl DeltaHeads {
     /// Tokens of a sequence that are computed at once.
     pub const CHUNK: usize = sequences::CHUNK as usize;
-    /// Tokens that sequences are taken to have on average, where their last chunks and states are counted: completions of fewer need
-    /// more.
+    /// Average length of sequences that is assumed when memory of the last chunks and states is estimated. Shorter completions need more.
     pub const MEAN_TOKENS: usize = 256;
 
-    /// Channels of the convolution.
+    /// Number of channels of the convolution.
     pub fn channels(self) -> usize {
         2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
     }
 }
 
 impl DeltaState {
-    /// The states of sequences without a token, for rows of `kind`.
+    /// The states of sequences without tokens, for rows of `kind`.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -75,7 +74,7 @@ impl DeltaState {
         (conv_width - 1) * heads.channels() * kind.elt_size_in_bytes() + num_value_heads * key_dim * value_dim * wide
     }
 
-    /// Copies of the states of some sequences, which may come more than once.
+    /// Copies the states of some sequences, each possibly several times.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -84,7 +83,7 @@ impl DeltaState {
         Ok(Self { conv: select(&self.conv)?, rule: select(&self.rule)? })
     }
 
-    /// The gradients of `num_sequences` states from those of their forks.
+    /// Sums the gradients of forks to the gradients of the `num_sequences` original states.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -106,26 +105,26 @@ impl DeltaState {
     }
 }
 
-/// Tensors that the forward of a gated delta net keeps for its backward: the outputs of the gated delta rule [T, H, dv], from before the gated
-/// norm, and what it computed of each chunk of 64 tokens.
+/// Tensors that the forward keeps for the backward: the outputs of the delta rule [T, H, dv], before the gated norm, and its intermediate results for
+/// each chunk of 64 tokens.
 #[derive(Debug)]
 enum DeltaChunks {
-    /// Made by a forward of libtorch's operations.
+    /// From a forward with libtorch's operations.
     Composed(Tensor, rule::Kept),
-    /// Made by a forward of the GPU's own kernels.
+    /// From a forward with the CUDA kernels.
     Kernels(Tensor, kernels::DeltaKept),
 }
 
-/// How a backward comes by what the forward computed of chunks.
+/// How a backward obtains the forward's intermediate results per chunk.
 enum Forward<'a> {
-    /// It was kept, beside the last rows that sequences began with. [N, W - 1, C]
+    /// They were kept. Also has the rows before the sequences' first tokens. [N, W - 1, C]
     Kept(DeltaChunks, Option<&'a Tensor>),
-    /// It is computed again from the states that sequences began with.
+    /// They are recomputed from the sequences' initial states.
     Again(Option<&'a DeltaState>),
 }
 
 impl<'a> Forward<'a> {
-    /// The last rows that sequences began with.
+    /// The rows before the sequences' first tokens.
     fn tails(&self) -> Option<&'a Tensor> {
         match *self {
             Self::Kept(_, tails) => tails,
@@ -137,12 +136,12 @@ impl<'a> Forward<'a> {
 /// Results of a forward.
 struct Results {
     output: Tensor, // [T, H dv], of the rows' kind
-    /// The rule's states after the sequences.
+    /// The delta rule's states after the sequences.
     last: Tensor, // [N, H, dk, dv]
     chunks: Option<DeltaChunks>,
 }
 
-/// Outputs before the last projection [T, H dv], of the rows' kind, and the states after the sequences.
+/// Returns the outputs before the last projection [T, H dv], in the rows' type, and the states after the sequences.
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
@@ -158,7 +157,7 @@ pub fn forward(
     Ok((output, DeltaState { conv, rule: last }))
 }
 
-/// A forward without the last rows before the convolution; chunks are kept if they are asked for.
+/// Computes a forward without the convolution's last rows; keeps chunks if requested.
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
@@ -182,7 +181,7 @@ fn run(
     Ok(Results { output, last, chunks: kept.map(|kept| DeltaChunks::Composed(o, kept)) })
 }
 
-/// One token of every sequence: T = N. `state` moves on. [N, H dv]
+/// Processes one token of every sequence (T = N) and updates `state`. [N, H dv]
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
@@ -190,22 +189,22 @@ pub fn step(rows: &DeltaRows, weights: &DeltaWeights, state: &mut DeltaState, op
     finish(&advance(rows, weights, state, options.heads)?, rows, weights, options)
 }
 
-/// [`step`] before the gated norm, which reads the gate. [N, H, dv]
+/// Computes [`step`] up to the gated norm, without it. [N, H, dv]
 fn advance(rows: &DeltaRows, weights: &DeltaWeights, state: &mut DeltaState, heads: DeltaHeads) -> Result<Tensor> {
     let mixed = conv::step(&rows.qkv, &weights.conv, &mut state.conv)?;
     let tokens = UnitHeads::new(&mixed, heads)?.tokens(rows, weights)?;
     rule::step(&tokens, &mut state.rule)
 }
 
-/// Gradients of the rows and of the initial states, all in the accumulation kind, but for those of rows by a GPU's kernels, which are
-/// like the rows; gradients of the weights are added in place.
-/// `d_last` is the gradient of the states that [`forward`] returned. The convolution and lengths are computed again.
+/// Returns the gradients of the rows and of the initial states, in the accumulation type; with the CUDA kernels those of rows are in the rows' type.
+/// Adds the gradients of the weights in place. `d_last` is the gradient of the states that [`forward`] returned. The convolution and the
+/// normalization are recomputed.
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
 ///
 /// # Panics
-/// If the chunks that were kept are those of a GPU's kernels, and these do not serve such rows.
+/// If kept chunks come from the CUDA kernels but these do not support such rows.
 fn backward(
     (d_output, d_last): (&Tensor, Option<&DeltaState>), // [T, H dv]
     rows: &DeltaRows,
@@ -249,7 +248,7 @@ fn backward(
     Ok((d_rows, DeltaState { conv: d_tails, rule: d_states }))
 }
 
-/// Queries and keys of unit length with their factors, and values.
+/// Normalized queries and keys with their multipliers, and values.
 struct UnitHeads {
     q: Tensor,        // [T, Hk, dk]
     k: Tensor,        // [T, Hk, dk]
@@ -285,7 +284,7 @@ impl UnitHeads {
         })
     }
 
-    /// The gradient of the convolution's output. [T, C]
+    /// Returns the gradient of the convolution's output. [T, C]
     fn backward(self, d: &DeltaTokens) -> Result<Tensor> {
         let dq = gates::unit_length_backward(&d.q.f_mul_scalar(self.scale)?, &self.q, &self.q_factor)?;
         let dk = gates::unit_length_backward(&d.k, &self.k, &self.k_factor)?;
@@ -294,7 +293,7 @@ impl UnitHeads {
 }
 
 impl DeltaTokens {
-    /// The gradients of `a` and `b` [T, H] each; those of A_log and dt_bias are added in place.
+    /// Returns the gradients of `a` and `b`, [T, H] each; adds those of A_log and dt_bias in place.
     fn gates_backward(
         &self,
         d: &DeltaTokens,
@@ -312,7 +311,7 @@ impl DeltaTokens {
     }
 }
 
-/// The gated norm of every head. [T, H dv]
+/// Applies the gated norm to every head. [T, H dv]
 fn finish(
     o: &Tensor, // [T, H, dv]
     rows: &DeltaRows,

@@ -1,5 +1,5 @@
-//! The sequences of a micro-batch, whose completions may share prompts. A shared prompt is computed once; its completions begin with
-//! forks of its state, and its gradient is the sum of theirs.
+//! Gated delta nets over the sequences of a micro-batch, whose completions may share prompts. A shared prompt is computed once; its completions start
+//! from forks of its state, and its gradient is the sum of theirs.
 
 use tch::{Device, Tensor};
 
@@ -10,7 +10,7 @@ use super::{
 use crate::error::Result;
 use crate::ops::attention::{Bounds, SharedBounds};
 
-/// The layout of a micro-batch for gated delta nets; made once, shared by all layers, forward and backward.
+/// The layout of a micro-batch for gated delta nets. It is created once and used by all layers, in forward and backward.
 #[derive(Debug)]
 pub struct PackedSequences {
     parts: DeltaSequences,
@@ -27,21 +27,21 @@ struct SharedSequences {
     num_prompt_tokens: i64,
     prompts: Sequences,
     completions: Sequences,
-    /// The prompt of every completion.
+    /// Index of every completion's prompt.
     prompt_of: Tensor, // [N] int64
 }
 
-/// Chunks that a forward of [`PackedSequences`] keeps for its backward.
+/// Intermediate results per chunk that a forward of [`PackedSequences`] keeps for its backward.
 #[derive(Debug)]
 pub struct PackedChunks {
-    /// Chunks of shared prompts.
+    /// Results for shared prompts.
     prompts: Option<DeltaChunks>,
-    /// Chunks of completions, or of whole sequences.
+    /// Results for completions, or for whole sequences.
     rest: DeltaChunks,
 }
 
 impl PackedSequences {
-    /// For sequences with these bounds and a convolution over `width` tokens.
+    /// Creates the layout for sequences with these bounds and a convolution over `width` tokens.
     pub fn new(bounds: &Bounds, width: usize, device: Device) -> Self {
         let sequences = |bounds: &[i64]| {
             let first = bounds.first().copied().unwrap_or(0);
@@ -52,7 +52,7 @@ impl PackedSequences {
             Bounds::Separate(cu_seqlens) => DeltaSequences::Separate(sequences(cu_seqlens)),
             Bounds::Shared(SharedBounds { prompts, groups, completions }) => {
                 let starts = &completions[..completions.len().saturating_sub(1)];
-                // Where a group is empty, the next one begins at the same row.
+                // If a group is empty, the next one starts at the same row.
                 let prompt_of = starts.iter().map(|start| groups.partition_point(|group| group <= start) as i64 - 1);
                 let prompt_of: Vec<i64> = prompt_of.collect();
                 DeltaSequences::Shared(SharedSequences {
@@ -66,7 +66,7 @@ impl PackedSequences {
         Self { parts }
     }
 
-    /// Whether chunks take no more memory than is planned: they do where many sequences are so short that they fill none.
+    /// Whether kept chunks fit in the planned memory. They do not if many sequences are much shorter than a chunk.
     fn fill_chunks(&self) -> bool {
         let size = |sequences: &Sequences| (sequences.layout.num_tokens, sequences.chunks.count());
         let (tokens, chunks) = match &self.parts {
@@ -80,8 +80,7 @@ impl PackedSequences {
         chunks * chunk * mean <= tokens * (mean + chunk / 2)
     }
 
-    /// Outputs [T, H dv], of the rows' kind; and what a backward reads of chunks, if it is to be kept and takes no more memory than is
-    /// planned.
+    /// Returns the outputs [T, H dv] in the rows' type, and the intermediate results per chunk if they are to be kept and fit in the planned memory.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -110,14 +109,14 @@ impl PackedSequences {
         Ok((Tensor::f_cat(&[first.output, rest.output], 0)?, chunks))
     }
 
-    /// Gradients of the rows, of the kinds that [`backward`] gives; those of the weights are added in place. `chunks` are those that
-    /// [`Self::forward`] kept, if it did: the bits are the same.
+    /// Returns the gradients of the rows, in the types of [`backward`]; adds those of the weights in place. `chunks` are those that [`Self::forward`]
+    /// kept, if any; the bits are the same without.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
     ///
     /// # Panics
-    /// If `chunks` are of other sequences.
+    /// If `chunks` belong to other sequences.
     pub fn backward(
         &self,
         d_output: &Tensor, // [T, H dv]
@@ -167,7 +166,7 @@ impl SharedSequences {
         (t.narrow(0, 0, prompts), t.narrow(0, prompts, all - prompts))
     }
 
-    /// Rows of prompts and of completions.
+    /// Splits rows into those of prompts and those of completions.
     fn split(&self, DeltaRows { qkv, z, b, a }: &DeltaRows) -> (DeltaRows, DeltaRows) {
         let [qkv, z, b, a] = [qkv, z, b, a].map(|t| self.split_rows(t));
         (DeltaRows { qkv: qkv.0, z: z.0, b: b.0, a: a.0 }, DeltaRows { qkv: qkv.1, z: z.1, b: b.1, a: a.1 })
@@ -175,7 +174,7 @@ impl SharedSequences {
 }
 
 impl DeltaRows {
-    /// Rows that `f` makes of the rows of both.
+    /// Combines the tensors of both rows with `f`.
     fn zip(&self, other: &Self, f: impl Fn(&Tensor, &Tensor) -> Result<Tensor>) -> Result<Self> {
         Ok(Self {
             qkv: f(&self.qkv, &other.qkv)?,

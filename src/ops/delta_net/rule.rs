@@ -1,27 +1,27 @@
-//! The gated delta rule (arXiv 2412.06464). A head keeps a state S [dk, dv]; a token decays it, reads what it has for the token's key,
+//! The gated delta rule (arXiv 2412.06464). Each head has a state S [dk, dv]. A token decays the state, reads what it contains for the token's key,
 //! and writes the difference to the token's value:
 //!
 //! ```text
 //! S <- exp(g) S;   S <- S + k (beta (v - k S));   o = q S
 //! ```
 //!
-//! [`step`] is that, for one token of every sequence. [`forward`] computes chunks of 64 tokens at once in their WY form: with
-//! G the sum of g from the chunk's beginning, D_ij = exp(G_i - G_j) for i >= j, and S the state before the chunk,
+//! [`step`] computes this for one token of every sequence. [`forward`] computes chunks of 64 tokens at once in WY form: with G the sum of g from the
+//! chunk's start, D_ij = exp(G_i - G_j) for i >= j, and S the state before the chunk,
 //!
 //! ```text
 //! A = strictly lower part of (beta k) k^T * D;   (I + A) [U W] = [beta v, beta exp(G) k]
 //! N = U - W S;   P = q k^T * D;   o = exp(G) q S + P N;   S' = exp(G_last) S + (exp(G_last - G) k)^T N
 //! ```
 //!
-//! B chunks of all sequences, C = 64 tokens of a chunk, N sequences, Hk key heads, H value heads, H / Hk of which share a key head. All
-//! in the accumulation kind.
+//! B chunks of all sequences, C = 64 tokens of a chunk, N sequences, Hk key heads, H value heads, of which H / Hk share a key head. All in the
+//! accumulation type.
 
 use tch::{Kind, Tensor};
 
 use super::sequences::{CHUNK, Chunks};
 use crate::error::{Error, Result};
 
-/// Inputs of the rule by token. Queries are scaled, queries and keys normalised by the caller.
+/// Inputs of the delta rule for each token. The caller has normalized queries and keys, and scaled queries.
 #[derive(Debug)]
 pub(super) struct DeltaTokens {
     pub q: Tensor,    // [T, Hk, dk]
@@ -31,7 +31,7 @@ pub(super) struct DeltaTokens {
     pub beta: Tensor, // [T, H]
 }
 
-/// One token of every sequence. `state` moves on. [N, H, dv]
+/// Processes one token of every sequence and updates `state`. [N, H, dv]
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
@@ -47,7 +47,7 @@ pub(super) fn step(tokens: &DeltaTokens, state: &mut Tensor /* [N, H, dk, dv] */
     Ok(q.f_matmul(state)?.squeeze_dim(2))
 }
 
-/// Outputs [T, H, dv] and the states after every sequence [N, H, dk, dv]; and what [`backward`] reads, if it is asked for.
+/// Returns the outputs [T, H, dv], the states after every sequence [N, H, dk, dv] and, if requested, the tensors that [`backward`] reads.
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
@@ -63,7 +63,7 @@ pub(super) fn forward(
     Ok((o, last, written.map(|written| Kept { within, written })))
 }
 
-/// Gradients of the tokens and of the initial states [N, H, dk, dv]. `d_last` is the gradient of the states that [`forward`] returned.
+/// Returns the gradients of the tokens and of the initial states [N, H, dk, dv]. `d_last` is the gradient of the states that [`forward`] returned.
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
@@ -106,7 +106,7 @@ pub(super) struct Kept {
     written: Written,
 }
 
-/// Everything of a chunk that needs no state.
+/// The tensors of chunks that do not depend on states.
 #[derive(Debug)]
 struct Within {
     k: Tensor,      // [B, H, C, dk]
@@ -131,12 +131,12 @@ impl Within {
         let [q, k] = [&tokens.q, &tokens.k].map(|t| repeat(&pad(t, chunks)?, heads));
         let (q, k, v) = (q?, k?, pad(&tokens.v, chunks)?);
         let [g, beta] = [&tokens.g, &tokens.beta].map(|t| pad(&t.unsqueeze(-1), chunks));
-        // Sums in float64: a difference of two large ones decides how much a token sees of its neighbour.
+        // Sums are in float64, because differences of two large sums decide how strongly neighbouring tokens interact.
         let (sum, beta, kind) = (g?.f_cumsum(2, Kind::Double)?, beta?, v.kind());
         let last = sum.narrow(2, CHUNK - 1, 1);
         let exp = |sum: Tensor| sum.f_to_kind(kind)?.f_exp_();
         let (now, end, whole) = (exp(sum.copy())?, exp(last.f_sub(&sum)?)?, exp(last.copy())?);
-        // Differences above the diagonal are positive and may overflow; they are not read.
+        // Differences above the diagonal are positive and could overflow; they are clamped and not used.
         let pairs = exp(sum.f_sub(&sum.transpose(2, 3))?.f_clamp_max_(0.0)?)?.f_tril_(0)?;
         let k_beta = k.f_mul(&beta)?;
         let system = k_beta.f_matmul(&k.transpose(2, 3))?.f_mul_(&pairs)?.f_tril_(-1)?;
@@ -151,7 +151,7 @@ impl Within {
     }
 }
 
-/// Gradients of what the scan over chunks reads of [`Within`].
+/// Gradients of those tensors of [`Within`] that the scan over chunks reads.
 struct Outward {
     d_scores: Tensor, // [B, H, C, C]
     d_q_now: Tensor,  // [B, H, C, dk]
@@ -177,7 +177,7 @@ impl Within {
         let (k, beta) = (&self.k, &self.beta);
         let k_beta = k.f_mul(beta)?;
 
-        // The sums of g: through pairs, through what is decayed from the chunk's beginning, and to its end.
+        // Gradients of the sums of g: through pairs, through the decay from the chunk's start, and through the decay to its end.
         let through = d_system.f_mul(&self.system)?.f_add_(&d_scores.f_mul(&self.scores)?)?;
         let to_end = last_row(&d_k_end.f_mul(&self.k_end)?)?;
         let mut d_sum = last_row(&through)?.f_sub_(&last_row(&through.transpose(2, 3))?)?;
@@ -209,17 +209,17 @@ impl Within {
 
 struct Scan {
     outputs: Tensor, // [B, H, C, dv]
-    /// After the last chunk of every sequence, in the order of `Chunks::order`.
+    /// The states after the last chunk of every sequence, in the order of `Chunks::order`.
     state: Tensor, // [N, H, dk, dv]
     written: Option<Written>,
 }
 
-/// Results of a walk over the chunks of sequences that a backward reads.
+/// Results of the scan over chunks that a backward reads.
 #[derive(Debug)]
 struct Written {
-    /// States before chunks.
+    /// The states before chunks.
     starts: Tensor, // [B, H, dk, dv]
-    /// Differences that chunks write.
+    /// The differences that chunks write.
     news: Tensor, // [B, H, C, dv]
 }
 
@@ -260,7 +260,7 @@ fn first_states(tokens: &DeltaTokens, states: Option<&Tensor>, chunks: &Chunks) 
     }
 }
 
-/// Rows [T, H, d] in chunks, zeros behind the last row of a sequence. [B, H, C, d]
+/// Copies rows [T, H, d] into chunks, with zeros after the last row of a sequence. [B, H, C, d]
 fn pad(rows: &Tensor, chunks: &Chunks) -> Result<Tensor> {
     let size = rows.size();
     let mut padded = Tensor::f_zeros([chunks.count() * CHUNK, size[1], size[2]], (rows.kind(), rows.device()))?;
@@ -268,12 +268,12 @@ fn pad(rows: &Tensor, chunks: &Chunks) -> Result<Tensor> {
     Ok(padded.view([chunks.count(), CHUNK, size[1], size[2]]).f_transpose(1, 2)?.f_contiguous()?)
 }
 
-/// The rows of chunks. [T, H, d]
+/// Copies the rows back from chunks. [T, H, d]
 fn unpad(padded: &Tensor /* [B, H, C, d] */, chunks: &Chunks) -> Result<Tensor> {
     Ok(padded.f_transpose(1, 2)?.f_flatten(0, 1)?.f_index_select(0, &chunks.places)?)
 }
 
-/// Every key head as often as there are value heads to it: [.., Hk, n, d] -> [.., H, n, d].
+/// Repeats every key head for each of its value heads: [.., Hk, n, d] -> [.., H, n, d].
 fn repeat(t: &Tensor, heads: i64) -> Result<Tensor> {
     let size = t.size();
     Ok(if size[1] == heads { t.shallow_clone() } else { t.f_repeat_interleave_self_int(heads / size[1], 1, None)? })

@@ -1,43 +1,43 @@
-//! Where the sequences of a packed batch begin and end, for the convolution and for the rule.
+//! Positions of the sequences of a packed batch, for the convolution and for the delta rule.
 
 use tch::{Device, Kind, Tensor};
 
 use crate::cuda::kernels::DeltaLayout;
 
-/// Tokens that the rule computes together.
+/// Tokens that the delta rule computes together.
 pub(super) const CHUNK: i64 = 64;
 
-/// Sequences of a packed batch of T rows: sequence n has rows `cu_seqlens[n]..cu_seqlens[n + 1]`. Made once, shared by all layers.
+/// Sequences of a packed batch of T rows: sequence n has the rows `cu_seqlens[n]..cu_seqlens[n + 1]`. Created once and used by all layers.
 #[derive(Debug)]
 pub struct Sequences {
-    /// For every distance, the row that comes so many tokens earlier in the row's sequence. Rows from T on are those of the tails:
-    /// `width - 1` of each sequence.
+    /// For every distance, the row that precedes each row by that distance in its sequence. Rows from T on are those of the tails: `width - 1` per
+    /// sequence.
     pub(super) earlier: Vec<Tensor>, // width times [T] int64
-    /// The last `width - 1` rows of every sequence, tails included.
+    /// Indices of the last `width - 1` rows of every sequence, tails included.
     pub(super) tails: Tensor, // [N (width - 1)] int64
     pub(super) chunks: Chunks,
-    /// The chunks for the kernels of a GPU.
+    /// The chunks in the form that the CUDA kernels read.
     pub(super) layout: DeltaLayout,
     pub(super) num_sequences: i64,
 }
 
-/// Sequences cut into chunks of [`CHUNK`] tokens, the last one padded. Chunks lie in the order of their index within their sequence,
-/// so that the first chunks of all sequences come first; among them the longest sequence comes first. A step of the scan over
-/// chunks then reads neighbours.
+/// Sequences divided into chunks of [`CHUNK`] tokens, the last one padded. Chunks are ordered by their index within the sequence, so that the first
+/// chunks of all sequences come first, and within an index by length of the sequence, longest first. So a step of the scan over chunks reads a
+/// contiguous range.
 #[derive(Debug)]
 pub(super) struct Chunks {
-    /// The place of every row in [chunks, CHUNK].
+    /// The position of every row in [chunks, CHUNK].
     pub(super) places: Tensor, // [T] int64
-    /// How many sequences have a first, second, .. chunk.
+    /// The number of sequences that have a first, second, .. chunk.
     pub(super) active: Vec<i64>,
-    /// Sequences, those with the most chunks first.
+    /// Indices of the sequences, those with the most chunks first.
     pub(super) order: Tensor, // [N] int64
-    /// The place of every sequence in `order`.
+    /// The position of every sequence in `order`.
     pub(super) rank: Tensor, // [N] int64
 }
 
 impl Sequences {
-    /// For a convolution over `width` tokens. `cu_seqlens` [N + 1] begins with 0 and does not decrease; a sequence may be empty.
+    /// Creates the tables for a convolution over `width` tokens. `cu_seqlens` [N + 1] starts with 0 and does not decrease; a sequence may be empty.
     pub fn new(cu_seqlens: &[i64], width: i64, device: Device) -> Self {
         let num_tokens = cu_seqlens.last().copied().unwrap_or(0);
         let tail = width - 1;
@@ -105,12 +105,12 @@ impl Chunks {
         Self { places: tensor(&places), order: tensor(&order), rank: tensor(&rank), active }
     }
 
-    /// Chunks of all sequences.
+    /// Number of chunks of all sequences.
     pub(super) fn count(&self) -> i64 {
         self.active.iter().sum()
     }
 
-    /// The first chunk of every step of the scan, and how many sequences it has.
+    /// For every step of the scan: its first chunk, and its number of sequences.
     pub(super) fn steps(&self) -> impl DoubleEndedIterator<Item = (i64, i64)> {
         let mut first = 0;
         let steps = self.active.iter().map(|&count| {

@@ -42,7 +42,7 @@ fn random_rows(tokens: i64) -> DeltaRows {
     }
 }
 
-/// The first head forgets so fast that exp of a chunk's sum is 0 in float64.
+/// Random weights; the first head decays so fast that exp of a chunk's sum is 0 in float64.
 fn random_weights() -> DeltaWeights {
     DeltaWeights {
         conv: rand(&[HEADS.channels() as i64, HEADS.conv_width as i64]),
@@ -61,7 +61,7 @@ fn no_gradients(weights: &DeltaWeights) -> DeltaWeights {
     map_weights(weights, Tensor::zeros_like)
 }
 
-/// Sequences one by one, token by token, of operations that autograd differentiates.
+/// Computes sequences one by one, token by token, with operations that autograd can differentiate.
 fn recurrence(rows: &DeltaRows, weights: &DeltaWeights, initial: &DeltaState, lens: &[i64]) -> (Tensor, DeltaState) {
     let (channels, repeats) = (HEADS.channels() as i64, HEADS.num_value_heads / HEADS.num_key_heads);
     let [keys, heads, k_dim, v_dim] =
@@ -200,8 +200,7 @@ fn chunked_and_recurrent_delta_nets_agree() {
     assert!(state.conv.equal(&last.conv));
 }
 
-/// Two prompts of 65 and 2 tokens, and one in between of which nothing is sampled; completions of 3 and 1 tokens of the first, of 70 of
-/// the last.
+/// Two prompts of 65 and 2 tokens, and between them one without completions; completions of 3 and 1 tokens for the first, and of 70 for the last.
 #[test]
 fn delta_net_states_forked_from_a_prompt_equal_whole_sequences() {
     let shared = Bounds::Shared(SharedBounds {
@@ -209,13 +208,13 @@ fn delta_net_states_forked_from_a_prompt_equal_whole_sequences() {
         groups: vec![72, 76, 76, 146],
         completions: vec![72, 75, 76, 146],
     });
-    // Rows of each whole sequence among those of the shared one.
+    // The rows of each whole sequence within the shared batch.
     let wholes = [[0..65, 72..75], [0..65, 75..76], [65..70, 76..76], [70..72, 76..146]];
     let order: Vec<i64> = wholes.iter().flatten().cloned().flatten().collect();
     let lens: Vec<i64> = wholes.iter().map(|parts| parts.iter().map(|part| part.end - part.start).sum()).collect();
     let (rows, weights, order) = (random_rows(146), random_weights(), Tensor::from_slice(&order));
     let d_o = rand(&rows.z.size());
-    // A prompt's own outputs have no gradient: they stand in several sequences.
+    // A prompt's own outputs get no gradient, because they appear in several whole sequences.
     let _ = d_o.narrow(0, 0, 72).zero_();
     let run = |bounds: &Bounds, rows: &DeltaRows, d_o: &Tensor| {
         let packed = PackedSequences::new(bounds, HEADS.conv_width, Device::Cpu);
@@ -239,8 +238,8 @@ fn delta_net_states_forked_from_a_prompt_equal_whole_sequences() {
     }
 }
 
-/// Chunks that the forward kept, of packed sequences and of completions that share prompts. Those of a forward of other rows change
-/// gradients: a backward reads them. Sequences too short for chunks keep none.
+/// Compares backward with and without kept chunks, for packed sequences and for completions that share prompts. Chunks kept for other rows must
+/// change the gradients, which shows that they are read. Sequences too short for chunks keep none.
 #[test]
 fn keeping_delta_net_chunks_changes_no_bit() {
     let shared = SharedBounds {
@@ -269,8 +268,8 @@ fn keeping_delta_net_chunks_changes_no_bit() {
     assert!(short.forward(&rows, &weights, OPTIONS, true).unwrap().1.is_none());
 }
 
-/// Sequences with any numbers of drafts, of which any were drawn: outputs and states have the bits of steps of one token each, also of
-/// states that are rounded.
+/// Sequences with various numbers of drafts, some of which are accepted: outputs and states have the same bits as steps with one token each, also if
+/// states are rounded.
 #[test]
 fn delta_net_steps_with_draft_tokens_change_no_bit() {
     let (num_sequences, num_tokens, most) = (3usize, 30usize, 4usize);
@@ -312,7 +311,7 @@ fn delta_net_steps_with_draft_tokens_change_no_bit() {
             if sizes.len() < num_sequences {
                 break;
             }
-            // The first drafts of each are right, the others those of another sequence.
+            // The first drafts of each sequence are right; the others come from another sequence.
             let drawn: Vec<usize> =
                 sizes.iter().enumerate().map(|(sequence, own)| (turn + sequence) % own.rows.max(1)).collect();
             let row = |f: fn(&DeltaRows) -> &Tensor| {

@@ -1,4 +1,4 @@
-//! Attention of one query after the other, over keys that lie in two runs of rows: a prompt's, and the sequence's own behind it.
+//! Bit-exact attention, one query at a time, over keys in two runs of rows: those of a prompt, then the sequence's own.
 
 use std::cell::OnceCell;
 use std::ops::Range;
@@ -13,17 +13,17 @@ use crate::error::Result;
 use crate::ops::attention::{Attended, Bounds, PackedLayout, SharedBounds, packed_forward};
 use crate::torch::{f32_vec, tensor_on};
 
-/// The rows of keys that a query sees, in the order of their positions.
+/// The rows of the keys that a query attends to, in order of position.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct VisibleKeys {
-    /// Rows of the prompt that sequences share.
+    /// Rows of the shared prompt.
     pub prompt: Range<usize>,
-    /// Rows behind them, up to the query's own key.
+    /// Rows after the prompt, up to the query's own key.
     pub own: Range<usize>,
 }
 
 impl VisibleKeys {
-    /// The last `window` rows of it.
+    /// Restricts the keys to the last `window` ones.
     fn within(self, window: Option<usize>) -> Self {
         let Self { prompt, own } = self;
         let most = window.unwrap_or(usize::MAX);
@@ -32,7 +32,7 @@ impl VisibleKeys {
         Self { prompt: prompt.end - from_prompt..prompt.end, own: own.end - from_own..own.end }
     }
 
-    /// Contexts of neighbouring tokens: those from `first` on of a sequence whose keys are the rows `own`, behind a prompt's.
+    /// Contexts of consecutive tokens: those from row `first` on, in a sequence whose own keys are the rows `own`, after a prompt's.
     pub fn of_tokens(prompt: Range<usize>, own: Range<usize>, first: usize, window: Option<usize>) -> Vec<Self> {
         let context = |last: usize| Self { prompt: prompt.clone(), own: own.start..last + 1 };
         (first..own.end).map(|last| context(last).within(window)).collect()
@@ -58,7 +58,7 @@ fn packed_contexts(bounds: &Bounds, window: Option<usize>) -> Vec<VisibleKeys> {
     }
 }
 
-/// The attention of a packed micro-batch.
+/// Bit-exact attention of a packed micro-batch.
 #[derive(Debug)]
 pub struct ExactAttention(AttentionPath);
 
@@ -68,7 +68,7 @@ enum AttentionPath {
     Gpu(Box<GpuAttention>),
 }
 
-/// On a GPU rows go in tiles where the kernel for that serves a layer, else one by one over a paged cache.
+/// On a GPU, rows are processed in tiles if the tiled kernel supports a layer, otherwise one by one over a paged cache.
 #[derive(Debug)]
 struct GpuAttention {
     tiled: TiledRows,
@@ -89,7 +89,7 @@ impl GpuAttention {
 }
 
 impl ExactAttention {
-    /// A token sees itself and the `window - 1` before it, or all before it.
+    /// Creates the attention. A token attends to itself and to the `window - 1` tokens before it, or to all before it.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -106,8 +106,7 @@ impl ExactAttention {
         }))
     }
 
-    /// Outputs of the exact attention. The log-sum-exp is for a backward; where a GPU takes rows one by one it is that of `layout`'s
-    /// kernels.
+    /// Computes exact attention. The log-sum-exp is only for a backward; if a GPU processes rows one by one, it comes from `layout`'s kernels.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`]; on a GPU the errors of its kernels.
@@ -131,7 +130,7 @@ impl ExactAttention {
     }
 }
 
-/// softmax(scale q k^T) v of each query over its context on a CPU, of the type of q, and the log-sum-exp of its scores in float32.
+/// Computes softmax(scale q k^T) v for each query over its context, on a CPU, in the type of q; also the log-sum-exp of the scores in float32.
 /// Scores, weights and outputs are summed in the order of the keys.
 ///
 /// # Errors

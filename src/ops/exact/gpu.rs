@@ -1,8 +1,8 @@
-//! The operations on a GPU: the kernels of the engine's own steps, called for the rows of a micro-batch.
+//! Bit-exact operations on a GPU: the kernels of the engine's steps, applied to the rows of a micro-batch.
 //!
-//! Attention that `tiles` does not serve is the kernel of decode steps, a row after the other over a paged cache of one layer that holds the keys and values of the
-//! micro-batch: a prompt's blocks once, those of a completion behind them, and for each completion a copy of the last block of its prompt
-//! where that is not full.
+//! If `tiles` does not support an attention, it uses the decode kernel, row by row, over a paged cache of one layer. The cache contains the
+//! micro-batch's keys and values: a prompt's blocks once, followed by those of its completions. If the prompt's last block is not full, each
+//! completion has a copy of it.
 
 use tch::{Device, Kind, Tensor};
 
@@ -18,11 +18,11 @@ use crate::ops::rope::RopeRows;
 use crate::phase;
 use crate::torch::tensor_on;
 
-/// Tokens of a block of the cache.
+/// Tokens per cache block.
 const BLOCK_SIZE: usize = 16;
-/// Tokens of a context that are summed at once: in strict steps of an engine, and here.
+/// Tokens of a context that are summed in one piece, both in exact steps of an engine and here.
 pub const SPLIT_TOKENS: usize = 256;
-/// Rows that attention takes at once: their partial results take room.
+/// Rows that attention processes at once, to bound the memory of partial results.
 const MOST_ROWS: i64 = 512;
 
 fn ordinal(x: &Tensor) -> usize {
@@ -32,7 +32,7 @@ fn ordinal(x: &Tensor) -> usize {
     }
 }
 
-/// x w^T + bias of type `kind`.
+/// Computes x w^T + bias, in the type `kind`.
 pub(super) fn product(x: &Tensor, w: &Tensor, bias: Option<&Tensor>, kind: Kind) -> Result<Tensor> {
     if phase::fires_unequal() {
         return in_halves(x, w, bias, kind);
@@ -42,7 +42,7 @@ pub(super) fn product(x: &Tensor, w: &Tensor, bias: Option<&Tensor>, kind: Kind)
     Ok(out)
 }
 
-/// A product of another class, which an injected fault puts in place of [`product`]: halves of K, each rounded.
+/// Computes the GEMM in another summation order, as two rounded halves of K. An injected fault uses this in place of [`product`].
 fn in_halves(x: &Tensor, w: &Tensor, bias: Option<&Tensor>, kind: Kind) -> Result<Tensor> {
     let (k, half) = (w.size()[1], w.size()[1] / 2);
     let part = |first: i64, len: i64| linear::forward(&x.narrow(1, first, len), &w.narrow(1, first, len), None);
@@ -50,7 +50,7 @@ fn in_halves(x: &Tensor, w: &Tensor, bias: Option<&Tensor>, kind: Kind) -> Resul
     Ok(bias.map_or_else(|| Ok(sum.shallow_clone()), |bias| sum.f_add(bias))?.f_to_kind(kind)?)
 }
 
-/// y += (x A^T) B^T, as a step of the engine adds it.
+/// Computes y += (x A^T) B^T in the same way as an engine step.
 pub(super) fn adapt(x: &Tensor, a: &Tensor, b: &Tensor, y: &Tensor) -> Result<()> {
     if kernels::adapt_serves(x, a, b, y) {
         let low = Tensor::f_empty([x.size()[0], a.size()[0]], (x.kind(), x.device()))?;
@@ -60,7 +60,7 @@ pub(super) fn adapt(x: &Tensor, a: &Tensor, b: &Tensor, y: &Tensor) -> Result<()
     Products::of_current_stream(ordinal(x))?.run(&low, &b.tr(), None, y, 1.0, Tuning::Exact)
 }
 
-/// Normalised rows, of the weight's kind.
+/// Normalizes rows; the result has the weight's type.
 pub(super) fn rms_norm(x: &Tensor, weight: &Tensor, norm: NormOptions) -> Result<Tensor> {
     let mut y = Tensor::f_empty(x.size(), (weight.kind(), x.device()))?;
     if x.numel() > 0 {
@@ -69,18 +69,18 @@ pub(super) fn rms_norm(x: &Tensor, weight: &Tensor, norm: NormOptions) -> Result
     Ok(y)
 }
 
-/// A contiguous copy.
+/// Makes a contiguous copy.
 pub(super) fn copy(of: &Tensor) -> Result<Tensor> {
     let mut copy = Tensor::f_empty(of.size(), (of.kind(), of.device()))?;
     copy.f_copy_(of)?;
     Ok(copy)
 }
 
-/// Normalised and rotated heads.
+/// Normalizes and rotates heads.
 pub(super) fn heads(qkv: Tensor, norms: Option<HeadNormWeights<'_>>, rows: &RopeRows) -> Result<Heads> {
     let [tokens, kv_heads, slots, head_dim] = qkv.size()[..] else { panic!("a projection, not {:?}", qkv.size()) };
     let (group, options) = (slots - 2, (qkv.kind(), qkv.device()));
-    // Keys are rotated in place, and the norms' backward reads them as they were.
+    // Keys are rotated in place, but the norms' backward needs them unchanged.
     let own = if norms.is_some() { copy(&qkv)? } else { qkv.f_contiguous()? };
     let views = QkvViews::grouped(&own.f_view([tokens, -1])?, kv_heads as usize, group as usize, false);
     let mut q = Tensor::f_empty([tokens, kv_heads * group, head_dim], options)?;
@@ -97,7 +97,7 @@ pub(super) fn heads(qkv: Tensor, norms: Option<HeadNormWeights<'_>>, rows: &Rope
     Ok(Heads { q, k, v, qkv: norms.map(|_| qkv) })
 }
 
-/// One norm over all query heads and one over all key heads, in place.
+/// Applies one norm over all query heads and one over all key heads, in place.
 pub(super) fn norm_all(qkv: &Tensor /* [T, Hkv, G + 2, hd] */, norms: HeadNormWeights<'_>) -> Result<()> {
     let [tokens, kv_heads, slots, head_dim] = qkv.size()[..] else { panic!("a projection, not {:?}", qkv.size()) };
     if tokens == 0 {
@@ -110,7 +110,7 @@ pub(super) fn norm_all(qkv: &Tensor /* [T, Hkv, G + 2, hd] */, norms: HeadNormWe
     kernels::qk_scale(&views, [norms.q, norms.k], &sums, widths, norms.eps)
 }
 
-/// Log-sum-exp of each row's logits over the temperature, in float64, by the kernel that draws tokens. [c]
+/// Computes the log-sum-exp of each row's logits / temperature, in float64, with the sampling kernel. [c]
 pub(super) fn log_sum_exps(logits: &Tensor /* [c, V] f32 */, temperature: f32) -> Result<Tensor> {
     let (rows, device) = (logits.size()[0], logits.device());
     let mut candidates = Tensor::f_empty([1, rows, kernels::CANDIDATE_WORDS], (Kind::Double, device))?;
@@ -127,18 +127,18 @@ pub(super) fn log_sum_exps(logits: &Tensor /* [c, V] f32 */, temperature: f32) -
     Ok(candidates.select(0, 0).select(1, 2))
 }
 
-/// Where the rows of a micro-batch lie in a cache of one layer.
+/// Positions of a micro-batch's rows in a paged cache of one layer.
 #[derive(Debug)]
 pub(super) struct PagedRows {
     window: Option<usize>,
     num_blocks: i64,
-    /// Rows whose keys and values are written, and the slots that they are written to.
+    /// Rows whose keys and values are written, and the slots to which they are written.
     written: [Tensor; 2], // [W] i64
     slices: Vec<CachedRows>,
     max_blocks: usize,
 }
 
-/// Neighbouring rows.
+/// A run of consecutive rows.
 #[derive(Debug)]
 struct CachedRows {
     first: i64,
@@ -146,7 +146,7 @@ struct CachedRows {
     context_lens: Tensor, // [n] i32
 }
 
-/// A cache that is filled on the host's side: which row goes where.
+/// Host-side construction of the cache: which row is stored where.
 #[derive(Default)]
 struct CacheFilling {
     num_blocks: usize,
@@ -154,12 +154,12 @@ struct CacheFilling {
     slots: Vec<i64>,
     /// Block tables of prompts and sequences.
     tables: Vec<Vec<i32>>,
-    /// Table of each row, and the number of tokens that it sees.
+    /// For each row, the index of its block table and the number of tokens that it attends to.
     of_row: Vec<(usize, i32)>,
 }
 
 impl CacheFilling {
-    /// Adds rows `from..to` behind the tokens of `prompt`: its first row, its length and its table.
+    /// Adds rows `from..to` after the tokens of `prompt`, given as (first row, length, block table).
     fn add(&mut self, rows: (i64, i64), prompt: Option<(i64, usize, usize)>) -> usize {
         let (prompt_row, prompt_len, whole) = match prompt {
             Some((row, len, table)) => (row, len, self.tables[table][..len / BLOCK_SIZE].to_vec()),
@@ -228,7 +228,7 @@ impl PagedRows {
         })
     }
 
-    /// softmax(scale q k^T) v of each row over its context.
+    /// Computes softmax(scale q k^T) v for each row over its context.
     pub(super) fn attend(&self, [q, k, v]: [&Tensor; 3], scale: f64) -> Result<Tensor> {
         let [_, heads, head_dim] = q.size()[..] else { panic!("queries [T, H, hd], not {:?}", q.size()) };
         let kv_heads = k.size()[1];
@@ -271,7 +271,7 @@ impl PagedRows {
 mod tests {
     use super::*;
 
-    /// Prompts of 20 and 16 tokens, completions of 3 and 20 behind the first and of 2 behind the second.
+    /// Prompts of 20 and 16 tokens; completions of 3 and 20 tokens for the first and of 2 for the second.
     #[test]
     fn shared_prompt_blocks_are_stored_once_except_the_last() {
         let bounds = Bounds::Shared(SharedBounds {
@@ -284,7 +284,7 @@ mod tests {
         assert_eq!((num_blocks, of_row.len()), (7, 61));
         assert_eq!((of_row[0], of_row[35], of_row[36], of_row[60]), ((0, 1), (1, 16), (2, 21), (4, 18)));
         let at = |slot: i64| slots.iter().position(|own| *own == slot).map(|at| rows[at]);
-        // The prompt's token 16 in its own block and in both copies, then the completions' first tokens.
+        // The prompt's token 16 is in its own block and in both copies, followed by the completions' first tokens.
         assert_eq!([16, 48, 64].map(at), [Some(16); 3]);
         assert_eq!([at(52), at(68), at(96)], [Some(36), Some(39), Some(59)]);
         let mut places = slots.clone();

@@ -1,4 +1,4 @@
-//! The log-probability of a token, as the sampler has it.
+//! The log-probability of a token, computed exactly as the sampler does.
 
 use tch::{Kind, Tensor};
 
@@ -6,7 +6,7 @@ use super::{gpu, product_wide};
 use crate::error::Result;
 use crate::torch::{f32_vec, i64_vec, tensor_on};
 
-/// ln sum exp, stable, in f64 so that the split of the vocabulary does not show.
+/// Computes ln sum exp, stably, in f64 so that the split of the vocabulary over ranks does not change the result.
 pub fn log_sum_exp(terms: impl Iterator<Item = f64> + Clone) -> f64 {
     let max = terms.clone().fold(f64::NEG_INFINITY, f64::max);
     if max == f64::NEG_INFINITY {
@@ -15,7 +15,7 @@ pub fn log_sum_exp(terms: impl Iterator<Item = f64> + Clone) -> f64 {
     max + terms.map(|term| (term - max).exp()).sum::<f64>().ln()
 }
 
-/// x w^T / divisor in float32. On a GPU the rows are divided and not their logits, as in a step of the engine. [c, V]
+/// Computes x w^T / divisor in float32. On a GPU the rows are divided instead of their logits, as in an engine step. [c, V]
 ///
 /// # Errors
 /// The errors of [`product_wide`].
@@ -31,7 +31,7 @@ pub fn logits(
     }
 }
 
-/// ln softmax(logits / temperature) at the targets, in float32: on a CPU by [`log_sum_exp`], on a GPU by the kernel that samples. `[c]`
+/// Computes ln softmax(logits / temperature) at the targets, in float32: on a CPU with [`log_sum_exp`], on a GPU with the sampling kernel. `[c]`
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`]; on a GPU the errors of its kernel.

@@ -1,4 +1,4 @@
-//! The heads that attention takes: norms of queries and keys, then the rotation.
+//! Heads for attention, bit-exact: norms of queries and keys, then the rotary embedding.
 
 use tch::Tensor;
 
@@ -11,13 +11,13 @@ use crate::ops::rope::RopeRows;
 use crate::ops::try_map;
 use crate::torch::{f32_vec, tensor_on};
 
-/// Queries and keys, normalised where `norms` are given and rotated, and values. Norm and rotation each round to the type of `qkv`.
+/// Returns queries and keys, normalized if `norms` are given and then rotated, and values. Norm and rotation each round to the type of `qkv`.
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`]; on a GPU the errors of its kernel.
 ///
 /// # Panics
-/// If `rows` are not those that [`Rope::exact_rows`](crate::ops::rope::Rope::exact_rows) makes.
+/// If `rows` do not come from [`Rope::exact_rows`](crate::ops::rope::Rope::exact_rows).
 pub fn heads(
     qkv: Tensor, // [T, Hkv, G + 2, hd]
     norms: Option<HeadNormWeights<'_>>,
@@ -53,7 +53,7 @@ pub fn heads(
     Ok(Heads { q, k, v, qkv: norms.map(|_| qkv) })
 }
 
-/// The projection with one norm over all query heads of a token and one over all key heads; values as they are.
+/// Returns the projection with one norm applied over all query heads of a token and one over all key heads; values are unchanged.
 ///
 /// # Errors
 /// The errors of [`heads`].
@@ -76,7 +76,7 @@ pub fn norm_all(
     Ok(normed)
 }
 
-/// Turns pairs (i, i + turned) of a head by the cosines and the sines of its token.
+/// Rotates the pairs (i, i + turned) of a head by the cosines and sines of its token.
 fn rotate(head: &mut [f32], turn: &[f32], turned: usize) {
     let (cosines, sines) = turn.split_at(turned);
     let (low, high) = head.split_at_mut(turned);

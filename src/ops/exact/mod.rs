@@ -1,22 +1,21 @@
-//! The operations of a forward whose results depend on one token alone: its own values, the weights, and the keys and values that it
-//! sees. With `exact` the engine and the trainer both compute by them, so that a token has the same bits in both, whatever is
-//! computed beside it.
+//! Bit-exact operations of a forward: the result for a token depends only on its own values, the weights, and the keys and values that it attends to.
+//! With `exact = true` both the engine and the trainer use them, so a token has the same bits in both, whatever else is in the batch.
 //!
-//! libtorch promises no such thing on a CPU. The sums of its products change with the number of rows, and an element-wise
-//! function of many elements has other bits in the last ones, which are computed one by one. So on a CPU every sum here is written out, in one
-//! order: a product adds K up in [`LANES`] sums that are then added in order, and softmax adds its terms in the order of the keys. That
-//! is slow, and meant for tests and small models.
+//! On a CPU, libtorch does not guarantee this: the order of a GEMM's sums changes with the number of rows, and elementwise functions round the last
+//! elements of a tensor differently, because these are not vectorized. So on a CPU every sum here is explicit, in one order: a GEMM sums K in
+//! [`LANES`] partial sums, which are then added in order; softmax adds its terms in the order of the keys. This is slow, and meant for tests and
+//! small models.
 //!
-//! On a GPU the operations are the kernels of the engine's own steps (`gpu`): the trainer calls the same machine code.
+//! On a GPU the operations are the kernels of the engine's steps (`gpu`): the trainer calls the same machine code.
 //!
-//! | file | what it is |
+//! | file | content |
 //! |---|---|
-//! | `rows` | products, norms and SwiGLU |
-//! | `heads` | norms and rotation of queries and keys |
-//! | `attention` | one query and the keys that it sees |
+//! | `rows` | GEMMs, norms and SwiGLU |
+//! | `heads` | norms and rotary embedding of queries and keys |
+//! | `attention` | attention of one query |
 //! | `head` | the log-probability of a token |
-//! | `gpu` | all of them on a GPU |
-//! | `tiles` | attention on a GPU, of neighbouring rows together |
+//! | `gpu` | all of these on a GPU |
+//! | `tiles` | attention of consecutive rows together, on a GPU |
 
 mod attention;
 mod gpu;
@@ -34,10 +33,10 @@ pub use heads::{heads, norm_all};
 pub use rows::{activate, adapt, product, product_wide, rms_norm};
 pub use tiles::CachedTiles;
 
-/// Sums that a product's terms are dealt to in turn; they are added in order at the end.
+/// Number of partial sums among which a GEMM's terms are distributed in turn; they are added in order at the end.
 const LANES: usize = 16;
 
-/// sum of a[k] b[k], in one order.
+/// Computes the sum of a[k] b[k], in one order.
 fn dot(a: &[f32], b: &[f32]) -> f32 {
     let mut lanes = [0.0f32; LANES];
     let (a_whole, a_rest) = a.as_chunks::<LANES>();

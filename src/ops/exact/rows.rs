@@ -1,4 +1,4 @@
-//! Products, norms and SwiGLU.
+//! Bit-exact GEMMs, norms and SwiGLU.
 
 use tch::{Kind, Tensor};
 
@@ -11,13 +11,13 @@ use crate::ops::try_map;
 use crate::phase;
 use crate::torch::{f32_vec, tensor_on};
 
-/// Products of single elements that are held at once.
+/// Elementwise products that are in memory at once.
 const MOST_TERMS: i64 = 1 << 22;
 
-/// x w^T + bias, rounded once to the type of x. [T, N]
+/// Computes x w^T + bias, rounded once to the type of x. [T, N]
 ///
 /// # Errors
-/// [`crate::Error::OutOfMemory`]; on a GPU [`crate::Error::Unequal`] where no product has the bits of the reference.
+/// [`crate::Error::OutOfMemory`]; on a GPU [`crate::Error::Unequal`] if no GEMM algorithm matches the reference's bits.
 pub fn product(
     x: &Tensor,            // [T, K]
     w: &Tensor,            // [N, K]
@@ -26,7 +26,7 @@ pub fn product(
     if x.device().is_cuda() { gpu::product(x, w, bias, x.kind()) } else { Ok(sums(x, w, bias)?.f_to_kind(x.kind())?) }
 }
 
-/// x w^T in float32, not rounded. [T, N]
+/// Computes x w^T in float32, unrounded. [T, N]
 ///
 /// # Errors
 /// The errors of [`product`].
@@ -37,8 +37,8 @@ pub fn product_wide(
     if x.device().is_cuda() { gpu::product(x, w, None, Kind::Float) } else { sums(x, w, None) }
 }
 
-/// x w^T + bias in float32 on a CPU. Every [`LANES`]-th of K is added to the same lane, in order, and the lanes are added in order: by
-/// multiplications and additions of single elements, each of which libtorch rounds by itself wherever it stands.
+/// Computes x w^T + bias in float32 on a CPU. Every [`LANES`]-th term of K is added to the same lane, in order, and then the lanes are added in
+/// order. It uses elementwise multiplications and additions, which libtorch rounds independently of position.
 fn sums(x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     let lanes = LANES as i64;
     let (rows, columns, k) = (x.size()[0], w.size()[0], w.size()[1]);
@@ -71,7 +71,7 @@ fn sums(x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     }
 }
 
-/// y += (x A^T) B^T, each product rounded to the type of x.
+/// Computes y += (x A^T) B^T, where each GEMM is rounded to the type of x.
 ///
 /// # Errors
 /// The errors of [`product`].
@@ -88,7 +88,7 @@ pub fn adapt(
     Ok(())
 }
 
-/// x / sqrt(mean(x^2) + eps) times the factors of columns, of the weight's kind. [.., D]
+/// Computes x / sqrt(mean(x^2) + eps), multiplied by the columns' weights, in the weight's type. [.., D]
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`]; on a GPU the errors of its kernel.
@@ -107,16 +107,16 @@ pub fn rms_norm(
     Ok(tensor_on(&host, x.device())?.view(x.size().as_slice()).f_to_kind(weight.kind())?)
 }
 
-/// One row of [`rms_norm`], in place.
+/// Normalizes one row as in [`rms_norm`], in place.
 pub(super) fn normalise(row: &mut [f32], factors: &[f32], eps: f64) {
     let rstd = 1.0 / (dot(row, row) / row.len() as f32 + eps as f32).sqrt();
     row.iter_mut().zip(factors).for_each(|(x, factor)| *x = *x * rstd * factor);
 }
 
-/// sqrt(2 / pi), of GELU's approximation.
+/// sqrt(2 / pi), used in GELU's tanh approximation.
 const GELU_FACTOR: f32 = 0.797_884_6;
 
-/// activation(gate) * up, rounded once. [T, F]
+/// Computes activation(gate) * up, rounded once. [T, F]
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].

@@ -1,4 +1,4 @@
-//! A row's results do not depend on what is computed beside it.
+//! Tests that a row's results do not depend on other rows of the batch.
 
 use tch::{Device, Kind, Tensor};
 
@@ -23,7 +23,7 @@ fn assert_near(got: &Tensor, expected: &Tensor) {
     assert!(off <= rounding * most.max(1.0), "{off} of {most}");
 }
 
-/// Sizes around those at which libtorch cuts rows and elements apart.
+/// Covers sizes around those at which libtorch splits rows and elements.
 #[test]
 fn exact_rows_have_the_same_bits_in_any_batch() {
     for kind in KINDS {
@@ -84,7 +84,7 @@ fn exact_heads_match_plain_operations_and_any_batch() {
     }
 }
 
-/// Prompts that are shared, prompts that are repeated, and a cache of keys: one query has one output.
+/// A query must have the same output with shared prompts, with repeated prompts, and with a cache of keys.
 #[test]
 fn exact_attention_is_independent_of_the_cache_layout() {
     let (heads, kv_heads, hd) = (4, 2, 8);

@@ -1,5 +1,5 @@
-//! Neighbouring rows in tiles, for the kernel that reads a context once for all rows of a tile: rows of a micro-batch, and of prompts whose
-//! keys and values are in an engine's cache.
+//! Tiles of consecutive rows, for the kernel that reads a context once for all rows of a tile: rows of a micro-batch, or of prompts whose keys and
+//! values are in an engine's cache.
 
 use tch::{Device, Kind, Tensor};
 
@@ -10,9 +10,9 @@ use crate::torch::{Attended, tensor_on};
 
 use super::gpu::SPLIT_TOKENS;
 
-/// Tokens of a unit: a row's splits begin at a multiple of them.
+/// Tokens of a unit: the splits of a row's context start at a multiple of this.
 const UNIT: i32 = 16;
-/// A tile takes this many times as long for a split as a row by itself (7B on H200: 14.5 and 7.7 us), and has a whole multiprocessor.
+/// How many times longer a tile takes for a split than a single row (7B on H200: 14.5 and 7.7 us); a tile occupies a whole multiprocessor.
 const TILE_COST: usize = 2;
 
 const _: () = assert!(RowTile::SPLIT_TOKENS == SPLIT_TOKENS, "one order of sums");
@@ -29,7 +29,7 @@ impl TiledRows {
         Ok(Self { window, tiles: on_device(&tiles_of(bounds, window), device)? })
     }
 
-    /// softmax(scale q k^T) v of each row over its context.
+    /// Computes softmax(scale q k^T) v for each row over its context.
     pub(super) fn attend(&self, [q, k, v]: [&Tensor; 3], scale: f64) -> Result<Attended> {
         let [tokens, heads, _] = q.size()[..] else { panic!("queries [T, H, hd], not {:?}", q.size()) };
         let (q, k, v) = (q.f_contiguous()?, k.f_contiguous()?, v.f_contiguous()?);
@@ -40,7 +40,7 @@ impl TiledRows {
     }
 }
 
-/// The tiles of runs of rows, each of one sequence whose keys and values are in a paged cache.
+/// The tiles of runs of rows. Each run is of one sequence, whose keys and values are in a paged cache.
 #[derive(Debug)]
 pub struct CachedTiles {
     window: Option<usize>,
@@ -48,8 +48,8 @@ pub struct CachedTiles {
 }
 
 impl CachedTiles {
-    /// For runs of (tokens before the first row, rows), one behind the other. `None` where rows by themselves are done sooner by these
-    /// blocks of threads, two a multiprocessor: where few rows see long contexts.
+    /// Creates tiles for consecutive runs of (tokens before the first row, rows). Returns `None` if processing rows one by one would be faster with
+    /// these thread blocks, two per multiprocessor: that is so if few rows have long contexts.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -84,7 +84,7 @@ impl CachedTiles {
         Ok(Some(Self { window, tiles: on_device(&tiles, device)? }))
     }
 
-    /// softmax(scale q k^T) v of each row over its context.
+    /// Computes softmax(scale q k^T) v for each row over its context.
     ///
     /// # Errors
     /// The errors of [`kernels::tiled_attention_cached`].
@@ -105,12 +105,12 @@ fn on_device(tiles: &[RowTile], device: Device) -> Result<Tensor> {
     tensor_on(&words, device)
 }
 
-/// Splits of a context of `len` tokens begin at this unit.
+/// The unit at which the splits of a context of `len` tokens start.
 fn first_unit(len: i32, window: Option<usize>) -> i32 {
     window.map_or(0, |window| (len - i32::try_from(window).unwrap_or(i32::MAX)).max(0) / UNIT)
 }
 
-/// Rows from .. to of a sequence with `before` tokens before them, in tiles: (first row, rows, tokens that the first one sees).
+/// Divides rows from..to of a sequence with `before` earlier tokens into tiles: (first row, rows, tokens that the first row attends to).
 fn cut(from: i32, to: i32, before: i32, window: Option<usize>) -> impl Iterator<Item = (i32, i32, i32)> {
     let len_of = move |row: i32| before + row - from + 1;
     let unit_of = move |row: i32| first_unit(len_of(row), window);
@@ -124,13 +124,13 @@ fn cut(from: i32, to: i32, before: i32, window: Option<usize>) -> impl Iterator<
     })
 }
 
-/// Splits that a tile's last row sees.
+/// Number of splits that a tile's last row reads.
 fn splits_of(tile: &RowTile, window: Option<usize>) -> usize {
     let read = tile.len + tile.count - 1 - first_unit(tile.len, window) * UNIT;
     (read as usize).div_ceil(SPLIT_TOKENS)
 }
 
-/// Those that read most first, so that the blocks end together.
+/// Sorts tiles by the amount they read, largest first, so that the thread blocks end at about the same time.
 fn longest_first(tiles: &mut [RowTile], window: Option<usize>) {
     tiles.sort_by_key(|tile| std::cmp::Reverse(splits_of(tile, window)));
 }
@@ -161,7 +161,7 @@ fn tiles_of(bounds: &Bounds, window: Option<usize>) -> Vec<RowTile> {
 mod tests {
     use super::*;
 
-    /// Prompts of 20 and 16 tokens, completions of 3 and 20 behind the first and of 2 behind the second.
+    /// Prompts of 20 and 16 tokens; completions of 3 and 20 tokens for the first and of 2 for the second.
     fn shared() -> Bounds {
         Bounds::Shared(SharedBounds {
             prompts: vec![0, 20, 36],
@@ -194,7 +194,7 @@ mod tests {
         assert!(lens.iter().map(|len| (len + 14) / 256).is_sorted_by(|a, b| a >= b), "{lens:?}");
     }
 
-    /// Every row is in one tile, and the rows of a tile begin to read at the same unit.
+    /// Every row must be in one tile, and the rows of a tile must start reading at the same unit.
     #[test]
     fn sliding_windows_shorten_attention_tiles() {
         for window in [1, 5, 16, 17, 30, 1000] {
@@ -211,7 +211,7 @@ mod tests {
         }
     }
 
-    /// Prompts of 512 tokens do, a few rows behind long contexts do not.
+    /// Tiling pays for prompts of 512 tokens, but not for a few rows with long contexts.
     #[test]
     fn tiled_attention_is_used_only_where_it_is_faster() {
         let pays = |runs: &[(usize, usize)]| {

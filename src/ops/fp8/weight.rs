@@ -1,5 +1,4 @@
-//! The gradient of a weight in FP8. It sums over tokens, so that both factors are rounded by columns, whose scales are those of a
-//! micro-batch's tokens.
+//! The weight gradient in FP8. It sums over tokens, so both operands are quantized by column; a column's scale spans a micro-batch's tokens.
 
 use tch::{Device, Kind, Tensor};
 
@@ -8,7 +7,8 @@ use crate::cuda::{Products, Tuning, timed};
 use crate::error::Result;
 use crate::ops::linear::Onto;
 
-/// dw = dy^T x, or dw += dy^T x, of columns that are rounded now, of bfloat16 on a GPU. There what was summed in float32 is scaled and added.
+/// Computes dw = dy^T x, or dw += dy^T x; quantizes the columns of dy and x on the fly. On a GPU these must be bfloat16, and the scaled float32 sums
+/// are added without intermediate rounding.
 ///
 /// # Errors
 /// The errors of [`super::round_rows`] and of [`super::forward`].
@@ -48,13 +48,13 @@ mod tests {
         Tensor::randn(shape, (Kind::Float, Device::Cpu))
     }
 
-    /// dy^T x in float64.
+    /// Computes dy^T x in float64.
     fn exact(dy: &Tensor, x: &Tensor) -> Tensor {
         dy.to_kind(Kind::Double).tr().mm(&x.to_kind(Kind::Double))
     }
 
-    /// The product of what rounding leaves, in float64, is what is written, and what is added to a sum, for numbers of tokens that are no
-    /// multiple of anything.
+    /// The result must equal a float64 GEMM of the quantized operands, both when it is written and when it is added to a sum, for numbers of tokens
+    /// that are not multiples of anything.
     #[test]
     fn fp8_weight_gradient_equals_the_gemm_of_rounded_columns() {
         for [tokens, rows, columns] in [[1, 1, 1], [7, 33, 5], [130, 3, 17]] {
@@ -78,8 +78,8 @@ mod tests {
         }
     }
 
-    /// Half of the last of 3 bits of mantissa of each factor at most, or of the smallest step of its column's scale: of normal numbers and with
-    /// columns, tokens and single values that are a hundred times as large as the others.
+    /// The error is bounded by half a unit in the last of 3 mantissa bits of each operand, or by the smallest step of its column's scale. Covers
+    /// normal numbers, and columns, tokens and single values that are a hundred times larger.
     #[test]
     fn fp8_weight_gradient_error_is_bounded_by_the_operands_precision() {
         let (tokens, rows, columns) = (512, 96, 160);
@@ -107,7 +107,7 @@ mod tests {
         }
     }
 
-    /// A column with what is not finite gives what is not finite, and no other.
+    /// A column with non-finite values must give a non-finite result, and no other column may.
     #[test]
     fn fp8_weight_gradient_keeps_non_finite_values_in_their_row() {
         for poison in [f64::NAN, f64::INFINITY] {

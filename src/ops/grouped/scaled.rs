@@ -1,6 +1,6 @@
-//! Products of rows that are rounded to FP8 with the matrices of their experts. On a GPU where libtorch finds the groups' ends on the device, its
-//! grouped product in e4m3 makes all of them at once; else there is one product an expert, for which the host waits: the reference of that
-//! one, and of an engine's kernels.
+//! Grouped GEMMs of FP8 rows with the matrices of their experts. On a GPU where libtorch reads the groups' ends on the device, its grouped e4m3 GEMM
+//! is used. Otherwise there is one GEMM per expert, for which the host waits; that path is the reference for the grouped GEMM and for an engine's
+//! kernels.
 
 use tch::{Kind, Tensor};
 
@@ -11,7 +11,7 @@ use crate::ops::fp8::{self, ScaledRows};
 use crate::torch;
 
 impl Dispatch {
-    /// [`Dispatch::scatter`] of rounded rows: a token's are rounded once for all of its experts. [R, N]
+    /// Copies each token's quantized row to its rows, like [`Dispatch::scatter`], so that a token is quantized once for all of its experts. [R, N]
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -25,7 +25,7 @@ impl Dispatch {
         timed("rows of experts", || OpCost { bytes, flop: 0.0 }, run)
     }
 
-    /// [`Dispatch::forward`] of rounded rows, of a kind: on a GPU bfloat16. [R, N]
+    /// Computes [`Dispatch::forward`] with quantized rows, in the type `kind`; on a GPU this is bfloat16. [R, N]
     ///
     /// # Errors
     /// The errors of [`fp8::forward`].
@@ -38,7 +38,7 @@ impl Dispatch {
         self.product_fp8("grouped product in FP8", x, w, kind)
     }
 
-    /// [`Dispatch::backward_input`] of rounded rows of dy and of the columns of every matrix, which are rounded now. [R, K]
+    /// Computes [`Dispatch::backward_input`] with quantized rows of dy; quantizes the columns of every matrix on the fly. [R, K]
     ///
     /// # Errors
     /// The errors of [`fp8::backward_input`].
@@ -95,7 +95,7 @@ impl Dispatch {
 }
 
 impl Groups {
-    /// The rows before the first group, and how many each group has.
+    /// The number of rows before the first group, and the number of rows in each group.
     fn sizes(&self) -> Result<(i64, Vec<i64>)> {
         Ok(match self {
             Groups::Sizes { before, sizes } => (*before, sizes.clone()),
@@ -114,7 +114,7 @@ mod tests {
 
     use super::*;
 
-    /// Each row is the product of its rounded values with the rounded matrix of its expert alone; rows of experts that are another rank's are 0.
+    /// Each row must equal the GEMM of its quantized values with its own expert's quantized matrix; rows of another rank's experts must be 0.
     #[test]
     fn fp8_grouped_gemm_uses_the_rounded_matrix_of_each_expert() {
         let rand = |shape: &[i64]| Tensor::randn(shape, (Kind::Float, Device::Cpu));
@@ -141,7 +141,7 @@ mod tests {
         }
     }
 
-    /// Rows that are copied after they were rounded are those that are rounded after they were copied.
+    /// Quantizing before copying must equal copying before quantizing.
     #[test]
     fn fp8_grouped_gemm_rounds_a_token_once_for_all_experts() {
         let x = Tensor::randn([5, 16], (Kind::Float, Device::Cpu));
@@ -153,7 +153,7 @@ mod tests {
         assert!(rows.values.view_dtype(Kind::Uint8).equal(&expected.values.view_dtype(Kind::Uint8)));
     }
 
-    /// A row's gradient is that of its own expert alone, of the rounded columns of its matrix; rows of experts that are another rank's have none.
+    /// A row's gradient must use only the quantized columns of its own expert's matrix; rows of another rank's experts must have none.
     #[test]
     fn fp8_grouped_gemm_gradients_use_the_rounded_columns() {
         let rand = |shape: &[i64]| Tensor::randn(shape, (Kind::Float, Device::Cpu));

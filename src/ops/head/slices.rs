@@ -1,5 +1,5 @@
-//! The head's backward by slices of the vocabulary, of many tokens at once: the gradient of the weight, which is as large as all logits of
-//! thousands of tokens, is read and written once for all of them, where chunks of tokens would read and write it once each.
+//! The head's backward in slices of the vocabulary, for many tokens at once. The weight's gradient is as large as the logits of thousands of tokens.
+//! Slices read and write it once in total; chunks of tokens would read and write it once per chunk.
 
 use tch::{Kind, Tensor};
 
@@ -10,20 +10,20 @@ use crate::error::Result;
 use crate::ops::linear::{self, Onto};
 use crate::torch::scalar;
 
-/// Columns that a product has whole tiles of.
+/// Slices are multiples of this many columns, so that GEMMs have whole tiles.
 const TILE: i64 = 128;
 
-/// Tokens and columns that are computed at once, such that float32 logits, and sums of the gradients of the tokens' rows [tokens, D] beside
-/// them, take no more than a chunk of tokens with all of its logits.
+/// Numbers of tokens and columns that are computed at once, such that their float32 logits, and the sums of the tokens' gradients [tokens, D], need
+/// no more memory than a chunk of tokens with all of its logits.
 fn shape([count, hidden, vocabulary]: [i64; 3], chunk_tokens: i64) -> (i64, i64) {
     let elements = chunk_tokens * vocabulary;
-    let most = (elements / (3 * hidden)).max(1); // their sums are a third at most
-    let tokens = (count as u64).div_ceil((count as u64).div_ceil(most as u64)) as i64; // as many in each group, about
+    let most = (elements / (3 * hidden)).max(1); // the sums take at most a third
+    let tokens = (count as u64).div_ceil((count as u64).div_ceil(most as u64)) as i64; // groups of about equal size
     let width = ((elements - tokens * hidden) / tokens).clamp(1, vocabulary);
     (tokens, if width > TILE { width / TILE * TILE } else { width })
 }
 
-/// [`super::backward`] of targets alone, with d_weight.
+/// Computes [`super::backward`] for targets only, including d_weight.
 ///
 /// # Errors
 /// The errors of [`super::backward`].
@@ -45,7 +45,7 @@ pub(super) fn backward(
         let mut sums = Tensor::f_zeros(hidden.size(), (saved.entropy.kind(), hidden.device()))?; // [tokens, D]
         for (first, columns) in chunks(vocabulary, width) {
             let weight = weight.narrow(0, first, columns);
-            // A target of another slice is no column of this one.
+            // A target in another slice matches no column of this one.
             let targets = targets.f_sub_scalar(first)?;
             let of = HeadRows {
                 targets: &targets,
@@ -65,7 +65,7 @@ pub(super) fn backward(
     Ok(d_hidden)
 }
 
-/// The gradient of some columns' logits.
+/// The gradient of some columns of the logits.
 fn gradient(logits: Tensor /* [c, W] */, temperature: f64, of: &HeadRows<'_>, kind: Kind) -> Result<Tensor> {
     if kernels::serve(&logits) {
         let bytes = 1.5 * OpCost::pass(&[&logits]).bytes;
@@ -87,7 +87,7 @@ mod tests {
     use super::*;
     use crate::ops::testing::rand;
 
-    /// In one chunk, in slices, in chunks with other tokens of a row, and where nothing is scored.
+    /// Covers one chunk, slices, chunks with several tokens per row, and no scored tokens.
     #[test]
     fn head_gradient_written_equals_added_to_zeros() {
         for (count, chunk, with_top) in [(70, 100, false), (70, 9, false), (70, 9, true), (0, 9, false)] {
@@ -112,7 +112,7 @@ mod tests {
 
     #[test]
     fn head_slices_need_at_most_one_chunk_of_memory() {
-        // Qwen2.5-7B and 0.5B, chunks of 768 tokens; the last has so few that no tile fits.
+        // Qwen2.5-7B and 0.5B with chunks of 768 tokens; the last case has too few tokens for a whole tile.
         assert_eq!(shape([8192, 3584, 152_064], 768), (8192, 10_624));
         assert_eq!(shape([16_384, 3584, 152_064], 768), (8192, 10_624));
         assert_eq!(shape([8192, 896, 151_936], 768), (8192, 13_312));

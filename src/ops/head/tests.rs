@@ -20,7 +20,7 @@ fn chunked_and_whole_head_match_autograd() {
         let scalar =
             (&logprobs * &d_logprobs).sum(None) + dentropy.map_or(Tensor::from(0.0), |d| (&entropy * d).sum(None));
         let grads = Tensor::run_backward(&[scalar], &[&hidden, &weight], true, false);
-        // By slices 4 has three tokens and eight columns at once, 3 two and all, 1 one and five.
+        // In slices, chunk size 4 computes three tokens and eight columns at once, 3 two tokens and all columns, 1 one token and five columns.
         for (chunk, keep) in [(100, true), (7, false), (4, true), (3, true), (1, false)] {
             let (hidden, weight) = (hidden.detach(), weight.detach());
             let out = forward(&hidden, &weight, &targets, TEMPERATURE, TopTokens::Nothing, chunk, keep).unwrap();
@@ -46,7 +46,7 @@ fn chunked_and_whole_head_match_autograd() {
     }
 }
 
-/// Two or three tokens a row beside the target, which may be one of them.
+/// Two or three tokens per row in addition to the target; one of them may be the target.
 #[test]
 fn several_scored_tokens_per_row_match_autograd() {
     let (hidden, weight) = (leaf(&rand(&[7, 4])), leaf(&rand(&[9, 4])));
