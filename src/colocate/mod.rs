@@ -1,11 +1,11 @@
-//! Where rollout and train meet. [`Colocated::with_rollout`] is the guard of the phases: inside it every rank generates,
-//! outside it every rank trains, and the borrow of the policy keeps the two apart.
+//! Alternates rollout and training on the same GPUs. [`Colocated::with_rollout`] guards the two phases: inside its closure every rank generates,
+//! outside of it every rank trains, and the borrow checker keeps the two apart.
 //!
-//! Entering: drop gradients | optimizer state starts for the host pool | beside it, weights reach the engine | the state's
-//! memory goes as its copies are done | the engine's memory is mapped. Leaving, also after an error or a panic: the engine's
-//! memory is given back, unless it keeps it | optimizer state starts on its way back, for which the next step waits | all ranks
-//! agree on the outcome (`World::scope` says why in this order). At no moment do the whole optimizer state and the KV cache coexist if
-//! the plan says `swap`, unless the engine keeps what is in its cache (`carried_kv = keep`).
+//! On entry: drop the gradients; start copying the optimizer state to the host pool; meanwhile gather the engine's weights; free the state's memory
+//! as its copies complete; map the engine's memory. On exit, also after an error or a panic: unmap the engine's memory, unless it is to be kept;
+//! start copying the optimizer state back, for which the next optimizer step waits; let all ranks agree on the outcome (`World::scope` explains this
+//! order). If the plan says `swap`, the whole optimizer state and the KV cache are never in GPU memory at the same time, unless the engine keeps its
+//! cache (`carried_kv = keep`).
 
 use std::sync::Arc;
 
@@ -20,9 +20,9 @@ use crate::torch;
 use crate::train::{Policy, Sequence};
 use crate::update::{Divergence, Learner, UpdateOptions, UpdateOutcome, UpdateProgress};
 
-/// The policy, the reference model and one rank of a generation engine on one device.
+/// The policy, the reference model and one rank of a generation engine, all on the same device.
 ///
-/// The phases cannot be mixed up. Training inside the scope does not compile:
+/// The compiler keeps the phases apart. Training inside the closure does not compile:
 ///
 /// ```compile_fail,E0501
 /// # use colo_grpo::{Colocated, Result, trainer::{Sequence, UpdateOptions}};
@@ -33,28 +33,28 @@ use crate::update::{Divergence, Learner, UpdateOptions, UpdateOutcome, UpdatePro
 ///     })
 /// }
 /// ```
-/// nor does reading the policy there:
+/// Nor does reading the policy there:
 /// ```compile_fail,E0502
 /// # use colo_grpo::{Colocated, Result};
 /// fn read_inside(colocated: &mut Colocated) -> Result<u64> {
 ///     colocated.with_rollout(|_rollout| Ok(colocated.policy().version()))
 /// }
 /// ```
-/// nor keeping the engine for later:
+/// Nor does keeping the engine for later:
 /// ```compile_fail
 /// # use colo_grpo::{Colocated, Result, RolloutEngine};
 /// fn keep_outside<'a>(colocated: &'a mut Colocated) -> Result<&'a mut RolloutEngine<'a>> {
 ///     colocated.with_rollout(|rollout| Ok(rollout))
 /// }
 /// ```
-/// nor a scope inside a scope:
+/// Nor does a nested call:
 /// ```compile_fail,E0501
 /// # use colo_grpo::{Colocated, Result};
 /// fn nest(colocated: &mut Colocated) -> Result<()> {
 ///     colocated.with_rollout(|_outer| colocated.with_rollout(|_inner| Ok(())))
 /// }
 /// ```
-/// The twins in the right order do:
+/// In the right order these calls compile:
 /// ```no_run
 /// # use colo_grpo::{Colocated, Result, trainer::{Sequence, UpdateOptions}};
 /// fn in_turn(colocated: &mut Colocated, batch: &[Sequence], options: &UpdateOptions) -> Result<u64> {
@@ -72,20 +72,19 @@ pub struct Colocated {
 }
 
 impl Colocated {
-    /// Puts the parts together. Where the optimizer state is during rollout is the policy's to know.
+    /// Combines the models and the engine. The policy knows where the optimizer state is during rollout.
     pub fn new(learner: Learner, engine: Engine, slices: EngineSlices) -> Self {
         Self { learner, engine, slices }
     }
 
     /// Runs `work` with the engine awake on every rank; collective over the world.
     ///
-    /// Whatever `work` does and wherever entering or leaving fails, afterwards the engine sleeps, its memory is given back
-    /// unless it keeps it, and the optimizer state is on the device again or on its way there, bit for bit. A panic goes on
-    /// unwinding after that.
+    /// Whatever `work` does, and wherever entry or exit fails, afterwards the engine sleeps, its memory is unmapped unless it is to be kept, and the
+    /// optimizer state is on the device again, or being copied there, bit for bit. A panic continues to unwind after that.
     ///
     /// # Errors
-    /// The first failure of any rank: the failing rank gets its own error, its peers [`PeerFailed`](crate::Error::PeerFailed); none is
-    /// left waiting in a collective, and the next scope can be entered.
+    /// The first failure of any rank. The failing rank returns its own error, its peers [`PeerFailed`](crate::Error::PeerFailed). No rank is left
+    /// waiting in a collective, and `with_rollout` can be called again.
     pub fn with_rollout<R>(&mut self, work: impl FnOnce(&mut RolloutEngine<'_>) -> Result<R>) -> Result<R> {
         let world = self.world().clone();
         world.scope(
@@ -109,7 +108,7 @@ impl Colocated {
         )
     }
 
-    /// Frees the engine's weights and starts the optimizer state's way back; nothing to do if that is done.
+    /// Frees the engine's weights and starts copying the optimizer state back; does nothing if that was done before.
     fn restore(&mut self) -> Result<()> {
         self.slices.release();
         let needed_bytes = self.learner.policy().absent_optimizer_bytes();
@@ -119,8 +118,8 @@ impl Colocated {
         self.learner.policy_mut().reload_optimizer()
     }
 
-    /// Gives back what libtorch keeps of freed tensors, unless `needed_bytes` fit beside it. A GPU's driver clears memory
-    /// before anybody gets it again, which takes 2 ms a GiB, and the next tensors would have to take it anew.
+    /// Returns libtorch's cached memory to the driver, unless `needed_bytes` are free without it. The driver clears memory before it can be allocated
+    /// again, which takes 2 ms per GiB, and later tensors would have to allocate it again.
     fn make_room(&self, needed_bytes: usize) -> Result<()> {
         let device = self.world().device();
         if device.is_cuda() && cuda::available_bytes()? >= needed_bytes + SPARE_BYTES {
@@ -129,11 +128,11 @@ impl Colocated {
         torch::release_memory(device)
     }
 
-    /// [`Learner::train`] to an outcome that all ranks agree on; collective over the world.
+    /// Runs [`Learner::train`], with an outcome that all ranks agree on; collective over the world.
     ///
     /// # Errors
-    /// The first failure of any rank, on every rank, as [`Colocated::with_rollout`] has it: none is left waiting in a
-    /// collective, and gradients added so far are dropped.
+    /// The first failure of any rank, on every rank, as in [`Colocated::with_rollout`]. No rank is left waiting in a collective, and gradients added
+    /// so far are dropped.
     pub fn update(
         &mut self,
         sequences: &[Sequence],
@@ -145,7 +144,7 @@ impl Colocated {
         world.scope("update", self, train, |_| Ok(()), Self::recover)
     }
 
-    /// [`Learner::divergences`] to an outcome that all ranks agree on; collective over the world.
+    /// Runs [`Learner::divergences`], with an outcome that all ranks agree on; collective over the world.
     ///
     /// # Errors
     /// Returns the errors of [`Colocated::update`].
@@ -160,44 +159,43 @@ impl Colocated {
         world.scope("divergences", self, score, |_| Ok(()), Self::recover)
     }
 
-    /// The policy, between scopes.
+    /// The policy, for use outside of `with_rollout`.
     pub fn policy(&self) -> &Policy {
         self.learner.policy()
     }
 
-    /// The models that are trained with, between scopes.
+    /// The models that are trained, for use outside of `with_rollout`.
     pub fn learner(&self) -> &Learner {
         &self.learner
     }
 
-    /// The policy, to be loaded between scopes. The engine gives up what it keeps of sequences: their keys and values are those of
-    /// other weights.
+    /// The policy, for example to load weights. The engine drops cached keys and values of sequences, as they belong to other weights.
     pub fn policy_mut(&mut self) -> &mut Policy {
         self.engine.drop_kept();
         self.learner.policy_mut()
     }
 
-    /// The sleeping engine, for its sizes and times.
+    /// The sleeping engine, for its sizes and timings.
     pub fn engine(&self) -> &Engine {
         &self.engine
     }
 
-    /// The sleeping engine, to be set up between scopes.
+    /// The sleeping engine, for configuration outside of `with_rollout`.
     pub(crate) fn engine_mut(&mut self) -> &mut Engine {
         &mut self.engine
     }
 
-    /// The process's place among its peers.
+    /// This process's position in the device mesh.
     pub fn mesh(&self) -> &Mesh {
         self.learner.mesh()
     }
 
-    /// All processes.
+    /// The group of all processes.
     pub fn world(&self) -> &Arc<World> {
         self.learner.world()
     }
 
-    /// Puts this rank in order after a failure of any.
+    /// Restores this rank's state after a failure of any rank.
     fn recover(&mut self) {
         self.learner.drop_unfinished();
         if let Err(error) = self.restore() {
@@ -208,8 +206,8 @@ impl Colocated {
     }
 }
 
-/// This rank's part of the policy's current weights; collective at ZeRO stage 3. Of an engine in stages a rank gathers the units of its
-/// own alone: in every round each rank of the shard group gets the next unit that its stage has.
+/// This rank's slice of the policy's current weights; collective at ZeRO stage 3. With pipeline stages a rank gathers only its own stage's units: in
+/// every round each rank of the shard group receives the next unit of its stage.
 fn current_weights<'a>(
     slices: &'a mut EngineSlices,
     policy: &'a Policy,
@@ -221,7 +219,7 @@ fn current_weights<'a>(
     if ranks.stages.count() == 1 {
         return slices.of_units(table, version, &mut |unit| policy.unit_weights(unit), adapters, quantized);
     }
-    // Engines are consecutive from rank 0 on, stage by stage.
+    // Engines consist of consecutive ranks from rank 0 on, stage by stage.
     let stage_of = |rank: &usize| ranks.stages.stage(rank % ranks.all.size() / ranks.tp.size());
     let units: Vec<Vec<Unit>> = shard.ranks().iter().map(|rank| stage_of(rank).units(&table.spec)).collect();
     let wanted = |round: usize| -> Vec<Option<Unit>> { units.iter().map(|units| units.get(round).copied()).collect() };
@@ -233,7 +231,7 @@ fn current_weights<'a>(
     };
     let weights = slices.of_units(table, version, &mut next, adapters, quantized)?;
     for round in rounds {
-        policy.wanted_weights(&wanted(round))?; // of stages that have more
+        policy.wanted_weights(&wanted(round))?; // for stages with more units
     }
     Ok(weights)
 }

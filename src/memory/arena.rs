@@ -1,4 +1,4 @@
-//! One reserved address range whose physical memory comes (`map`) and goes (`unmap`) while the addresses stay.
+//! A reserved address range whose physical memory can be mapped and unmapped while the addresses stay the same.
 #![allow(unsafe_code)]
 
 use tch::{Device, Kind, Tensor};
@@ -9,8 +9,7 @@ use super::ledger::{Ledger, MemoryKind};
 use super::range::AddressRange;
 use crate::error::{Error, Result};
 
-/// An address range of one class of memory (KV cache, optimizer state, ..). Views made by [`Arena::tensor`] have the
-/// same address after every wake.
+/// The address range of one kind of memory (KV cache, optimizer state, ..). Views made by [`Arena::tensor`] have the same address after every wake.
 #[derive(Debug)]
 pub struct Arena {
     name: &'static str,
@@ -21,11 +20,10 @@ pub struct Arena {
 }
 
 impl Arena {
-    /// Reserves addresses for at most `bytes`; takes no memory yet.
+    /// Reserves addresses for at most `bytes`; allocates no memory yet.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] when the address space does not hold it; [`Error::InvalidArgument`] on a device without
-    /// a backend.
+    /// [`Error::OutOfMemory`] if the address space is too small; [`Error::InvalidArgument`] on a device without a backend.
     pub fn reserve(name: &'static str, bytes: usize, device: Device) -> Result<Self> {
         let range: Box<dyn AddressRange> = match device {
             Device::Cpu => Box::new(CpuRange::reserve(name, bytes)?),
@@ -35,12 +33,12 @@ impl Arena {
         Ok(Self { name, device, range, mapped_bytes: 0, kept_error: None })
     }
 
-    /// Puts memory behind the first `bytes`, rounded up to whole pages. A second call may grow the mapping; it never
-    /// shrinks it. New memory reads as zero, on a GPU in the order of libtorch's current stream.
+    /// Maps memory to the first `bytes`, rounded up to whole pages. A later call may grow the mapping; it never shrinks it. New memory reads as zero;
+    /// on a GPU it is zeroed on libtorch's current stream.
     ///
     /// # Errors
-    /// The error that the last [`Arena::unmap`] kept; [`Error::OutOfMemory`] naming this arena and who holds the
-    /// rest; [`Error::InvalidArgument`] beyond the reserved range.
+    /// An error of the last [`Arena::unmap`]; [`Error::OutOfMemory`] with this arena's name and the other owners of memory;
+    /// [`Error::InvalidArgument`] beyond the reserved range.
     pub fn map(&mut self, bytes: usize) -> Result<()> {
         if let Some(error) = self.kept_error.take() {
             return Err(error);
@@ -62,7 +60,7 @@ impl Arena {
         Ok(())
     }
 
-    /// Gives all memory back and keeps the addresses. On a GPU it is free for other arenas at once, for others when
+    /// Unmaps all memory and keeps the addresses. On a GPU it is immediately available to other arenas, and to other users once
     /// [`settle`](super::settle) returns. Never fails: an error is returned by the next [`Arena::map`].
     pub fn unmap(&mut self) {
         if let Err(error) = self.range.unmap(self.mapped_bytes) {
@@ -72,9 +70,9 @@ impl Arena {
         self.mapped_bytes = 0;
     }
 
-    /// Gives back memory behind `bytes` in whole chunks, without waiting for work on the device: none may use what lies
-    /// behind. On a GPU it is kept for the arena that maps next, until [`release_idle`](super::release_idle) or
-    /// [`settle`](super::settle). Never fails: an error is returned by the next [`Arena::map`].
+    /// Unmaps whole chunks after the first `bytes`, without waiting for work on the device; no queued work may use them. On a GPU the memory is kept
+    /// for the next arena that maps, until [`release_idle`](super::release_idle) or [`settle`](super::settle). Never fails: an error is returned by
+    /// the next [`Arena::map`].
     pub fn shrink(&mut self, bytes: usize) {
         let from = bytes.next_multiple_of(self.range.page_bytes());
         if from >= self.mapped_bytes {
@@ -88,35 +86,35 @@ impl Arena {
         self.mapped_bytes = end;
     }
 
-    /// Bytes that may be used now, from the start of the range.
+    /// Number of bytes that are mapped, from the start of the range.
     pub fn mapped_bytes(&self) -> usize {
         self.mapped_bytes
     }
 
-    /// Most bytes that can be mapped.
+    /// Number of bytes that are reserved and can be mapped.
     pub fn reserved_bytes(&self) -> usize {
         self.range.reserved_bytes()
     }
 
-    /// First address; the same for the arena's whole life.
+    /// First address; it never changes.
     pub fn as_ptr(&self) -> *mut u8 {
         self.range.as_ptr()
     }
 
-    /// Where its memory is.
+    /// The device of the memory.
     pub fn device(&self) -> Device {
         self.device
     }
 
-    /// Memory of the range that is not mapped.
+    /// Number of reserved bytes that are not mapped.
     pub fn absent_bytes(&self) -> usize {
         self.reserved_bytes() - self.mapped_bytes
     }
 
-    /// Physical memory behind the range, as the system counts it.
+    /// Bytes of physical memory in the range, as reported by the operating system.
     ///
     /// # Errors
-    /// [`Error::Io`] where the system does not tell.
+    /// [`Error::Io`] if the system does not report it.
     pub fn resident_bytes(&self) -> Result<usize> {
         self.range.resident_bytes()
     }
@@ -124,11 +122,11 @@ impl Arena {
     /// A contiguous view of `shape` and `kind` that starts `byte_offset` bytes into the arena.
     ///
     /// # Safety
-    /// The view, and every tensor that shares its storage, must not be used after [`Arena::unmap`] or the arena's
-    /// drop, and two views of the same bytes must not be written through at once.
+    /// The view, and every tensor that shares its storage, must not be used after [`Arena::unmap`] or after the arena is dropped. Two views of the
+    /// same bytes must not be written at the same time.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] when the view is not aligned or leaves the mapped bytes.
+    /// [`Error::InvalidArgument`] if the view is misaligned or exceeds the mapped bytes.
     pub unsafe fn tensor(&self, byte_offset: usize, shape: &[i64], kind: Kind) -> Result<Tensor> {
         check_view("Arena::tensor", self.name, byte_offset, shape, kind, self.mapped_bytes)?;
         // SAFETY: the bytes are mapped and aligned (checked above); their life is the caller's promise.
@@ -142,10 +140,10 @@ impl Drop for Arena {
     }
 }
 
-/// A contiguous tensor over memory that somebody else owns.
+/// A contiguous tensor over memory that has another owner.
 ///
 /// # Safety
-/// `ptr` is aligned to `kind` and valid for `shape`'s elements for as long as the tensor's storage is used.
+/// `ptr` is aligned for `kind` and valid for the elements of `shape` as long as the tensor's storage is used.
 pub(super) unsafe fn view(ptr: *mut u8, shape: &[i64], kind: Kind, device: Device) -> Result<Tensor> {
     let mut strides = vec![1; shape.len()];
     for axis in (1..shape.len()).rev() {
@@ -155,7 +153,7 @@ pub(super) unsafe fn view(ptr: *mut u8, shape: &[i64], kind: Kind, device: Devic
     Ok(unsafe { Tensor::f_from_blob(ptr, shape, &strides, kind, device)? })
 }
 
-/// Refuses a view that is misaligned or leaves the `usable_bytes` of `name`.
+/// Checks that a view is aligned and within the first `usable_bytes` of `name`.
 pub(super) fn check_view(
     op: &'static str,
     name: &str,

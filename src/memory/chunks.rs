@@ -1,9 +1,9 @@
-//! Physical memory of a GPU, in chunks that pass from one arena to the next.
+//! Physical memory of a GPU in chunks, which arenas pass to each other.
 //!
-//! To give memory back to the driver takes about 0.4 ms a GiB, one GPU of the host after the other, and it is worse to take it
-//! again soon: the driver clears it first. So what an arena lets go is released by a thread of its own, and an arena that
-//! maps meanwhile takes from what is left: the KV cache gets the optimizer's chunks and the other way round. What goes piece by
-//! piece while the rest is still copied is not released before the next arena has mapped ([`release_idle`]).
+//! Returning memory to the driver takes about 0.4 ms per GiB, for one GPU of the host at a time, and allocating it again soon takes longer: the
+//! driver clears it first. So a background thread releases what an arena unmaps, and an arena that maps meanwhile takes chunks that are not yet
+//! released: the KV cache gets the optimizer's chunks, and vice versa. Chunks that are unmapped one by one, while others are still being copied, are
+//! only released after the next arena has mapped ([`release_idle`]).
 #![allow(unsafe_code)]
 
 use std::collections::HashMap;
@@ -17,13 +17,13 @@ use crate::cuda::{Context, OUT_OF_MEMORY, check};
 use crate::error::{Error, Result};
 use crate::process::detach;
 
-/// Size of a whole chunk: smaller ones take longer to map, up to 64 GiB larger ones bring nothing.
+/// Size of a whole chunk. Smaller ones take longer to map; larger ones, up to 64 GiB, have no advantage.
 pub(super) const CHUNK_BYTES: usize = 1 << 30;
 
-/// Waits until all memory that arenas on `device` have let go is free for others, such as libtorch. Nothing to do on a CPU.
+/// Waits until all memory that arenas on `device` have unmapped is available to other users, such as libtorch. Does nothing on a CPU.
 ///
 /// # Errors
-/// [`Error::Cuda`] if some of it could not be given back.
+/// [`Error::Cuda`] if some of it could not be released.
 pub fn settle(device: Device) -> Result<()> {
     match device {
         Device::Cuda(ordinal) => ChunkPool::of(&Context::retain(ordinal)?).settle(),
@@ -31,7 +31,7 @@ pub fn settle(device: Device) -> Result<()> {
     }
 }
 
-/// Starts to give back what arenas on `device` have let go and no other has taken, without waiting. Nothing to do on a CPU.
+/// Starts to release memory that arenas on `device` have unmapped and no other arena has taken, without waiting. Does nothing on a CPU.
 ///
 /// # Errors
 /// [`Error::Cuda`].
@@ -42,11 +42,11 @@ pub fn release_idle(device: Device) -> Result<()> {
     Ok(())
 }
 
-/// Memory that arenas on `device` may still map, in bytes: on a GPU what is free once all that arenas have let go is back, on a CPU
-/// what this process may still use.
+/// Bytes that arenas on `device` can still map: on a GPU the free memory once everything unmapped is released, on a CPU what this process may still
+/// use.
 ///
 /// # Errors
-/// [`Error::Cuda`]; [`Error::Environment`] where the system does not tell.
+/// [`Error::Cuda`]; [`Error::Environment`] if the system does not report it.
 pub fn free_bytes(device: Device) -> Result<usize> {
     match device {
         Device::Cuda(ordinal) => {
@@ -58,14 +58,14 @@ pub fn free_bytes(device: Device) -> Result<usize> {
     }
 }
 
-/// Memory behind no addresses or behind one range of them.
+/// A piece of physical memory, mapped to at most one address range.
 #[derive(Debug)]
 pub(super) struct Chunk {
     pub(super) handle: sys::CUmemGenericAllocationHandle,
     pub(super) bytes: usize,
 }
 
-/// One GPU's chunks on their way from an arena to another or back to the driver.
+/// One GPU's unmapped chunks, waiting for another arena or for release to the driver.
 #[derive(Debug)]
 pub(super) struct ChunkPool {
     context: Arc<Context>,
@@ -76,7 +76,7 @@ pub(super) struct ChunkPool {
 #[derive(Debug, Default)]
 struct PoolChunks {
     idle: Vec<Chunk>,
-    /// Whether a thread is releasing.
+    /// Whether the background thread is running.
     is_releasing: bool,
     kept_error: Option<Error>,
 }
@@ -91,10 +91,10 @@ impl ChunkPool {
         pools.get_or_insert_default().entry(context.ordinal()).or_insert_with(new).clone()
     }
 
-    /// A chunk with whatever content: one of this size that is on its way back, else a new one.
+    /// Takes a chunk with arbitrary content: an unmapped one of this size, or else a new one.
     ///
     /// # Errors
-    /// [`Error::Cuda`] with the code [`OUT_OF_MEMORY`] when the GPU does not have it, even after all that was let go is back.
+    /// [`Error::Cuda`] with the code [`OUT_OF_MEMORY`] if the GPU has no such memory, even after all unmapped chunks are released.
     pub(super) fn take(self: &Arc<Self>, bytes: usize) -> Result<Chunk> {
         {
             let mut state = self.lock();
@@ -111,12 +111,12 @@ impl ChunkPool {
         }
     }
 
-    /// Keeps unmapped chunks for the arena that maps next. They are released when others are, or are waited for.
+    /// Keeps unmapped chunks for the next arena that maps. They are released together with others, or when [`settle`] is called.
     pub(super) fn keep(&self, chunks: Vec<Chunk>) {
         self.lock().idle.extend(chunks);
     }
 
-    /// Lets unmapped chunks go, and those that were kept, without waiting.
+    /// Starts to release unmapped chunks, and those that were kept, without waiting.
     pub(super) fn give(self: &Arc<Self>, chunks: Vec<Chunk>) {
         let mut state = self.lock();
         state.idle.extend(chunks);
@@ -128,11 +128,11 @@ impl ChunkPool {
         let pool = self.clone();
         let thread = std::thread::Builder::new().name("gpu-release".to_owned());
         if detach(thread, move || pool.release()).is_err() {
-            self.release(); // no more threads: then now
+            self.release(); // no thread could be started: release now
         }
     }
 
-    /// Waits until every chunk that was let go is the driver's again.
+    /// Waits until every unmapped chunk is released to the driver.
     pub(super) fn settle(self: &Arc<Self>) -> Result<()> {
         self.give(Vec::new());
         let mut state = self.lock();
@@ -174,7 +174,7 @@ impl ChunkPool {
     }
 }
 
-/// Plain memory of GPU `ordinal`.
+/// The allocation properties of ordinary memory on GPU `ordinal`.
 pub(super) fn device_memory(ordinal: usize) -> sys::CUmemAllocationProp {
     let mut memory = sys::CUmemAllocationProp {
         type_: sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,

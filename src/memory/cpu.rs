@@ -1,5 +1,5 @@
-//! The CPU backend: a private anonymous mapping. Unmapped parts are inaccessible, so that a stale access faults instead
-//! of reading zeros.
+//! The CPU backend of an arena: a private anonymous mapping. Unmapped parts are inaccessible, so an access after `unmap` faults instead of reading
+//! zeros.
 #![allow(unsafe_code)]
 
 use std::io;
@@ -10,11 +10,11 @@ use super::ledger::{Ledger, MemoryKind};
 use super::range::AddressRange;
 use crate::error::{Error, Result};
 
-/// Reserved host addresses between two guard pages, which keep the kernel from merging the range with its neighbours.
+/// Reserved host addresses between two guard pages, which prevent the kernel from merging the range with its neighbours.
 #[derive(Debug)]
 pub(super) struct CpuRange {
     name: &'static str,
-    start: *mut u8, // behind the first guard page
+    start: *mut u8, // after the first guard page
     bytes: usize,
     page_bytes: usize,
 }
@@ -25,7 +25,7 @@ unsafe impl Send for CpuRange {}
 unsafe impl Sync for CpuRange {}
 
 impl CpuRange {
-    /// Reserves at least `bytes`, none of them accessible.
+    /// Reserves at least `bytes`, all of them inaccessible.
     pub(super) fn reserve(name: &'static str, bytes: usize) -> Result<Self> {
         // SAFETY: asks for a constant of the system.
         let page_bytes = unsafe { libc::sysconf(libc::_SC_PAGESIZE) } as usize;
@@ -69,8 +69,8 @@ impl AddressRange for CpuRange {
         self.page_bytes
     }
 
-    /// Pages are filled on first touch; what the machine cannot hold is refused here, where it can still be named,
-    /// and not by the kernel's out-of-memory killer later.
+    /// Maps pages, which are allocated on first access. Requests beyond the available memory are refused here, with the arena's name, instead of by
+    /// the kernel's out-of-memory killer later.
     fn map(&mut self, from: usize, to: usize) -> Result<()> {
         if to - from > available_host_bytes()? {
             return Err(self.out_of_memory(to - from));
@@ -114,13 +114,13 @@ impl Drop for CpuRange {
     }
 }
 
-/// `7f12..-7f34.. rw-p ..`: the first line of a mapping's entry in smaps.
+/// Parses the addresses from the first line of a mapping in smaps, such as `7f12..-7f34.. rw-p ..`.
 fn address_range(line: &str) -> Option<(usize, usize)> {
     let (from, to) = line.split_whitespace().next()?.split_once('-')?;
     Some((usize::from_str_radix(from, 16).ok()?, usize::from_str_radix(to, 16).ok()?))
 }
 
-/// `   123 kB` -> 123.
+/// Parses the leading number: `   123 kB` -> 123.
 fn leading_number(text: &str) -> usize {
     text.split_whitespace().next().and_then(|word| word.parse().ok()).unwrap_or(0)
 }

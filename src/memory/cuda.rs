@@ -1,8 +1,8 @@
-//! The CUDA backend: addresses reserved once, physical memory of the GPU mapped behind them in chunks. An access to an
-//! unmapped part is an error of the kernel that makes it.
+//! The CUDA backend of an arena: addresses are reserved once, and physical GPU memory is mapped to them in chunks. A kernel that accesses an unmapped
+//! part fails.
 //!
-//! Memory is zeroed when it is mapped (0.25 ms a GiB, queued on libtorch's stream): it may hold another tensor's bytes, and a NaN in
-//! an unused slot of the KV cache would spread through masked attention.
+//! Memory is zeroed when it is mapped (0.25 ms per GiB, queued on libtorch's stream). It may contain another tensor's data, and a NaN in an unused
+//! slot of the KV cache would spread through masked attention.
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use crate::cuda::{Context, OUT_OF_MEMORY, check};
 use crate::error::{Error, Result};
 use crate::torch;
 
-/// Reserved addresses of one GPU.
+/// Reserved addresses of one GPU, with the chunks that are mapped.
 #[derive(Debug)]
 pub(super) struct CudaRange {
     name: &'static str,
@@ -25,12 +25,12 @@ pub(super) struct CudaRange {
     start: sys::CUdeviceptr,
     bytes: usize,
     page_bytes: usize,
-    chunks: Vec<Chunk>, // mapped, one behind the other from `start`
+    chunks: Vec<Chunk>, // mapped consecutively from `start`
     mapped_bytes: usize,
 }
 
 impl CudaRange {
-    /// Reserves at least `bytes` of addresses of GPU `ordinal`.
+    /// Reserves at least `bytes` of addresses on GPU `ordinal`.
     pub(super) fn reserve(name: &'static str, bytes: usize, ordinal: usize) -> Result<Self> {
         let context = Context::retain(ordinal)?;
         let pool = ChunkPool::of(&context);
@@ -49,8 +49,8 @@ impl CudaRange {
         Ok(Self { name, context, pool, start, bytes, page_bytes, chunks: Vec::new(), mapped_bytes: 0 })
     }
 
-    /// Maps memory behind `[mapped_bytes, to)`, chunk by chunk, accessible; zeros are queued where libtorch's next operations
-    /// are. Chunks that came before an error stay for the caller to unmap.
+    /// Maps memory to `[mapped_bytes, to)`, chunk by chunk, and queues zeroing it on libtorch's current stream. After an error, the chunks mapped so
+    /// far stay mapped; the caller must unmap them.
     fn extend(&mut self, to: usize) -> Result<()> {
         let from = self.mapped_bytes;
         while self.mapped_bytes < to {
@@ -76,14 +76,14 @@ impl CudaRange {
         check("cuMemsetD8Async", unsafe { sys::cuMemsetD8Async(first, 0, len, stream.cast()) }.result())
     }
 
-    /// Unmaps every chunk that ends behind `to`, the last first, and lets them go.
+    /// Unmaps every chunk that ends after `to`, last first, and starts to release them.
     fn cut(&mut self, to: usize) -> Result<()> {
         let (loose, outcome) = self.unmap_behind(to);
         self.pool.give(loose);
         outcome
     }
 
-    /// Unmaps every chunk that ends behind `to`, the last first.
+    /// Unmaps every chunk that ends after `to`, last first, and returns them.
     fn unmap_behind(&mut self, to: usize) -> (Vec<Chunk>, Result<()>) {
         let mut loose = Vec::new();
         let mut outcome = Ok(());
@@ -132,7 +132,7 @@ impl AddressRange for CudaRange {
 
     fn map(&mut self, from: usize, to: usize) -> Result<()> {
         self.context.make_current()?;
-        // What an unmap that failed left behind still holds its old content.
+        // Chunks that a failed unmap left behind still have old content.
         self.cut(from)?;
         self.extend(to).map_err(|error| {
             let undone = self.cut(from).and_then(|()| self.pool.settle());
@@ -143,14 +143,14 @@ impl AddressRange for CudaRange {
         })
     }
 
-    /// Waits for all work of this process on the GPU first: a kernel still running must not lose its memory.
+    /// Unmaps everything, after waiting for all work of this process on the GPU, because running kernels may use the memory.
     fn unmap(&mut self, _to: usize) -> Result<()> {
         self.context.synchronize()?;
         self.cut(0)
     }
 
     fn shrink(&mut self, from: usize, _to: usize) -> (usize, Result<()>) {
-        // A chunk's part cannot go.
+        // A chunk can only be unmapped as a whole.
         let ends = self.chunks.iter().scan(0, |end, chunk| {
             *end += chunk.bytes;
             Some(*end)
@@ -171,7 +171,7 @@ impl AddressRange for CudaRange {
 
 impl Drop for CudaRange {
     fn drop(&mut self) {
-        // At the process's end the driver may be gone already, and its memory with it: nothing to mend.
+        // At process exit the driver and its memory may be gone already; errors are then ignored.
         if self.context.synchronize().is_ok() && self.cut(0).is_ok() {
             // SAFETY: reserved by `reserve`, nothing mapped.
             let _ = unsafe { sys::cuMemAddressFree(self.start, self.bytes) };

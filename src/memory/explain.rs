@@ -1,15 +1,15 @@
-//! The message when memory runs out: who holds it, and the key that takes less of it.
+//! The error message when memory is exhausted: the owners of memory, and the configuration key that would reduce it.
 
 use super::{Ledger, MemoryKind};
 use crate::cuda::OUT_OF_MEMORY;
 use crate::error::{A_LIBRARY, A_TENSOR, Error};
 use crate::phase::{self, Phase};
 
-/// Ends an explanation, so that an error is explained once.
+/// Marks an explained error, so that it is not explained twice.
 const MEND: &str = ", to mend: ";
 
-/// Adds the owners of the device's memory, and the key to lower in the phase that failed, to an error that reports missing memory;
-/// returns every other error as it is.
+/// Adds the owners of the device's memory, and the key to lower for the phase that failed, to an out-of-memory error; returns every other error
+/// unchanged.
 pub fn explain_out_of_memory(error: Error) -> Error {
     let (owner, requested_bytes) = match error {
         Error::OutOfMemory { owner, requested_bytes } if [A_TENSOR, A_LIBRARY].contains(&owner.as_str()) => {

@@ -1,5 +1,5 @@
-//! Takes all memory that is left, for the injected fault `fill`: what a phase allocates next then fails as it does on a machine
-//! that is full, in whatever library the allocation is made.
+//! Allocates all remaining memory, for the injected fault `fill`. The next allocation of a phase, in any library, then fails as on a machine whose
+//! memory is full.
 #![allow(unsafe_code)]
 
 use tch::{Device, Kind, Tensor};
@@ -8,15 +8,15 @@ use super::chunks::{release_idle, settle};
 use crate::error::{Error, Result};
 use crate::torch;
 
-/// Sizes that are taken, as powers of two, the largest first: libtorch's allocator cuts nothing smaller than 512 bytes.
+/// Sizes of the allocations as powers of two, largest first; libtorch's allocator uses no blocks below 512 bytes.
 const LARGEST: u32 = 34;
 const SMALLEST: u32 = 9;
 
-/// Leaves this process `left_bytes` of memory to allocate: on a GPU all else is taken for good, on a CPU the process's addresses
-/// are limited to what it has.
+/// Leaves this process `left_bytes` of memory to allocate. On a GPU everything else is allocated permanently; on a CPU the process's address space is
+/// limited.
 ///
 /// # Errors
-/// What the device or the operating system refuses.
+/// The errors of the device or of the operating system.
 pub fn fill(device: Device, left_bytes: usize) -> Result<()> {
     match device {
         Device::Cpu => limit_addresses(left_bytes),
@@ -24,7 +24,7 @@ pub fn fill(device: Device, left_bytes: usize) -> Result<()> {
     }
 }
 
-/// Allocates until nothing more is to be had, of what the driver has and of what libtorch's cache holds.
+/// Allocates until neither the driver nor libtorch's cache has memory left.
 fn fill_device(device: Device, left_bytes: usize) -> Result<()> {
     release_idle(device)?;
     settle(device)?;
@@ -37,7 +37,7 @@ fn fill_device(device: Device, left_bytes: usize) -> Result<()> {
             taken.push(block);
         }
     }
-    std::mem::forget(taken); // held as long as the process
+    std::mem::forget(taken); // until the process ends
     drop(left);
     torch::release_memory(device)
 }

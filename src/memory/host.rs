@@ -1,18 +1,18 @@
-//! How much host memory this process may still use, and how much it has used.
+//! Reads how much host memory this process uses, and how much it can still use.
 //!
-//! What the CUDA driver pins does not count against RLIMIT_MEMLOCK, so that limit is not checked. The control group's and the
-//! kernel's free bytes are read before each GiB instead, since some hosts grant memory only when it is touched.
+//! Memory that the CUDA driver pins does not count against RLIMIT_MEMLOCK, so that limit is not checked. Instead, the free bytes of the control group
+//! and of the kernel are read before each GiB, because some hosts only grant memory when it is touched.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use crate::error::{Error, Result};
 
-/// Free host memory in bytes: what the kernel says can be had without swapping, and no more than the control group and the limit of
-/// this process's data (`ulimit -d`) leave.
+/// Free host memory in bytes: the kernel's estimate of what is available without swapping, limited by the control group and by this process's data
+/// limit (`ulimit -d`).
 ///
 /// # Errors
-/// [`Error::Environment`] where /proc/meminfo cannot be read.
+/// [`Error::Environment`] if /proc/meminfo cannot be read.
 pub fn available_host_bytes() -> Result<usize> {
     let text = fs::read_to_string("/proc/meminfo")
         .map_err(|error| Error::Environment { message: format!("cannot read /proc/meminfo: {error}") })?;
@@ -21,18 +21,18 @@ pub fn available_host_bytes() -> Result<usize> {
     Ok([cgroup_bytes(), data_bytes()].into_iter().flatten().fold(available, usize::min))
 }
 
-/// The most bytes of physical memory that this process has held at once, shared ones included.
+/// Peak physical memory of this process in bytes, including shared memory.
 ///
 /// # Errors
-/// [`Error::Environment`] where /proc/self/status cannot be read.
+/// [`Error::Environment`] if /proc/self/status cannot be read.
 pub fn peak_resident_bytes() -> Result<usize> {
     of_process("VmHWM:")
 }
 
-/// Bytes of physical memory that this process holds, shared ones included.
+/// Physical memory of this process in bytes, including shared memory.
 ///
 /// # Errors
-/// [`Error::Environment`] where /proc/self/status cannot be read.
+/// [`Error::Environment`] if /proc/self/status cannot be read.
 pub fn resident_bytes() -> Result<usize> {
     of_process("VmRSS:")
 }
@@ -43,13 +43,13 @@ fn of_process(name: &str) -> Result<usize> {
     parse_kib(&text, name).ok_or_else(unreadable)
 }
 
-/// Bytes on the line of `/proc` text that starts with `name`.
+/// Parses the line of a `/proc` file that starts with `name`, in bytes.
 fn parse_kib(text: &str, name: &str) -> Option<usize> {
     let line = text.lines().find_map(|line| line.strip_prefix(name))?;
     Some(line.trim().strip_suffix("kB")?.trim().parse::<usize>().ok()? * 1024)
 }
 
-/// Bytes that the tightest limit above this process (cgroup v2) leaves; `None` without limits.
+/// Bytes left under the tightest memory limit of the process's control groups (cgroup v2); `None` without limits.
 fn cgroup_bytes() -> Option<usize> {
     let membership = fs::read_to_string("/proc/self/cgroup").ok()?;
     let own = membership.lines().find_map(|line| line.strip_prefix("0::/"))?;
@@ -58,7 +58,7 @@ fn cgroup_bytes() -> Option<usize> {
     folder.ancestors().take_while(|folder| folder.starts_with(&root)).filter_map(limit_leaves).min()
 }
 
-/// Bytes that the limit of this process's writable memory leaves; `None` without one.
+/// Bytes left under this process's limit for writable memory; `None` without a limit.
 fn data_bytes() -> Option<usize> {
     let limits = fs::read_to_string("/proc/self/limits").ok()?;
     let soft = limits.lines().find_map(|line| line.strip_prefix("Max data size"))?.split_whitespace().next()?;
@@ -66,9 +66,8 @@ fn data_bytes() -> Option<usize> {
     Some(soft.parse::<usize>().ok()?.saturating_sub(held))
 }
 
-/// Bytes that one control group's limit leaves. Cached pages of files, such as weights that were read, count as used there, but
-/// give
-/// way.
+/// Bytes left under one control group's limit. Cached file pages, such as weights that were read, count as used there, but the kernel drops them on
+/// demand.
 fn limit_leaves(folder: &Path) -> Option<usize> {
     let text = |name| fs::read_to_string(folder.join(name)).ok();
     let number = |name| text(name)?.trim().parse::<usize>().ok();

@@ -1,4 +1,4 @@
-//! Host memory for what is off the device: allocated once, kept, so that no step pays for pinning or page faults.
+//! Host memory for tensors that are offloaded from the device. It is allocated once and kept, so that no step waits for pinning or page faults.
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
@@ -13,13 +13,13 @@ use super::pages::{Pages, PinnedPages};
 use crate::cuda::{CudaEvent, Stream, check};
 use crate::error::{Error, Result};
 
-/// Most bytes that a GPU's copy engine is given in one call.
+/// Most bytes per call to a GPU's copy engine.
 const PIECE_BYTES: usize = 32 << 20;
 
-/// A fixed range of host memory that tensors are copied to and from, by byte offset.
+/// A fixed range of host memory that tensors are copied to and from, addressed by byte offset.
 ///
-/// For a GPU the memory is pinned and copies run on two streams of the pool, one for each direction: a copy starts when what
-/// libtorch has queued by then is done.
+/// For a GPU the memory is pinned, and copies run on two streams of the pool, one per direction. A copy starts after everything that libtorch has
+/// queued so far.
 #[derive(Debug)]
 pub struct HostPool {
     name: &'static str,
@@ -27,15 +27,15 @@ pub struct HostPool {
     pub(super) pages: Pages,
 }
 
-/// A copy under way, which holds its tensor. Dropped without more, it is waited for.
+/// A running copy, which keeps its tensor alive. Dropping it waits for the copy.
 #[derive(Debug)]
 #[must_use = "a copy is waited for when this is dropped: keep it while other work goes on"]
 pub struct PendingCopy {
-    pub(super) event: Option<CudaEvent>, // None for a copy that is done
+    pub(super) event: Option<CudaEvent>, // None once the copy is done
     pub(super) tensor: Tensor,
 }
 
-/// A point in time on a device, or on the host where copies are done at once.
+/// A point in a device's stream, or in time if copies run on the host.
 #[derive(Debug)]
 pub struct Mark {
     pub(super) event: Option<CudaEvent>,
@@ -43,7 +43,7 @@ pub struct Mark {
 }
 
 impl Mark {
-    /// Time from this point to a later one, zero if that came first. Waits for both.
+    /// Time from this point to a later one; zero if that came first. Waits for both.
     ///
     /// # Errors
     /// [`Error::Cuda`].
@@ -56,11 +56,11 @@ impl Mark {
 }
 
 impl HostPool {
-    /// Allocates `bytes` for tensors on `device` and touches them, so that a host without them fails now. Pinning takes about
-    /// a second a GiB: `progress(done, total)` is told the bytes from time to time.
+    /// Allocates `bytes` for tensors on `device` and touches them, so that missing memory is noticed now. Pinning takes about a second per GiB;
+    /// `progress(done, total)` is called with bytes from time to time.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] naming the pool; those of the driver.
+    /// [`Error::OutOfMemory`] with the pool's name; errors of the driver.
     pub fn new(
         name: &'static str,
         bytes: usize,
@@ -75,20 +75,20 @@ impl HostPool {
         Ok(Self { name, device, pages })
     }
 
-    /// Size in bytes.
+    /// Size of the pool in bytes.
     pub fn len_bytes(&self) -> usize {
         self.pages.len_bytes()
     }
 
-    /// Copies `tensor`'s elements, in row-major order, to `byte_offset`. It is on the pool's device or on the CPU.
+    /// Copies `tensor`'s elements, in row-major order, to `byte_offset`. The tensor is on the pool's device or on the CPU.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] when they do not fit, are not aligned to the kind or are on another device.
+    /// [`Error::InvalidArgument`] if they do not fit, are misaligned, or are on another device.
     pub fn copy_from(&mut self, byte_offset: usize, tensor: &Tensor) -> Result<()> {
         self.copy_from_async(byte_offset, &tensor.f_contiguous()?)?.wait()
     }
 
-    /// Fills `tensor` from the elements at `byte_offset`.
+    /// Fills `tensor` with the elements at `byte_offset`.
     ///
     /// # Errors
     /// The errors of [`HostPool::copy_from`].
@@ -102,8 +102,8 @@ impl HostPool {
         Ok(())
     }
 
-    /// Starts [`HostPool::copy_from`] of a contiguous tensor. Until the copy is waited for, the tensor must not be written,
-    /// and neither may these bytes of the pool be copied from or to.
+    /// Starts [`HostPool::copy_from`] for a contiguous tensor. Until the copy is waited for, the tensor must not be written, and these bytes of the
+    /// pool must not be copied from or to.
     ///
     /// # Errors
     /// The errors of [`HostPool::copy_from`].
@@ -111,7 +111,7 @@ impl HostPool {
         self.start("HostPool::copy_from", byte_offset, tensor, Direction::Out)
     }
 
-    /// Starts [`HostPool::copy_to`] of a contiguous tensor, which must not be used until the copy is waited for.
+    /// Starts [`HostPool::copy_to`] for a contiguous tensor, which must not be used until the copy is waited for.
     ///
     /// # Errors
     /// The errors of [`HostPool::copy_from`].
@@ -119,7 +119,7 @@ impl HostPool {
         self.start("HostPool::copy_to", byte_offset, tensor, Direction::In)
     }
 
-    /// Refuses a tensor that cannot be copied from or to `byte_offset` as it lies; else its size in bytes.
+    /// Checks that a tensor can be copied from or to `byte_offset` without conversion; returns its size in bytes.
     pub(super) fn check(&self, op: &'static str, byte_offset: usize, tensor: &Tensor) -> Result<usize> {
         let kind = tensor.kind();
         check_view(op, self.name, byte_offset, &tensor.size(), kind, self.len_bytes())?;
@@ -144,7 +144,7 @@ impl HostPool {
         let stream = self.stream(direction).filter(|_| tensor.device() != Device::Cpu);
         match stream {
             Some(stream) => stream.wait_for_libtorch()?,
-            None => self.synchronize()?, // the host reads and writes the pool itself
+            None => self.synchronize()?, // the host itself accesses the pool
         }
         for (host, len) in self.pages.pieces(byte_offset..byte_offset + bytes) {
             for start in (0..len).step_by(PIECE_BYTES) {
@@ -159,7 +159,7 @@ impl HostPool {
         Ok(PendingCopy { event, tensor: tensor.shallow_clone() })
     }
 
-    /// A point in the pool's copies of one direction, after those started by now and before later ones.
+    /// Marks a point in the pool's copies of one direction: after those started so far, before later ones.
     ///
     /// # Errors
     /// [`Error::Cuda`].
@@ -169,7 +169,7 @@ impl HostPool {
         Ok(Mark { event, at: Instant::now() })
     }
 
-    /// A point in what libtorch queues on the pool's device.
+    /// Marks a point in the work that libtorch queues on the pool's device.
     ///
     /// # Errors
     /// [`Error::Cuda`].
@@ -178,7 +178,7 @@ impl HostPool {
         Ok(Mark { event: self.stream(Direction::In).map(record).transpose()?, at: Instant::now() })
     }
 
-    /// Waits for all copies under way.
+    /// Waits for all running copies.
     fn synchronize(&self) -> Result<()> {
         [Direction::Out, Direction::In]
             .into_iter()
@@ -204,7 +204,7 @@ impl PendingCopy {
     /// Waits on the host until the copy is done.
     ///
     /// # Errors
-    /// [`Error::Cuda`] when the copy failed, at every call.
+    /// [`Error::Cuda`] if the copy failed, at every call.
     pub fn wait(&mut self) -> Result<()> {
         if let Some(event) = &self.event {
             event.synchronize()?;
@@ -213,7 +213,7 @@ impl PendingCopy {
         Ok(())
     }
 
-    /// Lets what libtorch queues from now on wait for the copy, and the host go on.
+    /// Makes libtorch's later work wait for the copy, while the host continues.
     ///
     /// # Errors
     /// [`Error::Cuda`].
@@ -229,12 +229,12 @@ impl PendingCopy {
     /// Whether the copy is done.
     ///
     /// # Errors
-    /// [`Error::Cuda`] when it failed.
+    /// [`Error::Cuda`] if it failed.
     pub fn is_done(&self) -> Result<bool> {
         self.event.as_ref().map_or(Ok(true), CudaEvent::is_done)
     }
 
-    /// The tensor that is copied.
+    /// The tensor that is being copied.
     pub fn tensor(&self) -> &Tensor {
         &self.tensor
     }
@@ -242,17 +242,17 @@ impl PendingCopy {
 
 impl Drop for PendingCopy {
     fn drop(&mut self) {
-        // An error shows itself at the next use of the GPU.
+        // An error will appear at the next use of the GPU.
         let _ = self.event.take().map(|event| event.synchronize());
     }
 }
 
-/// Which way a copy goes.
+/// The direction of a copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
-    /// Copies from the device to the pool.
+    /// From the device to the pool.
     Out,
-    /// Copies from the pool to the device.
+    /// From the pool to the device.
     In,
 }
 
@@ -265,8 +265,10 @@ impl PinnedPages {
     }
 }
 
+/// Copies `len` bytes between host and tensor.
+///
 /// # Safety
-/// Both addresses are valid for `len` bytes until the copy is done: now without a stream, else when the stream has passed it.
+/// Both addresses are valid for `len` bytes until the copy is done: at return without a stream, else when the stream has passed the copy.
 pub(super) unsafe fn copy(
     host: *mut u8,
     tensor: *mut u8,

@@ -1,47 +1,47 @@
-//! Who holds how many bytes, where: for out-of-memory messages, the plan's check and the metrics.
+//! Records how many bytes each owner holds, on the device and on the host: for out-of-memory messages, the plan's check and the metrics.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Memory that is counted apart.
+/// Kinds of memory that are counted separately.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize)]
 pub enum MemoryKind {
-    /// The memory that tensors are computed in.
+    /// Memory of the device that computes.
     Device,
-    /// Host memory that holds what is off the device.
+    /// Host memory for offloaded data.
     Host,
 }
 
-/// Bytes that one owner holds in device or host memory.
+/// Bytes that one owner holds in one kind of memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 pub struct Account {
-    /// The place.
+    /// The kind of memory.
     pub kind: MemoryKind,
-    /// Who holds it.
+    /// The owner's name.
     pub owner: &'static str,
     /// Bytes held.
     pub bytes: usize,
 }
 
-/// The process-wide account of bytes by owner. It holds counts only, never memory.
+/// The process-wide record of bytes by owner. It only counts; it does not own memory.
 #[derive(Debug)]
 pub struct Ledger;
 
-/// Most bytes held at once since [`Ledger::take_peak`], by place.
+/// Peak bytes since the last [`Ledger::take_peak`], by kind of memory.
 static PEAKS: [AtomicUsize; 2] = [AtomicUsize::new(0), AtomicUsize::new(0)];
 static ACCOUNTS: Mutex<Accounts> = Mutex::new(BTreeMap::new());
 
-/// Bytes by place and owner.
+/// Bytes by kind of memory and owner.
 type Accounts = BTreeMap<(MemoryKind, &'static str), usize>;
 
 impl Ledger {
-    /// Says that `owner` now holds `bytes` in `kind`; 0 closes the account.
+    /// Records that `owner` now holds `bytes` in `kind`; 0 removes the account.
     pub fn set(owner: &'static str, kind: MemoryKind, bytes: usize) {
         Self::change(owner, kind, |_| bytes);
     }
 
-    /// Every open account, by place and owner.
+    /// Every account, by kind of memory and owner.
     pub fn report() -> Vec<Account> {
         accounts().iter().map(|(&(kind, owner), &bytes)| Account { kind, owner, bytes }).collect()
     }
@@ -51,18 +51,18 @@ impl Ledger {
         total_of(&accounts(), kind)
     }
 
-    /// The most bytes that were held in `kind` at once since the last call.
+    /// Returns the peak of bytes held in `kind` since the last call, and resets it.
     pub fn take_peak(kind: MemoryKind) -> usize {
         let accounts = accounts();
         PEAKS[kind as usize].swap(total_of(&accounts, kind), Ordering::Relaxed)
     }
 
-    /// Moves `owner`'s account from `old_bytes` to `new_bytes`, for owners of several allocations of one name.
+    /// Changes `owner`'s account from `old_bytes` to `new_bytes`, for several allocations under one name.
     pub(super) fn resize(owner: &'static str, kind: MemoryKind, old_bytes: usize, new_bytes: usize) {
         Self::change(owner, kind, |bytes| (bytes + new_bytes).saturating_sub(old_bytes));
     }
 
-    /// The accounts in `kind` as one line, for error messages: `kv_cache 12 MiB, optimizer 8 MiB`.
+    /// The accounts in `kind` in one line, for error messages: `kv_cache 12 MiB, optimizer 8 MiB`.
     pub fn summary(kind: MemoryKind) -> String {
         let held: Vec<String> = Self::report()
             .into_iter()
@@ -87,7 +87,7 @@ fn total_of(accounts: &Accounts, kind: MemoryKind) -> usize {
     accounts.iter().filter(|((at, _), _)| *at == kind).map(|(_, bytes)| bytes).sum()
 }
 
-/// A panic elsewhere cannot leave the map half changed, so a poisoned lock is taken as it is.
+/// The map is never left half changed, so a lock poisoned by another thread's panic can be used.
 fn accounts() -> MutexGuard<'static, Accounts> {
     ACCOUNTS.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,8 +1,8 @@
-//! Memory that comes and goes: the [`Arena`] (an address range whose physical memory is mapped and unmapped), the
-//! [`HostPool`] (host memory allocated once and kept) and the [`Ledger`] of who holds what.
+//! Memory that is mapped and unmapped on demand: the [`Arena`] (an address range with changing physical memory), the [`HostPool`] (host memory that
+//! is allocated once and kept) and the [`Ledger`], which records who holds how much.
 //!
-//! `cpu.rs` and `cuda.rs` (on the memory of `chunks.rs`) are the arena's backends, `pages.rs` the pool's: on a machine with a
-//! GPU its memory is pinned and copies run on streams of their own. Knows nothing of models or ranks.
+//! `cpu.rs` and `cuda.rs` (using `chunks.rs`) are the arena's backends. `pages.rs` is the pool's memory: on a machine with a GPU it is pinned, and
+//! copies run on separate streams. Knows nothing of models or ranks.
 
 mod arena;
 mod chunks;

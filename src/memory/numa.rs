@@ -1,14 +1,14 @@
-//! Host memory near a GPU, on machines whose memory is in nodes.
+//! Allocates host memory close to a GPU, on machines with several NUMA nodes.
 #![allow(unsafe_code)]
 
 use std::path::Path;
 
-/// The memory node that a PCI device is attached to; `None` where the machine has one node or does not say.
+/// The NUMA node that a PCI device is attached to; `None` if the machine has one node or does not report it.
 pub(super) fn node_of_pci_device(address: &str) -> Option<usize> {
     node_in(&Path::new("/sys/bus/pci/devices").join(address))
 }
 
-/// Runs `allocate` with this thread's new pages coming from `node` as long as it has some.
+/// Runs `allocate` while this thread's new pages preferably come from NUMA node `node`.
 pub(super) fn on_node<T>(node: Option<usize>, allocate: impl FnOnce() -> T) -> T {
     let Some(node) = node else { return allocate() };
     let is_set = set_policy(MPOL_PREFERRED, node);
@@ -21,10 +21,10 @@ pub(super) fn on_node<T>(node: Option<usize>, allocate: impl FnOnce() -> T) -> T
 
 const MPOL_DEFAULT: libc::c_long = 0;
 const MPOL_PREFERRED: libc::c_long = 1;
-/// Nodes that a mask has bits for: the kernel's own limit.
+/// Number of nodes in a mask: the kernel's own limit.
 const MAX_NODES: usize = 1024;
 
-/// Whether the kernel took it; where it did not, memory comes from anywhere, as without it.
+/// Sets this thread's memory policy. Returns false if the kernel refuses; memory then comes from any node.
 fn set_policy(policy: libc::c_long, node: usize) -> bool {
     let mut mask = [0u64; MAX_NODES / 64];
     if policy != MPOL_DEFAULT && node < MAX_NODES {
@@ -35,7 +35,7 @@ fn set_policy(policy: libc::c_long, node: usize) -> bool {
 }
 
 fn node_in(device: &Path) -> Option<usize> {
-    std::fs::read_to_string(device.join("numa_node")).ok()?.trim().parse().ok() // -1: not known
+    std::fs::read_to_string(device.join("numa_node")).ok()?.trim().parse().ok() // -1: unknown
 }
 
 #[cfg(test)]

@@ -1,8 +1,8 @@
-//! A long copy to a GPU that leaves room for short ones.
+//! A long copy to a GPU that lets short copies pass in between.
 //!
-//! A GPU's copy engine goes on with one stream's copies as long as more of them are queued: the ids and positions of a batch wait for
-//! all of an optimizer state that was queued before them. So a thread queues the state piece by piece, each when the one before has
-//! ended, and what others queue meanwhile waits for one piece.
+//! A GPU's copy engine continues with one stream's copies as long as more are queued, so a batch's token ids and positions would wait for a whole
+//! optimizer state that was queued earlier. A thread therefore queues the state piece by piece, each after the previous one has ended; other copies
+//! then wait for at most one piece.
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
@@ -19,31 +19,31 @@ use crate::error::{Error, Result, panic_message};
 /// Size of a piece: 0.6 ms on a bus of 55 GB/s.
 const PIECE_BYTES: usize = 32 << 20;
 
-/// A copy to a tensor, fed by a thread. Dropped without more, it is waited for.
+/// A copy to a tensor whose pieces are queued by a thread. Dropping it waits for the copy.
 #[derive(Debug)]
 #[must_use = "a copy is waited for when this is dropped: keep it while other work goes on"]
 pub struct Paced {
-    feeder: Option<JoinHandle<Result<Queued>>>, // None for a copy that was done at once
+    feeder: Option<JoinHandle<Result<Queued>>>, // None if the copy was done immediately
     tensor: Tensor,
 }
 
-/// All pieces are queued: where the last one ends.
+/// State once all pieces are queued: the end of the last one.
 #[derive(Debug)]
 struct Queued {
     event: CudaEvent,
     end: Mark,
 }
 
-/// A copy whose pieces are all queued.
+/// A copy whose pieces are all queued, with a mark at its end.
 #[derive(Debug)]
 pub struct MarkedCopy {
-    /// The copy, under way as an ordinary one.
+    /// The running copy.
     pub copy: PendingCopy,
-    /// Where its last piece ends.
+    /// Mark after the last piece.
     pub end: Mark,
 }
 
-/// Addresses and length of a piece.
+/// Host address, device address and length of a piece.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct CopyPiece {
     host: usize,
@@ -52,18 +52,18 @@ struct CopyPiece {
 }
 
 impl HostPool {
-    /// Starts [`HostPool::copy_to`] of a contiguous tensor, which must not be used until the copy is waited for. Other copies to the
-    /// same GPU wait for few pieces of it only.
+    /// Starts [`HostPool::copy_to`] for a contiguous tensor, which must not be used until the copy is waited for. Other copies to the same GPU wait
+    /// for only a few pieces of it.
     ///
     /// # Errors
-    /// The errors of [`HostPool::copy_to`]; [`Error::Environment`] if there can be no thread.
+    /// The errors of [`HostPool::copy_to`]; [`Error::Environment`] if no thread can be started.
     pub fn copy_to_paced(&self, byte_offset: usize, tensor: &mut Tensor) -> Result<Paced> {
         let bytes = self.check("HostPool::copy_to_paced", byte_offset, tensor)?;
         let Pages::Pinned(pages) = &self.pages else { return self.copy_at_once(byte_offset, tensor) };
         if tensor.device() == Device::Cpu {
             return self.copy_at_once(byte_offset, tensor);
         }
-        pages.stream(Direction::In).wait_for_libtorch()?; // this thread's stream, which is not the feeder's
+        pages.stream(Direction::In).wait_for_libtorch()?; // of this thread, not of the feeder thread
         let places = self.pages.pieces(byte_offset..byte_offset + bytes);
         let pieces = pieces(places.into_iter().map(|(host, len)| (host as usize, len)), tensor.data_ptr() as usize);
         let pages = pages.clone();
@@ -82,10 +82,10 @@ impl HostPool {
 }
 
 impl Paced {
-    /// Waits on the host until all of the copy is queued: now an ordinary copy under way, and the mark of its end.
+    /// Waits on the host until all of the copy is queued; returns it as an ordinary running copy with a mark at its end.
     ///
     /// # Errors
-    /// [`Error::Cuda`] when a piece could not be copied.
+    /// [`Error::Cuda`] if a piece could not be copied.
     pub fn queued(mut self) -> Result<MarkedCopy> {
         let queued = self.join()?;
         let (event, end) = match queued {
@@ -95,7 +95,7 @@ impl Paced {
         Ok(MarkedCopy { copy: PendingCopy { event, tensor: self.tensor.shallow_clone() }, end })
     }
 
-    /// Whether all of the copy is queued, so that [`Paced::queued`] does not wait.
+    /// Whether all of the copy is queued, so that [`Paced::queued`] would not wait.
     pub fn is_queued(&self) -> bool {
         self.feeder.as_ref().is_none_or(JoinHandle::is_finished)
     }
@@ -108,14 +108,14 @@ impl Paced {
 
 impl Drop for Paced {
     fn drop(&mut self) {
-        // An error shows itself at the next use of the GPU.
+        // An error will appear at the next use of the GPU.
         if let Ok(Some(Queued { event, .. })) = self.join() {
             let _ = event.synchronize();
         }
     }
 }
 
-/// Queues all pieces, one at a time. With three queued at a time the engine was never idle, and a short copy waited for all of 8 GiB
+/// Queues all pieces, one at a time. With three pieces queued at a time the copy engine was never idle, and a short copy waited for all of 8 GiB
 /// (measured on an H200).
 fn feed(pages: &Arc<PinnedPages>, pieces: &[CopyPiece]) -> Result<Queued> {
     let stream = pages.stream(Direction::In);
@@ -130,7 +130,7 @@ fn feed(pages: &Arc<PinnedPages>, pieces: &[CopyPiece]) -> Result<Queued> {
     Ok(Queued { event: stream.record()?, end })
 }
 
-/// Pieces of host memory at `places` (address, bytes) that lie one behind the other on the device, from address `device` on.
+/// Divides host ranges at `places` (address, bytes) into pieces; on the device they are consecutive, from address `device` on.
 fn pieces(places: impl Iterator<Item = (usize, usize)>, mut device: usize) -> Vec<CopyPiece> {
     let mut pieces = Vec::new();
     for (host, bytes) in places {

@@ -1,4 +1,4 @@
-//! The host pool's memory: ordinary pages for tensors on the CPU, pinned memory and two streams for those on a GPU.
+//! The host pool's memory: ordinary pages for tensors on the CPU; pinned memory and two streams for tensors on a GPU.
 #![allow(unsafe_code)]
 
 use std::ops::Range;
@@ -14,18 +14,18 @@ use super::range::AddressRange;
 use crate::cuda::{Context, OUT_OF_MEMORY, Stream, check};
 use crate::error::{Error, Result};
 
-/// Pinned memory comes in pieces of this size: each takes about a second, so that a bar can show them.
+/// Pinned memory is allocated in chunks of this size; each takes about a second, so that a progress bar can advance.
 const CHUNK_BYTES: usize = 1 << 30;
 
-/// Host memory that is either one range or several chunks of [`CHUNK_BYTES`].
+/// Host memory, either one range of ordinary pages or several pinned chunks of [`CHUNK_BYTES`].
 #[derive(Debug)]
 pub(super) enum Pages {
     Ordinary(CpuRange),
-    Pinned(Arc<PinnedPages>), // a copy that is fed by a thread holds them, too
+    Pinned(Arc<PinnedPages>), // shared with the thread that feeds a paced copy
 }
 
 impl Pages {
-    /// Ordinary pages, touched once.
+    /// Allocates ordinary pages and touches them.
     pub(super) fn ordinary(name: &'static str, bytes: usize) -> Result<Self> {
         let mut range = CpuRange::reserve(name, bytes)?;
         let bytes = range.reserved_bytes();
@@ -42,7 +42,7 @@ impl Pages {
         }
     }
 
-    /// Addresses and lengths of the pieces that `[from, to)` lies in.
+    /// Addresses and lengths of the pieces that make up the byte range.
     pub(super) fn pieces(&self, Range { start, end }: Range<usize>) -> Vec<(*mut u8, usize)> {
         match self {
             Pages::Ordinary(range) => vec![(range.as_ptr().wrapping_add(start), end - start)],
@@ -56,7 +56,7 @@ impl Pages {
     }
 }
 
-/// Pinned memory that every GPU may copy from and to, and the streams of one GPU for both directions.
+/// Pinned memory that every GPU can copy from and to, and one GPU's streams for both directions.
 #[derive(Debug)]
 pub(super) struct PinnedPages {
     chunks: Vec<PinnedAllocation>,
@@ -65,7 +65,7 @@ pub(super) struct PinnedPages {
     pub(super) copy_in: Stream,
 }
 
-/// One allocation of pinned memory.
+/// One allocation of pinned memory, freed when dropped.
 #[derive(Debug)]
 struct PinnedAllocation(*mut u8);
 
@@ -75,9 +75,9 @@ unsafe impl Send for PinnedAllocation {}
 unsafe impl Sync for PinnedAllocation {}
 
 impl PinnedPages {
-    /// Pins `bytes` for copies to and from GPU `ordinal`; `progress(done, total)` in bytes after every chunk. What the
-    /// driver pins does not count against RLIMIT_MEMLOCK; what the control group and the kernel still have is asked before
-    /// every chunk, so that the host is never driven into its out-of-memory killer.
+    /// Pins `bytes` for copies to and from GPU `ordinal`. Calls `progress(done, total)`, in bytes, after every chunk. Memory that the driver pins
+    /// does not count against RLIMIT_MEMLOCK. The free bytes of the control group and of the kernel are checked before every chunk, so that the
+    /// out-of-memory killer is never triggered.
     pub(super) fn new(
         name: &'static str,
         bytes: usize,
@@ -115,7 +115,7 @@ impl PinnedPages {
 
 impl Drop for PinnedPages {
     fn drop(&mut self) {
-        // Copies under way end before their memory goes; where that cannot be known, the memory stays.
+        // Running copies must end before their memory is freed. If that cannot be determined, the memory is leaked.
         let is_idle = self.copy_out.synchronize().is_ok() && self.copy_in.synchronize().is_ok();
         for chunk in self.chunks.drain(..).filter(|_| is_idle) {
             // SAFETY: allocated by `new`; no copy runs any more.
@@ -124,7 +124,7 @@ impl Drop for PinnedPages {
     }
 }
 
-/// A range cut at the chunks' borders.
+/// Divides a byte range at the borders of chunks.
 fn cut(Range { start, end }: Range<usize>) -> impl Iterator<Item = Range<usize>> {
     let mut at = start;
     std::iter::from_fn(move || {

@@ -1,14 +1,14 @@
-//! A clock that stands still while this process does. A run that is stopped as a whole (Slurm's suspend, Ctrl-Z, a paused
-//! container) and goes on later has waited for nobody meanwhile.
+//! A clock that stops while this process is stopped. If a run is suspended as a whole (Slurm's suspend, Ctrl-Z, a paused container) and resumed
+//! later, the suspended time must not count towards timeouts.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Every wait by this clock must look at it more often, whatever it does in between. A longer time without any look counts as time that the
-/// process was stopped.
+/// Every wait that uses this clock must read it more often than this. A longer interval without any reading counts as time in which the process was
+/// stopped.
 const LONGEST_LOOK: Duration = Duration::from_secs(2);
 
-/// Looks at a clock, and the time that it left out.
+/// The last reading of the clock, and the time left out so far.
 #[derive(Debug)]
 struct AwakeClock {
     looked: Option<Instant>,
@@ -26,7 +26,7 @@ impl AwakeClock {
     }
 }
 
-/// The time by this clock: meant for the time between two looks of one wait that looks again and again, and for nothing else.
+/// The current time of this clock. Use it only to measure the time between two readings within one wait that reads it repeatedly.
 pub fn awake_now() -> Instant {
     static CLOCK: Mutex<AwakeClock> = Mutex::new(AwakeClock { looked: None, left_out: Duration::ZERO });
     CLOCK.lock().unwrap_or_else(PoisonError::into_inner).look(Instant::now())

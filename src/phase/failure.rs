@@ -1,11 +1,11 @@
-//! The phase in which the error now under way arose.
+//! Records the phase in which the current error arose.
 
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering::Relaxed};
 
 use super::Phase;
 use crate::error::Result;
 
-/// The innermost phase of the first error that nobody has dealt with yet.
+/// The innermost phase of the first error that has not been handled yet.
 #[derive(Debug)]
 pub(super) struct FirstFailure {
     phase: AtomicU8,
@@ -17,9 +17,8 @@ impl FirstFailure {
         Self { phase: AtomicU8::new(u8::MAX), num_recorded: AtomicU64::new(0) }
     }
 
-    /// Runs `work` as `phase`. If it fails, the phase is recorded, unless an inner one was. If it succeeds although an error
-    /// was recorded meanwhile, that error was dealt with inside and is forgotten. An error from before stays: `work` may be
-    /// the cleaning up after it.
+    /// Runs `work` as `phase`. If it fails, the phase is recorded, unless an inner one already was. If it succeeds although an error was recorded
+    /// meanwhile, that error was handled inside and is forgotten. An error recorded before stays, because `work` may be cleaning up after it.
     pub fn watch<T>(&self, phase: Phase, work: impl FnOnce() -> Result<T>) -> Result<T> {
         let before = self.num_recorded.load(Relaxed);
         let outcome = work();
@@ -31,19 +30,19 @@ impl FirstFailure {
         outcome
     }
 
-    /// Records `phase`, unless an error is under way.
+    /// Records `phase`, unless an earlier error is recorded.
     pub fn record(&self, phase: Phase) {
         if self.phase.compare_exchange(u8::MAX, phase as u8, Relaxed, Relaxed).is_ok() {
             self.num_recorded.fetch_add(1, Relaxed);
         }
     }
 
-    /// The error was dealt with.
+    /// Forgets the recorded error, because it was handled.
     pub fn forget(&self) {
         self.phase.store(u8::MAX, Relaxed);
     }
 
-    /// The recorded phase.
+    /// The recorded phase, if there is an unhandled error.
     pub fn phase(&self) -> Option<Phase> {
         Phase::ALL.get(usize::from(self.phase.load(Relaxed))).copied()
     }

@@ -1,4 +1,4 @@
-//! Faults to inject: the hidden configuration key `fault = "rank:step:phase:kind"`, for tests in every build.
+//! Injected faults for tests: the hidden configuration key `fault = "rank:step:phase:kind"`, available in every build.
 #![allow(unsafe_code)]
 
 use std::sync::Mutex;
@@ -10,19 +10,19 @@ use crate::error::{Error, Result};
 static FAULT: Mutex<Option<Fault>> = Mutex::new(None);
 static FILLER: Mutex<Option<Filler>> = Mutex::new(None);
 
-/// Takes all memory of this rank's device but so many bytes.
+/// Allocates all memory of this rank's device except the given number of bytes.
 type Filler = Box<dyn Fn(usize) -> Result<()> + Send>;
 
 /// An injected fault: its rank, step, phase and kind.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fault {
-    /// Rank that fails.
+    /// The rank that fails.
     pub rank: usize,
-    /// Step at which it fails.
+    /// The step at which it fails.
     pub step: u64,
     /// Whether the fault is injected in every later step too (`3+`).
     pub repeats: bool,
-    /// Phase at whose start it fails.
+    /// The phase at whose start it fails.
     pub phase: Phase,
     /// The kind of fault.
     pub kind: FaultKind,
@@ -31,33 +31,32 @@ pub struct Fault {
 /// The effect of an injected fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FaultKind {
-    /// SIGKILL to itself.
+    /// Sends SIGKILL to itself.
     Kill,
-    /// SIGSTOP to itself.
+    /// Sends SIGSTOP to itself.
     Stop,
-    /// SIGSEGV to itself.
+    /// Sends SIGSEGV to itself.
     Segv,
-    /// SIGTERM to itself.
+    /// Sends SIGTERM to itself.
     Term,
-    /// `exit(1)` without a word.
+    /// Calls `exit(1)` without a message.
     Exit,
-    /// Stands still for ever.
+    /// Hangs forever.
     Hang,
-    /// An out-of-memory error.
+    /// Returns an out-of-memory error.
     OutOfMemory,
-    /// Takes all memory of the rank's device, so that what is allocated next fails by itself (`fill`), or all but so many MiB
-    /// (`fill=64`); see [`on_fill`].
+    /// Allocates all memory of the rank's device, so that the next allocation fails (`fill`), or all but some MiB (`fill=64`); see [`on_fill`].
     Fill {
         /// MiB that are left to allocate.
         left_mib: usize,
     },
-    /// An ordinary error.
+    /// Returns an ordinary error.
     Error,
-    /// A panic.
+    /// Panics.
     Panic,
-    /// A gradient that is not a number; see [`fires_nan`].
+    /// Makes a gradient NaN; see [`fires_nan`].
     Nan,
-    /// A product whose sum has another order; see [`fires_unequal`].
+    /// Makes an exact GEMM sum in another order; see [`fires_unequal`].
     Unequal,
 }
 
@@ -108,26 +107,26 @@ impl std::str::FromStr for Fault {
     }
 }
 
-/// Arms a fault for this rank; `None` disarms. It fires once unless it repeats.
+/// Arms a fault for this rank; `None` disarms. It fires once, unless it repeats.
 pub fn arm_fault(fault: Option<Fault>, rank: usize) {
     if let Ok(mut armed) = FAULT.lock() {
         *armed = fault.filter(|fault| fault.rank == rank);
     }
 }
 
-/// Sets what [`FaultKind::Fill`] calls: this room knows no device.
+/// Sets the function that [`FaultKind::Fill`] calls, because this module has no access to devices.
 pub fn on_fill(filler: impl Fn(usize) -> Result<()> + Send + 'static) {
     if let Ok(mut set) = FILLER.lock() {
         *set = Some(Box::new(filler));
     }
 }
 
-/// Fires what is armed for the start of `phase` in the running step.
+/// Fires the armed fault, if it is for the start of `phase` in the current step.
 pub(super) fn inject(phase: Phase) -> Result<()> {
     inject_at(phase, step())
 }
 
-/// Fires what is armed for the start of `phase` in `step`; for helpers that work beside later steps.
+/// Fires the armed fault, if it is for the start of `phase` in `step`; for helper threads that work during later steps.
 pub fn inject_at(phase: Phase, step: u64) -> Result<()> {
     let is_asked = |kind| !matches!(kind, FaultKind::Nan | FaultKind::Unequal);
     let Some(kind) = take(phase, step, is_asked) else { return Ok(()) };
@@ -159,12 +158,12 @@ pub fn inject_at(phase: Phase, step: u64) -> Result<()> {
     Ok(())
 }
 
-/// Whether whoever computes a gradient in `phase` is to spoil it now.
+/// Whether a gradient that is computed now in `phase` must be made NaN.
 pub fn fires_nan(phase: Phase) -> bool {
     take(phase, step(), |kind| kind == FaultKind::Nan).is_some()
 }
 
-/// Whether an exact product that is computed now, in the running phase, is to add up in another order.
+/// Whether an exact GEMM that is computed now, in the current phase, must sum in another order.
 pub fn fires_unequal() -> bool {
     take(current(), step(), |kind| kind == FaultKind::Unequal).is_some()
 }

@@ -1,14 +1,14 @@
-//! The phase that this process is in: timings, heartbeat, stop flag and fault injection, which every floor reports to.
+//! The current phase of this process: timings, heartbeat, stop flag and fault injection, to which all layers report.
 //!
-//! State is process-wide because signals, watchdogs and error reports are. It holds counters only, never data.
+//! The state is process-wide because signals, watchdogs and error reports are. It consists of counters only.
 //!
-//! | file | what it is |
+//! | file | content |
 //! |---|---|
-//! | `page`, `pulse` | phases, step, heartbeats and last collective, on a page that the launcher reads too; what is read there |
-//! | `awake` | a clock that stands still while the process does |
-//! | `watch` | who stands still for longer than its phase allows |
-//! | `trace` | a time-line of phases, on request |
-//! | `fault` | faults to inject |
+//! | `page`, `pulse` | phases, step, heartbeats and last collective, on a page that the launcher also reads; a snapshot of it |
+//! | `awake` | a clock that stops while the process is stopped |
+//! | `watch` | finds ranks without heartbeat for longer than their phase allows |
+//! | `trace` | a timeline of phases, on request |
+//! | `fault` | injected faults |
 //! | `failure` | the phase in which an error arose |
 
 mod awake;
@@ -38,13 +38,13 @@ use crate::error::Result;
 
 macro_rules! phases {
     ($($(#[$doc:meta])* $variant:ident = $name:literal),+ $(,)?) => {
-        /// A part of a run that is timed, watched and can be made to fail.
+        /// A part of a run that is timed and watched, and at which faults can be injected.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
         #[repr(u8)]
         pub enum Phase { $($(#[$doc])* $variant),+ }
 
         impl Phase {
-            /// Every phase in declaration order.
+            /// Every phase, in declaration order.
             pub const ALL: &[Phase] = &[$(Phase::$variant),+];
 
             /// The name used in metrics (`timing_s/{name}`), spans and the keys `fault` and `heartbeat.{name}_s`.
@@ -100,11 +100,10 @@ static STOP: AtomicBool = AtomicBool::new(false);
 static TIMINGS: Mutex<BTreeMap<Phase, Duration>> = Mutex::new(BTreeMap::new());
 static FAILURE: FirstFailure = FirstFailure::new();
 
-/// Runs `work` as `phase`: a tracing span, a timing and an injection point. Phases nest; the outer one's time includes
-/// the inner one's.
+/// Runs `work` as `phase`: with a tracing span, a timing and fault injection. Phases can be nested; the outer one's time includes the inner one's.
 ///
 /// # Errors
-/// The errors of `work`; [`Error::Injected`](crate::Error::Injected) and what else a fault is.
+/// The errors of `work`; [`Error::Injected`](crate::Error::Injected) and other injected errors.
 pub fn scope<T>(phase: Phase, work: impl FnOnce() -> Result<T>) -> Result<T> {
     let _span = tracing::debug_span!("phase", name = phase.name(), step = step()).entered();
     let start = Instant::now();
@@ -117,7 +116,7 @@ pub fn scope<T>(phase: Phase, work: impl FnOnce() -> Result<T>) -> Result<T> {
     outcome
 }
 
-/// Runs `work` as a part of the running phase: seen by watchers and an injection point, without a span and a timing.
+/// Runs `work` as a sub-phase of the current phase: visible to watchers and with fault injection, but without a span and a timing.
 ///
 /// # Errors
 /// The errors of [`scope`].
@@ -126,50 +125,50 @@ pub fn part<T>(phase: Phase, work: impl FnOnce() -> Result<T>) -> Result<T> {
     FAILURE.watch(phase, || inject(phase).and_then(|()| work()))
 }
 
-/// The innermost phase in which the error now under way arose; the current phase if there is none. An error is over when a
-/// phase succeeds in which it arose, or when the next training step begins.
+/// The innermost phase in which the current error arose; the current phase if there is no error. An error is over when a phase in which it arose
+/// succeeds, or when the next training step begins.
 pub fn at_failure() -> Phase {
     FAILURE.phase().unwrap_or_else(current)
 }
 
-/// The innermost phase now running.
+/// The innermost running phase.
 pub fn current() -> Phase {
     pulse().stack.last().copied().unwrap_or(Phase::Startup)
 }
 
-/// The pulse of this process, as watchers see it.
+/// A snapshot of this process's activity, as watchers see it.
 pub fn pulse() -> Pulse {
     page().read()
 }
 
-/// Time spent in each phase since the last call.
+/// Returns the time spent in each phase since the last call.
 pub fn take_timings() -> BTreeMap<Phase, Duration> {
     TIMINGS.lock().map(|mut timings| std::mem::take(&mut *timings)).unwrap_or_default()
 }
 
-/// Says that this process is alive and moving; cheap enough for every decode step. For the thread that trains alone: a
-/// helper's beat would hide that it stands still.
+/// Reports a heartbeat; cheap enough for every decode step. Only the training thread may call it: a helper thread's heartbeat would hide that
+/// training hangs.
 pub fn beat() {
     page().beat();
 }
 
-/// A collective that begins now, over `bytes` of this rank, until the result is dropped.
+/// Reports a collective that begins now, with `bytes` on this rank; it ends when the result is dropped.
 pub fn collective(op: &str, group: &str, bytes: usize) -> CollectiveScope {
     page().begin_collective(op, group, bytes)
 }
 
-/// Begins a training step, which spans, faults and reports name. The caller has dealt with every error before it.
+/// Begins a training step, whose number spans, faults and reports use. All earlier errors must have been handled.
 pub fn set_step(step: u64) {
     FAILURE.forget();
     page().set_step(step);
 }
 
-/// The training step now running.
+/// Number of the current training step.
 pub fn step() -> u64 {
     page().step()
 }
 
-/// Asks for a save and an orderly end at the next step boundary. Async-signal-safe.
+/// Requests a checkpoint and an orderly end at the next step boundary. Async-signal-safe.
 pub fn request_stop() {
     STOP.store(true, Ordering::Relaxed);
 }

@@ -1,5 +1,5 @@
-//! The activity of a process, on one page of counters: its own, or one that it shares with its launcher, which reads it even
-//! when the process is stopped or dead.
+//! The activity of a process, in counters on one page: in its own memory, or shared with its launcher, which can read it even when the process is
+//! stopped or dead.
 #![allow(unsafe_code)]
 
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
@@ -9,27 +9,27 @@ use super::pulse::{LastCollective, Pulse};
 use super::{FAILURE, Phase};
 use crate::error::{Error, Result};
 
-/// Variable with the descriptor of the page that a launcher made for this process.
+/// Environment variable with the file descriptor of the page that a launcher created for this process.
 pub const PULSE_FD_VARIABLE: &str = "COLO_GRPO_PULSE_FD";
 
 const PAGE_BYTES: usize = 4096;
-/// Nested phases that are kept; deeper ones count only.
+/// Number of nested phases that are stored; deeper ones are only counted.
 const DEPTH: usize = 8;
-/// Words of a collective's and of a group's name.
+/// 64-bit words for the name of a collective, and of a group.
 const NAME_WORDS: usize = 3;
 
 static LOCAL: Page = Page::new();
-/// The shared page, once there is one; it stays mapped.
+/// The shared page, once it exists; it stays mapped.
 static SHARED: AtomicPtr<Page> = AtomicPtr::new(std::ptr::null_mut());
 
-/// The page that this process writes.
+/// The page that this process writes to.
 pub(super) fn page() -> &'static Page {
     let shared = SHARED.load(Relaxed);
-    // SAFETY: null, or a mapping of this process that is never taken back, all of it atomics.
+    // SAFETY: null, or a mapping of this process that is never removed and consists of atomics only.
     unsafe { shared.as_ref() }.unwrap_or(&LOCAL)
 }
 
-/// Written by the thread that trains, read by anyone. Every field stands for itself: a reader may see them a moment apart.
+/// The page. The training thread writes it; anyone may read it. The fields are independent, so a reader may see them at slightly different times.
 #[repr(C)]
 pub(super) struct Page {
     beats: AtomicU64,
@@ -73,7 +73,7 @@ impl Page {
         self.step.store(step, Relaxed);
     }
 
-    /// Puts a phase on the stack until the result is dropped, also by a panic.
+    /// Pushes a phase on the stack until the result is dropped, also in a panic.
     pub(super) fn enter(&self, phase: Phase) -> Entered<'_> {
         let depth = self.depth.load(Relaxed);
         if let Some(slot) = self.stack.get(depth as usize) {
@@ -114,7 +114,7 @@ impl Page {
     }
 }
 
-/// A phase on the stack.
+/// A phase on the stack, removed when dropped.
 pub(super) struct Entered<'a> {
     page: &'a Page,
     depth: u32,
@@ -132,13 +132,13 @@ impl Drop for Entered<'_> {
     }
 }
 
-/// A collective under way.
+/// A running collective, which ends when this is dropped.
 #[derive(Debug)]
 #[must_use = "the collective ends when this is dropped"]
 pub struct CollectiveScope(());
 
 impl CollectiveScope {
-    /// It was only queued: this rank may wait for its peers later, until its next heartbeat.
+    /// Marks the collective as only queued: this rank may wait for its peers later, until its next heartbeat.
     pub fn queued(self) {
         std::mem::forget(self);
     }
@@ -150,7 +150,7 @@ impl Drop for CollectiveScope {
     }
 }
 
-/// A page that a launcher shares with one worker.
+/// A page that a launcher shares with one worker process.
 #[derive(Debug)]
 pub struct SharedPage {
     file: OwnedFd,
@@ -161,7 +161,7 @@ pub struct SharedPage {
 unsafe impl Send for SharedPage {}
 
 impl SharedPage {
-    /// A new page in memory without a name; the worker inherits its descriptor.
+    /// Creates a page in anonymous memory, whose descriptor the worker inherits.
     ///
     /// # Errors
     /// [`Error::Environment`] if the kernel has no memory for it.
@@ -184,12 +184,12 @@ impl SharedPage {
         Ok(Self { file, address })
     }
 
-    /// The descriptor that [`PULSE_FD_VARIABLE`] is to name.
+    /// The descriptor to set in [`PULSE_FD_VARIABLE`].
     pub fn fd(&self) -> RawFd {
         self.file.as_raw_fd()
     }
 
-    /// The worker's last pulse.
+    /// The worker's latest activity.
     pub fn read(&self) -> Pulse {
         // SAFETY: mapped until this is dropped, all of it atomics; zeroed memory is a valid page.
         unsafe { &*self.address }.read()
@@ -203,8 +203,7 @@ impl Drop for SharedPage {
     }
 }
 
-/// Moves this process's state to the page of its launcher, if [`PULSE_FD_VARIABLE`] names one. Called before anything else
-/// reports.
+/// Moves this process's counters to its launcher's page, if [`PULSE_FD_VARIABLE`] names one. Must be called before anything else reports.
 ///
 /// # Errors
 /// [`Error::Environment`] if the variable names no such page.

@@ -1,46 +1,46 @@
-//! The activity of a process at one moment.
+//! A snapshot of a process's activity.
 
 use std::fmt;
 
 use super::Phase;
 
-/// The activity of a process at one moment.
+/// A snapshot of a process's activity.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Pulse {
-    /// Heartbeats so far: a watcher that sees the number stand still knows that nothing moves.
+    /// Number of heartbeats so far. If it does not change, the process makes no progress.
     pub beats: u64,
-    /// Training step.
+    /// Number of the training step.
     pub step: u64,
     /// Running phases, outermost first.
     pub stack: Vec<Phase>,
     /// The phase that ended last.
     pub left: Phase,
-    /// The newest collective.
+    /// The latest collective.
     pub collective: Option<LastCollective>,
 }
 
-/// The newest collective of a process.
+/// The latest collective of a process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LastCollective {
-    /// The operation.
+    /// Name of the operation.
     pub op: String,
-    /// The group's name.
+    /// Name of the group.
     pub group: String,
-    /// Bytes of this rank.
+    /// Bytes on this rank.
     pub bytes: u64,
-    /// Collectives so far, this one included.
+    /// Number of collectives so far, including this one.
     pub number: u64,
-    /// Whether the rank may be waiting for peers in it.
+    /// Whether the rank may be waiting for peers in this collective.
     pub is_waiting: bool,
 }
 
 impl Pulse {
-    /// The phase that its time limit is taken from.
+    /// The phase whose time limit applies.
     pub fn phase(&self) -> Phase {
         self.stack.last().copied().unwrap_or(self.left)
     }
 
-    /// The phase of the rank: `generate`, `after generate`; empty before the first phase.
+    /// The current phase as text: `generate`, or `after generate`; empty before the first phase.
     pub fn place(&self) -> String {
         match (self.stack.last(), self.left) {
             (Some(phase), _) => phase.name().to_owned(),
@@ -49,7 +49,7 @@ impl Pulse {
         }
     }
 
-    /// Whether the rank may be waiting for peers.
+    /// Whether the rank may be waiting for peers in a collective.
     pub fn is_waiting(&self) -> bool {
         self.collective.as_ref().is_some_and(|collective| collective.is_waiting)
     }

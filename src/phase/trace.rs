@@ -1,5 +1,5 @@
-//! A time-line of phases in Chrome's trace format, for ui.perfetto.dev or chrome://tracing: one file a rank while it runs, so
-//! that a run that is killed leaves its own, and one of all ranks at the end.
+//! A timeline of phases in Chrome's trace format, for ui.perfetto.dev or chrome://tracing. Each rank writes its own file while it runs, so that a
+//! killed run leaves them; at the end these are merged into one.
 
 use std::fs::{File, OpenOptions};
 use std::io::{BufWriter, Read, Write};
@@ -13,7 +13,7 @@ use serde_json::json;
 use super::Phase;
 use crate::error::{Error, Result};
 
-/// Begins the array of events, whose end the format allows to be missing.
+/// Starts the array of events; the format permits its end to be missing.
 const BEGIN: &str = "[\n";
 
 static TRACE: Mutex<Option<Trace>> = Mutex::new(None);
@@ -25,11 +25,12 @@ struct Trace {
     file: BufWriter<File>,
 }
 
-/// Writes every phase of this process from now on to `rank_00000.json` in `folder`, which is there, after those that are there if the run `goes_on`;
-/// `label` names it in the picture. Times are those of rank 0's clock, of which this host's is `ahead_us` ahead.
+/// Starts to write every phase of this process to `rank_00000.json` (with its rank) in the existing `folder`. If the run is resumed (`goes_on`),
+/// events already in the file are kept. `label` names the process in the timeline. Times are converted to rank 0's clock; this host's clock is
+/// `ahead_us` ahead of it.
 ///
 /// # Errors
-/// [`Error::Io`] if the file cannot be made.
+/// [`Error::Io`] if the file cannot be created.
 pub fn trace_to(folder: &Path, rank: usize, label: &str, ahead_us: i64, goes_on: bool) -> Result<()> {
     let path = of_rank(folder, rank);
     let earlier = if goes_on && path.exists() { whole_lines(&path)? } else { BEGIN.to_owned() };
@@ -41,19 +42,19 @@ pub fn trace_to(folder: &Path, rank: usize, label: &str, ahead_us: i64, goes_on:
     Ok(())
 }
 
-/// The whole lines of a trace; a run that was killed may have left part of one.
+/// The complete lines of a trace; a killed run may have left part of a line.
 fn whole_lines(path: &Path) -> Result<String> {
     let mut text = text_of(path)?;
     text.truncate(text.rfind('\n').map_or(0, |end| end + 1));
     Ok(if text.starts_with(BEGIN) { text } else { BEGIN.to_owned() })
 }
 
-/// Writes what is still held; ranks that share a disk call it before [`merge_traces`].
+/// Writes buffered events; ranks that share a disk must call it before [`merge_traces`].
 pub fn flush_trace() {
     record(|trace| trace.file.flush());
 }
 
-/// The events of all ranks whose files are in `folder`, as `trace.json` beside them.
+/// Merges the events of all ranks whose files are in `folder` into `trace.json` there.
 ///
 /// # Errors
 /// [`Error::Io`] for a file that cannot be read or written.
@@ -62,7 +63,7 @@ pub fn merge_traces(folder: &Path, num_ranks: usize) -> Result<()> {
     for rank in 0..num_ranks {
         let path = of_rank(folder, rank);
         if !path.exists() {
-            continue; // another node's disk
+            continue; // it is on another node's disk
         }
         let text = text_of(&path)?;
         events.push_str(text.strip_prefix(BEGIN).unwrap_or(&text));
@@ -73,7 +74,7 @@ pub fn merge_traces(folder: &Path, num_ranks: usize) -> Result<()> {
     file.write_all(format!("{BEGIN}{events}\n]\n").as_bytes()).map_err(Error::io(path))
 }
 
-/// Opens a file that is no link, which could lead out of the folder.
+/// Opens a file, but not through a symbolic link, which could lead out of the folder.
 fn opened(options: &mut OpenOptions, path: &Path) -> Result<File> {
     options.custom_flags(libc::O_NOFOLLOW).open(path).map_err(Error::io(path))
 }
@@ -84,7 +85,7 @@ fn text_of(path: &Path) -> Result<String> {
     Ok(text)
 }
 
-/// A phase that ends now.
+/// Records a phase that ends now.
 pub(super) fn span(phase: Phase, duration: Duration) {
     record(|trace| {
         let end = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
@@ -96,7 +97,7 @@ pub(super) fn span(phase: Phase, duration: Duration) {
     });
 }
 
-/// Does nothing without a trace; one that cannot be written is given up, and that is said.
+/// Writes to the trace, if there is one. After an error it logs a warning and stops tracing.
 fn record(write: impl FnOnce(&mut Trace) -> std::io::Result<()>) {
     let Ok(mut trace) = TRACE.lock() else { return };
     if let Some(Err(error)) = trace.as_mut().map(write) {

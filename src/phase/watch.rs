@@ -1,20 +1,20 @@
-//! Who stands still for longer than its phase allows.
+//! Finds ranks that had no heartbeat for longer than their phase allows.
 
 use std::time::{Duration, Instant};
 
 use super::{Phase, Pulse};
 
-/// Longest time without a heartbeat, by phase.
+/// The longest time without a heartbeat, by phase.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HeartbeatLimits(Vec<Duration>);
 
 impl HeartbeatLimits {
-    /// `limit` of every phase.
+    /// Creates limits by calling `limit` for every phase.
     pub fn new(limit: impl Fn(Phase) -> Duration) -> Self {
         Self(Phase::ALL.iter().map(|&phase| limit(phase)).collect())
     }
 
-    /// Limits that no rank reaches.
+    /// Limits so long that no rank reaches them.
     pub fn none() -> Self {
         Self::new(|_| Duration::from_secs(365 * 86_400))
     }
@@ -25,43 +25,43 @@ impl HeartbeatLimits {
     }
 }
 
-/// A rank that stands still.
+/// A rank that hangs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stall {
-    /// The rank.
+    /// The rank's number.
     pub rank: usize,
-    /// How long it has not moved.
+    /// Time since its last heartbeat.
     pub stood: Duration,
-    /// How long its phase allows.
+    /// The limit of its phase.
     pub limit: Duration,
     /// Whether the rank may be waiting for a peer.
     pub is_waiting: bool,
 }
 
-/// Heartbeats of several ranks over time.
+/// Tracks the heartbeats of several ranks.
 #[derive(Debug)]
 pub struct Watch {
     limits: HeartbeatLimits,
-    /// Newest number of heartbeats of each rank, and since when.
+    /// Latest number of heartbeats of each rank, and the time at which it changed.
     seen: Vec<(u64, Instant)>,
-    /// Whether ranks may wait for peers that are not watched here.
+    /// Whether ranks may wait for peers on other nodes, which are not watched here.
     has_peers_elsewhere: bool,
 }
 
 impl Watch {
-    /// Watches ranks that start `now`.
+    /// Starts to watch ranks that start `now`.
     pub fn new(num_ranks: usize, limits: HeartbeatLimits, now: Instant) -> Self {
         Self { limits, seen: vec![(0, now); num_ranks], has_peers_elsewhere: false }
     }
 
-    /// Ranks that all wait may wait for a rank of another node, which is watched there.
+    /// Declares that ranks may wait for a rank of another node, which is watched there.
     pub fn with_peers_elsewhere(self) -> Self {
         Self { has_peers_elsewhere: true, ..self }
     }
 
-    /// Takes note of what every rank does (`None`: it has ended) and returns those that hang, the likeliest cause first: a
-    /// rank over its limit that waits for nobody, or, where every rank is over its limit, all of them. A rank that waits for
-    /// a peer which still moves does not hang.
+    /// Updates the state from every rank's activity (`None` if the rank has ended) and returns the ranks that hang, the likeliest cause first: ranks
+    /// over their limit that wait for no peer or, if every rank is over its limit, all of them. A rank that waits for a peer that makes progress does
+    /// not hang.
     pub fn look(&mut self, pulses: &[Option<Pulse>], now: Instant) -> Vec<Stall> {
         let mut stalls = Vec::new();
         let mut num_running = 0;

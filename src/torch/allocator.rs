@@ -1,10 +1,9 @@
-//! How memory of tensors is kept, returned and counted: the C heap, from which libtorch's CPU tensors come, and libtorch's own
-//! allocator on a GPU.
+//! How tensor memory is cached, released and counted: in the C heap, where libtorch's CPU tensors are allocated, and in libtorch's own GPU allocator.
 //!
-//! libtorch's cache keeps every block that it asks the driver for. Where micro-batches differ in size it came to hold twice its
-//! tensors. So before each update but the first (libraries allocate for good in that one) the update's memory is allocated as one
-//! block, of the plan's size and 3 % more, from which all tensors are cut (`keep_block`). A user who sets `PYTORCH_CUDA_ALLOC_CONF`
-//! gets libtorch's own behaviour.
+//! libtorch's cache keeps every block that it requests from the driver. With micro-batches of different sizes it grew to twice the size of its
+//! tensors. So before each update except the first (in which libraries make permanent allocations), the update's memory is allocated as one block, 3
+//! % larger than planned, from which all tensors are cut (`keep_block`). If a user sets `PYTORCH_CUDA_ALLOC_CONF`, libtorch's own behaviour is
+//! unchanged.
 #![allow(unsafe_code)]
 
 use std::sync::OnceLock;
@@ -15,17 +14,16 @@ use tch::{Device, Kind, Tensor};
 use super::ffi;
 use crate::error::Result;
 
-/// Blocks from this size on are mapped one by one, as by default from 128 KiB to 32 MiB on.
+/// Blocks of at least this size are mapped separately; by default the threshold is between 128 KiB and 32 MiB.
 const MAPPED_BYTES: i32 = 1 << 30;
-/// The bytes by which the heap grows.
+/// Bytes by which the heap grows.
 const GROWTH_BYTES: i32 = 64 << 20;
-/// Free memory that is not worth returning: a small model would spend a tenth of every step on getting it back.
+/// Free memory below this is not returned to the system, because a small model would spend a tenth of every step on getting it back.
 pub const KEPT_BYTES: usize = 512 << 20;
 
-/// Keeps the memory of freed tensors for the next ones, until [`release_memory`]. By default the heap maps every large
-/// tensor anew and returns it when it dies, so that the kernel clears the same pages again in every operation (a fifth of
-/// a small model's training step). Tensors then come from `malloc`, since memory that was aligned otherwise is not found again.
-/// Call once, before the first tensor. Does nothing where the C library is not glibc.
+/// Keeps the memory of freed CPU tensors for later ones, until [`release_memory`]. By default the heap maps every large tensor and unmaps it when it
+/// is freed, so that the kernel clears the same pages in every operation (a fifth of a small model's training step). Tensors then come from `malloc`,
+/// since memory with another alignment would not be reused. Call once, before the first tensor. Does nothing if the C library is not glibc.
 pub fn keep_memory() {
     #[cfg(target_env = "gnu")]
     // SAFETY: `mallopt` takes its own lock; a value that it refuses leaves the default in force. `sbrk` reads the heap's end.
@@ -38,28 +36,27 @@ pub fn keep_memory() {
     }
 }
 
-/// The address at which the main heap begins, once [`keep_memory`] was called.
+/// The start address of the main heap, once [`keep_memory`] was called.
 static HEAP_START: OnceLock<usize> = OnceLock::new();
 
-/// Returns free memory of the heap to the operating system where it is more than 512 MiB, and all that libtorch keeps of
-/// `device` if that is a GPU.
+/// Returns free heap memory to the operating system if it exceeds 512 MiB, and everything that libtorch caches on `device` if that is a GPU.
 ///
 /// # Errors
-/// [`crate::Error::Environment`] if libtorch's CUDA half is not loaded.
+/// [`crate::Error::Environment`] if libtorch's CUDA libraries are not loaded.
 pub fn release_memory(device: Device) -> Result<()> {
     release_heap();
     BLOCK_BYTES.store(0, Ordering::Relaxed);
     ffi::release_cache(device)
 }
 
-/// Variables that configure libtorch's GPU allocator.
+/// Environment variables that configure libtorch's GPU allocator.
 const ALLOCATOR_VARIABLES: [&str; 2] = ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"];
-/// Size of the block that [`keep_block`] took last, unless it was released. A process uses one GPU.
+/// Size of the block that [`keep_block`] allocated last, or 0 once it is released. A process uses one GPU.
 static BLOCK_BYTES: AtomicUsize = AtomicUsize::new(0);
-/// The maxima until [`keep_block`] took the last block, since [`reset_peak_memory`].
+/// Peaks from the last [`reset_peak_memory`] until [`keep_block`] allocated the last block.
 static EARLIER: Maxima = Maxima::new();
 
-/// Maxima of libtorch's bytes that outlive its own count of them.
+/// Peaks of libtorch's memory that survive a reset of its own statistics.
 #[derive(Debug)]
 struct Maxima {
     allocated: AtomicUsize,
@@ -80,7 +77,7 @@ impl Maxima {
         [&self.allocated, &self.reserved].into_iter().for_each(|most| most.store(0, Ordering::Relaxed));
     }
 
-    /// The count of libtorch since, with the maxima before it.
+    /// Combines libtorch's current statistics with the earlier peaks.
     fn with(&self, since: DeviceMemory) -> DeviceMemory {
         let most = |count: usize, earlier: &AtomicUsize| count.max(earlier.load(Ordering::Relaxed));
         DeviceMemory {
@@ -91,24 +88,24 @@ impl Maxima {
     }
 }
 
-/// Whether [`keep_block`] would take a new block: the one it took last is smaller than `bytes`, or was released. Always false on a
-/// CPU, and where the user configured libtorch's allocator.
+/// Whether [`keep_block`] would allocate a new block because the last one is smaller than `bytes` or was released. Always false on a CPU, and if the
+/// user has configured libtorch's allocator.
 pub fn lacks_block(device: Device, bytes: usize) -> bool {
     let is_configured = || ALLOCATOR_VARIABLES.iter().any(|name| std::env::var_os(name).is_some());
     device.is_cuda() && BLOCK_BYTES.load(Ordering::Relaxed) < bytes && !is_configured()
 }
 
-/// Makes libtorch's cache on a GPU hold one free block of at least `bytes`, from which later tensors are cut, unless it does
-/// already ([`lacks_block`]). Other cached memory is released before.
+/// Makes libtorch's cache on a GPU contain one free block of at least `bytes`, from which later tensors are cut, unless it already does
+/// ([`lacks_block`]). Other cached memory is released first.
 ///
-/// Without such a block the cache asks the driver for every tensor that no free block is large enough for, and keeps each of these
-/// allocations: micro-batches of ever new sizes then hold up to twice the memory of their tensors. Neighbours within one
-/// allocation merge when they are freed, so a block that all tensors come from serves every size again.
+/// Without such a block the cache requests memory from the driver for every tensor that fits in no free block, and keeps all these allocations;
+/// micro-batches of varying sizes then hold up to twice the memory of their tensors. Neighbours within one allocation are merged when freed, so a
+/// block that contains all tensors suits any sizes.
 ///
-/// Where the GPU does not have that much, the cache stays empty and asks the driver as before.
+/// If the GPU does not have that much memory, the cache stays empty and allocates as usual.
 ///
 /// # Errors
-/// [`crate::Error::Environment`] if libtorch's CUDA half is not loaded.
+/// [`crate::Error::Environment`] if libtorch's CUDA libraries are not loaded.
 pub fn keep_block(device: Device, bytes: usize) -> Result<()> {
     if !lacks_block(device, bytes) {
         return Ok(());
@@ -117,39 +114,39 @@ pub fn keep_block(device: Device, bytes: usize) -> Result<()> {
     if let Some(memory) = device_memory(device)? {
         EARLIER.keep(memory);
     }
-    // The tensor dies at once; its memory stays in the cache.
+    // The tensor is dropped immediately; its memory stays in the cache.
     if let Err(error) = Tensor::f_empty([bytes as i64], (Kind::Uint8, device)) {
         tracing::debug!("cannot reserve a block of {bytes} bytes for training tensors: {error}");
     }
     BLOCK_BYTES.store(bytes, Ordering::Relaxed);
-    // It was nobody's tensor: the maximum of tensors goes on without it.
+    // The block is no real tensor, so the peak of tensors must not include it.
     forget_peaks(device)
 }
 
-/// Bytes that libtorch's allocator holds of a GPU.
+/// Memory of a GPU that libtorch's allocator holds, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DeviceMemory {
     /// Bytes of live tensors.
     pub allocated: usize,
-    /// The most of them since [`reset_peak_memory`].
+    /// Peak of `allocated` since [`reset_peak_memory`].
     pub peak_allocated: usize,
-    /// Taken from the device: live tensors and what is kept for later ones.
+    /// Bytes allocated from the driver: live tensors and cached memory.
     pub reserved: usize,
-    /// The most of that since [`reset_peak_memory`].
+    /// Peak of `reserved` since [`reset_peak_memory`].
     pub peak_reserved: usize,
 }
 
-/// The memory of `device` that libtorch holds; nothing is counted on a CPU.
+/// The memory of `device` that libtorch holds; `None` on a CPU, where nothing is counted.
 ///
 /// # Errors
-/// [`crate::Error::Environment`] if libtorch's CUDA half is not loaded.
+/// [`crate::Error::Environment`] if libtorch's CUDA libraries are not loaded.
 pub fn device_memory(device: Device) -> Result<Option<DeviceMemory>> {
     let Device::Cuda(ordinal) = device else { return Ok(None) };
     let [allocated, peak_allocated, reserved, peak_reserved] = ffi::memory_stats(ordinal)?;
     Ok(Some(EARLIER.with(DeviceMemory { allocated, peak_allocated, reserved, peak_reserved })))
 }
 
-/// Begins the maxima of [`device_memory`] anew; nothing to do on a CPU.
+/// Resets the peaks of [`device_memory`]; does nothing on a CPU.
 ///
 /// # Errors
 /// The errors of [`device_memory`].
@@ -158,7 +155,7 @@ pub fn reset_peak_memory(device: Device) -> Result<()> {
     forget_peaks(device)
 }
 
-/// Begins libtorch's own maxima anew.
+/// Resets libtorch's own peaks.
 fn forget_peaks(device: Device) -> Result<()> {
     match device {
         Device::Cuda(ordinal) => ffi::reset_peak_memory(ordinal),
@@ -166,8 +163,8 @@ fn forget_peaks(device: Device) -> Result<()> {
     }
 }
 
-/// The main heap is that of the thread that trains. The heaps of other threads are left out: each has 64 MiB that count as free and
-/// that nobody has touched, so that with a few threads every call would return what the next step needs.
+/// Returns free memory of the main heap, which the training thread uses. Other threads' heaps are excluded: each has 64 MiB that count as free
+/// although they were never touched, so with a few threads every call would release memory that the next step needs.
 fn release_heap() {
     #[cfg(target_env = "gnu")]
     // SAFETY: all three take the heap's own locks; the last touches free memory only.
@@ -191,7 +188,8 @@ mod tests {
         assert_eq!(BLOCK_BYTES.load(Ordering::Relaxed), 0);
     }
 
-    /// Before a block 5 of 7 bytes were tensors' and 9 reserved; the block is 20 of them and no tensor; behind it 6 are tensors'.
+    /// Before the block, 5 of 7 bytes are tensors and at most 9 are reserved. The block has 20 bytes, which are not tensors. Afterwards 6 bytes are
+    /// tensors.
     #[test]
     fn memory_peaks_exclude_the_kept_block_and_keep_earlier_maxima() {
         let memory =
@@ -206,7 +204,7 @@ mod tests {
         assert_eq!(maxima.with(memory(3, 4)), memory(3, 4));
     }
 
-    /// A run keeps a little at every step. Where that took a part of a freed tensor's place, the heap grew at every step.
+    /// A run keeps a few small allocations at every step. When these took part of a freed tensor's place, the heap grew at every step.
     #[test]
     fn freed_memory_is_reused_for_tensors_of_equal_size() {
         keep_memory();
@@ -232,7 +230,7 @@ mod tests {
         // SAFETY: reads counters under the heap's own locks.
         let num_mapped = || unsafe { libc::mallinfo2() }.hblks;
         let before = num_mapped();
-        let block = vec![1u8; 48 << 20]; // by default always mapped; other tests can only lower the count
+        let block = vec![1u8; 48 << 20]; // by default always mapped separately; other tests can only lower the count
         assert!(num_mapped() <= before);
         drop(block);
         release_memory(Device::Cpu).unwrap();

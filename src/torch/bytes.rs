@@ -1,4 +1,4 @@
-//! A tensor's memory as host bytes and vectors.
+//! Access to a tensor's memory as host bytes and vectors.
 #![allow(unsafe_code)]
 
 use tch::{Device, Kind, Tensor};
@@ -8,8 +8,8 @@ use crate::error::{Error, Result};
 /// The memory of a contiguous CPU tensor, without a copy.
 ///
 /// # Safety
-/// Nothing writes this memory while the slice lives, through any tensor: clones and views share it, and the borrow of one says
-/// nothing of the others.
+/// Nothing may write this memory while the slice lives, through any tensor. Clones and views share the memory, and borrowing one does not restrict
+/// the others.
 ///
 /// # Errors
 /// [`Error::InvalidArgument`] if the tensor is not contiguous or not on the CPU.
@@ -72,15 +72,15 @@ fn host_vec<T: tch::kind::Element + Clone>(tensor: &Tensor, zero: T) -> Result<V
     Ok(values)
 }
 
-/// The values as a tensor `[n]` on `device`.
+/// Copies the values to a tensor `[n]` on `device`.
 ///
 /// # Errors
-/// [`Error::OutOfMemory`]; [`Error::Torch`], also for work on the device that failed before.
+/// [`Error::OutOfMemory`]; [`Error::Torch`], also for earlier work on the device that failed.
 pub fn tensor_on<T: tch::kind::Element>(values: &[T], device: Device) -> Result<Tensor> {
     Ok(Tensor::f_from_slice(values)?.f_to_device(device)?)
 }
 
-/// A tensor `[len]` on `device` of zeros, or what `fill` makes of them: without the copy that [`tensor_on`] makes on the host.
+/// Creates a tensor `[len]` on `device` from zeros that `fill` may overwrite, without the host copy that [`tensor_on`] makes.
 ///
 /// # Errors
 /// The errors of [`tensor_on`].
@@ -93,10 +93,10 @@ pub fn filled_on<T: tch::kind::Element>(len: usize, device: Device, fill: impl F
     Ok(host.f_to_device(device)?)
 }
 
-/// Hands the memory of a contiguous tensor on any device to `read`; a GPU's is copied once.
+/// Passes the memory of a contiguous tensor on any device to `read`; a GPU tensor is copied once.
 ///
 /// # Errors
-/// The errors of [`bytes`]; [`Error::Torch`], also for work on the device that failed before.
+/// The errors of [`bytes`]; [`Error::Torch`], also for earlier work on the device that failed.
 pub fn read_bytes<R>(tensor: &Tensor, read: impl FnOnce(&[u8]) -> R) -> Result<R> {
     let host = match tensor.device() {
         Device::Cpu => {
@@ -110,7 +110,7 @@ pub fn read_bytes<R>(tensor: &Tensor, read: impl FnOnce(&[u8]) -> R) -> Result<R
     Ok(read(unsafe { bytes(&host) }?))
 }
 
-/// The kind in which sums over elements of `kind` are accumulated and normalisations computed.
+/// The type in which sums over elements of `kind` are accumulated and normalizations computed: float64 for float64, else float32.
 pub fn accumulation_kind(kind: Kind) -> Kind {
     if kind == Kind::Double { Kind::Double } else { Kind::Float }
 }

@@ -1,5 +1,5 @@
-//! Attention of equally long runs on a GPU: cuDNN's kernels through libtorch, whose forward `tch` does not bind. About twice
-//! as fast as flash attention on Hopper. cuDNN plans every shape when it is first met.
+//! Attention over runs of equal length on a GPU, with cuDNN's kernels through libtorch, whose forward `tch` does not bind. About twice as fast as
+//! flash attention on Hopper. cuDNN plans every shape on first use.
 #![allow(unsafe_code)]
 
 use std::ffi::{c_int, c_void};
@@ -9,11 +9,11 @@ use tch::{Kind, Tensor};
 use super::{Attended, QkvGradients, SavedAttention, ffi};
 use crate::error::Result;
 
-/// Attends to runs of one length: o [B, H, L, hd] with the strides of `q`, log-sum-exp [B, H, L, 1] f32.
+/// Computes attention over runs of equal length: o [B, H, L, hd] with the strides of `q`, log-sum-exp [B, H, L, 1] f32.
 ///
 /// # Errors
-/// [`crate::Error::Environment`] with libtorch's message for tensors that the kernels cannot take: they need a GPU,
-/// bfloat16 or half, and a head width that is a multiple of 8 up to 128.
+/// [`crate::Error::Environment`] with libtorch's message for unsupported tensors: they must be on a GPU, in bfloat16 or half, with a head width that
+/// is a multiple of 8 up to 128.
 pub fn cudnn_forward(
     q: &Tensor, // [B, H, L, hd]
     k: &Tensor, // [B, Hkv, Lk, hd]
@@ -32,7 +32,7 @@ pub fn cudnn_forward(
     Ok(unsafe { Attended { o: Tensor::from_ptr(o.cast()), lse: Tensor::from_ptr(lse.cast()) } })
 }
 
-/// Gradients from the inputs and results of [`cudnn_forward`].
+/// Computes gradients from the inputs and results of [`cudnn_forward`].
 ///
 /// # Errors
 /// The errors of [`cudnn_forward`].
@@ -43,8 +43,8 @@ pub fn cudnn_backward(
     scale: f64,
 ) -> Result<QkvGradients> {
     let SavedAttention { q, k, v, o, lse } = saved;
-    let unused = Tensor::f_empty([0], (Kind::Int64, q.device()))?; // the state of a dropout that there is none of
-    let absent = Tensor::new(); // neither bias nor bounds
+    let unused = Tensor::f_empty([0], (Kind::Int64, q.device()))?; // dropout state; there is no dropout
+    let absent = Tensor::new(); // no bias, no bounds
     let (len, k_len) = (q.size()[2], k.size()[2]);
     let (dq, dk, dv) = Tensor::f_internal_scaled_dot_product_cudnn_attention_backward(
         d_o, q, k, v, o, lse, &unused, &unused, &absent, &absent, &absent, len, k_len, 0.0, causal, scale,

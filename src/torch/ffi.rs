@@ -1,4 +1,4 @@
-//! The C side of `shim.h`, declared and wrapped once: every call returns a [`Result`] with libtorch's own message.
+//! Declarations of the C functions in `shim.h`, and safe wrappers: every call returns a [`Result`] with libtorch's own message.
 #![allow(unsafe_code)]
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
@@ -7,7 +7,7 @@ use tch::Device;
 
 use crate::error::{Error, Result};
 
-/// An open TCPStore, owned by the C++ side.
+/// An open TCPStore, owned by the C++ code.
 #[repr(C)]
 pub(super) struct RawStore {
     _opaque: [u8; 0],
@@ -79,16 +79,16 @@ unsafe extern "C" {
     fn colo_cuda_reset_peak_memory(device: c_int) -> c_int;
 }
 
-/// Makes CPU tensors come from `malloc` from now on; those that are there keep their memory.
+/// Makes CPU tensors come from `malloc` from now on; existing ones keep their memory.
 pub(super) fn allocate_from_heap() {
     // SAFETY: no pointers; each tensor is freed as it was allocated.
     unsafe { colo_allocate_from_heap() }
 }
 
-/// The raw `CUstream` that libtorch's operations on CUDA device `ordinal` go to.
+/// The raw `CUstream` on which libtorch currently queues operations for CUDA device `ordinal`.
 ///
 /// # Errors
-/// [`Error::Environment`] if libtorch's CUDA half is not loaded.
+/// [`Error::Environment`] if libtorch's CUDA libraries are not loaded.
 pub fn current_cuda_stream(ordinal: usize) -> Result<*mut c_void> {
     let mut stream = std::ptr::null_mut();
     // SAFETY: `stream` outlives the call, which writes it only on success.
@@ -99,17 +99,17 @@ pub fn current_cuda_stream(ordinal: usize) -> Result<*mut c_void> {
 
 /// A stream of libtorch's pool.
 pub(crate) struct PooledStream {
-    /// libtorch's id of it.
+    /// libtorch's id of the stream.
     pub id: i64,
-    /// Its `CUstream`.
+    /// The raw `CUstream`.
     pub raw: *mut c_void,
 }
 
-/// The next stream of libtorch's pool for CUDA device `ordinal`. It lives as long as
-/// the process; after 32 the pool begins again. Blocks of an `urgent` one go before those of others.
+/// Takes the next stream of libtorch's pool for CUDA device `ordinal`. It lives as long as the process; the pool has 32 streams and reuses them in
+/// turn. The GPU schedules blocks of an `urgent` stream before others.
 ///
 /// # Errors
-/// [`Error::Environment`] if libtorch's CUDA half is not loaded.
+/// [`Error::Environment`] if libtorch's CUDA libraries are not loaded.
 pub(crate) fn pool_cuda_stream(ordinal: usize, urgent: bool) -> Result<PooledStream> {
     let (mut id, mut stream) = (0, std::ptr::null_mut());
     // SAFETY: both outlive the call, which writes them only on success.
@@ -118,11 +118,10 @@ pub(crate) fn pool_cuda_stream(ordinal: usize, urgent: bool) -> Result<PooledStr
     Ok(PooledStream { id, raw: stream })
 }
 
-/// Sends the calling thread's libtorch operations on CUDA device `ordinal` to the stream of libtorch's `id`; returns the id of
-/// the one that they went to before.
+/// Makes the stream with libtorch's `id` current for the calling thread on CUDA device `ordinal`; returns the id of the previous one.
 ///
 /// # Errors
-/// [`Error::Environment`] if libtorch's CUDA half is not loaded.
+/// [`Error::Environment`] if libtorch's CUDA libraries are not loaded.
 pub(crate) fn exchange_cuda_stream(ordinal: usize, id: i64) -> Result<i64> {
     let mut previous = 0;
     // SAFETY: `previous` outlives the call; an id comes from libtorch.
@@ -131,20 +130,20 @@ pub(crate) fn exchange_cuda_stream(ordinal: usize, id: i64) -> Result<i64> {
     Ok(previous)
 }
 
-/// Makes CUDA device `ordinal` the calling thread's.
+/// Makes CUDA device `ordinal` current for the calling thread.
 ///
 /// # Errors
-/// [`Error::Environment`] if libtorch's CUDA half is not loaded or has no such device.
+/// [`Error::Environment`] if libtorch's CUDA libraries are not loaded or have no such device.
 pub fn set_cuda_device(ordinal: usize) -> Result<()> {
     // SAFETY: no pointers.
     let status = unsafe { colo_cuda_set_device(ordinal as c_int) };
     check(status, || format!("CUDA device {ordinal}"))
 }
 
-/// Gives back the memory that libtorch keeps on `device` for later allocations; a CPU has none of it.
+/// Releases the memory that libtorch caches on `device`; does nothing on a CPU.
 ///
 /// # Errors
-/// [`Error::Environment`] if libtorch's CUDA half is not loaded.
+/// [`Error::Environment`] if libtorch's CUDA libraries are not loaded.
 pub(super) fn release_cache(device: Device) -> Result<()> {
     if !device.is_cuda() {
         return Ok(());
@@ -153,21 +152,21 @@ pub(super) fn release_cache(device: Device) -> Result<()> {
     check(unsafe { colo_cuda_release_cache() }, || format!("cached memory of {device:?}"))
 }
 
-/// Whether libtorch's operations of this process that can sum in a fixed order do, at some cost.
+/// Sets whether libtorch's operations in this process sum in a fixed order where they can, at some cost.
 ///
 /// # Errors
 /// [`Error::Environment`] with libtorch's message.
 pub fn set_deterministic(on: bool) -> Result<()> {
-    // SAFETY: no pointers; a switch of libtorch's global context.
-    // Those that cannot stay allowed: the trainer's own kernels take their place.
+    // SAFETY: no pointers; sets a switch of libtorch's global context. Operations without a deterministic version stay allowed, since the trainer
+    // uses its own kernels instead.
     check(unsafe { colo_set_deterministic(c_int::from(on), 0) }, || "cannot switch deterministic operations".to_owned())
 }
 
-/// `work`, whose operations heed [`set_deterministic`] only where what cannot sum in a fixed order is refused: libtorch's flash
-/// attention.
+/// Runs `work` such that, if [`set_deterministic`] is on, operations without a deterministic version are refused. libtorch's flash attention needs
+/// this to select its deterministic backward.
 ///
 /// # Errors
-/// [`Error::Environment`] with libtorch's message; those of `work`.
+/// [`Error::Environment`] with libtorch's message; the errors of `work`.
 pub(super) fn only_deterministic<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     if !is_deterministic() {
         return work();
@@ -181,16 +180,16 @@ pub(super) fn only_deterministic<T>(work: impl FnOnce() -> Result<T>) -> Result<
     outcome
 }
 
-/// The last value of [`set_deterministic`]; false before.
+/// The last value given to [`set_deterministic`]; false before.
 pub fn is_deterministic() -> bool {
     // SAFETY: no pointers; reads that switch.
     unsafe { colo_is_deterministic() != 0 }
 }
 
-/// Allocated now, allocated at most, reserved now, reserved at most, in bytes of CUDA device `ordinal`.
+/// Bytes of CUDA device `ordinal`: allocated now, peak allocated, reserved now, peak reserved.
 ///
 /// # Errors
-/// [`Error::Environment`] if libtorch's CUDA half is not loaded, or before its first tensor.
+/// [`Error::Environment`] if libtorch's CUDA libraries are not loaded, or before its first tensor.
 pub(super) fn memory_stats(ordinal: usize) -> Result<[usize; 4]> {
     let mut stats = [0; 4];
     // SAFETY: `stats` has the four places that the call writes, and outlives it.
@@ -199,7 +198,7 @@ pub(super) fn memory_stats(ordinal: usize) -> Result<[usize; 4]> {
     Ok(stats.map(|bytes: i64| bytes as usize))
 }
 
-/// Begins the maxima of [`memory_stats`] anew.
+/// Resets the peaks of [`memory_stats`].
 ///
 /// # Errors
 /// The errors of [`memory_stats`].
@@ -209,7 +208,7 @@ pub(super) fn reset_peak_memory(ordinal: usize) -> Result<()> {
     check(status, || format!("allocator of CUDA device {ordinal}"))
 }
 
-/// Turns a status of the shim into a result that says what was tried.
+/// Converts a status of the shim into a result whose error names the attempted operation.
 pub(super) fn check(status: c_int, what: impl FnOnce() -> String) -> Result<()> {
     if status == 0 {
         return Ok(());
@@ -220,7 +219,7 @@ pub(super) fn check(status: c_int, what: impl FnOnce() -> String) -> Result<()> 
         .unwrap_or_else(|| Error::Environment { message: format!("{}: {}", what(), reason.trim_end()) }))
 }
 
-/// A C string; interior NULs are refused.
+/// Converts text to a C string; refuses interior NUL bytes.
 pub(super) fn c_string(op: &'static str, text: &str) -> Result<CString> {
     CString::new(text).map_err(|_| Error::InvalidArgument {
         op,

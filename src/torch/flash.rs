@@ -1,5 +1,4 @@
-//! Flash attention over packed runs on a GPU: libtorch's kernels (FlashAttention-2, arXiv 2307.08691), whose
-//! forward `tch` does not bind.
+//! Flash attention over packed runs on a GPU, with libtorch's kernels (FlashAttention-2, arXiv 2307.08691), whose forward `tch` does not bind.
 #![allow(unsafe_code)]
 
 use std::ffi::{c_int, c_void};
@@ -9,12 +8,12 @@ use tch::{Kind, Tensor};
 use super::{Attended, QkvGradients, SavedAttention, ffi};
 use crate::error::Result;
 
-/// Heads of flash attention are multiples of this.
+/// Head widths in flash attention must be multiples of this.
 pub const FLASH_HEAD_STEP: usize = 8;
-/// Widest head of flash attention.
+/// Largest head width in flash attention.
 pub const FLASH_MOST_HEAD_DIM: usize = 256;
 
-/// Query runs and the key runs that they attend to, for [`flash_forward`] and [`flash_backward`].
+/// Query runs, and the key runs that they attend to, for [`flash_forward`] and [`flash_backward`].
 #[derive(Debug)]
 pub struct Varlen {
     /// Bounds of the query runs. [N + 1] i32
@@ -25,19 +24,19 @@ pub struct Varlen {
     pub max_len_q: i64,
     /// Length of the longest key run.
     pub max_len_k: i64,
-    /// Whether a query sees only the keys up to its own place.
+    /// Whether a query attends only to keys up to its own position.
     pub causal: bool,
-    /// Most keys that a causal query sees, its own included.
+    /// Largest number of keys that a causal query attends to, including its own.
     pub window: Option<i64>,
 }
 
 impl Varlen {
-    /// Beyond 1 also for single queries: for them alone the kernel takes another path, with another log-sum-exp.
+    /// At least 2, because for single queries the kernel uses another path, with another layout of the log-sum-exp.
     fn max_len_q(&self) -> i64 {
         self.max_len_q.max(2)
     }
 
-    /// Gives the runs this window.
+    /// A copy of the runs with another window.
     pub fn within(&self, window: Option<i64>) -> Self {
         let [cu_seqlens_q, cu_seqlens_k] = [&self.cu_seqlens_q, &self.cu_seqlens_k].map(Tensor::shallow_clone);
         Self { cu_seqlens_q, cu_seqlens_k, window, ..*self }
@@ -48,11 +47,11 @@ impl Varlen {
     }
 }
 
-/// Attends to packed runs: o [T, H, hd], log-sum-exp [H, T] f32.
+/// Computes attention over packed runs: o [T, H, hd], log-sum-exp [H, T] f32.
 ///
 /// # Errors
-/// [`crate::Error::Environment`] with libtorch's message for tensors that the kernels cannot take: they need a GPU,
-/// bfloat16 or half, and a head width that is a multiple of 8 up to 256.
+/// [`crate::Error::Environment`] with libtorch's message for unsupported tensors: they must be on a GPU, in bfloat16 or half, with a head width that
+/// is a multiple of 8 up to 256.
 pub fn flash_forward(
     q: &Tensor, // [T, H, hd]
     k: &Tensor, // [Tk, Hkv, hd]
@@ -84,11 +83,10 @@ pub fn flash_forward(
     Ok(unsafe { Attended { o: Tensor::from_ptr(o.cast()), lse: Tensor::from_ptr(lse.cast()) } })
 }
 
-/// Gradients from the inputs and results of [`flash_forward`]. Sums into dq come in no fixed order, but where
-/// [`super::set_deterministic`] asks for one.
+/// Computes gradients from the inputs and results of [`flash_forward`]. Sums into dq have no fixed order, unless [`super::set_deterministic`] is on.
 ///
 /// # Errors
-/// [`crate::Error::Torch`] for tensors that the kernels cannot take.
+/// [`crate::Error::Torch`] for unsupported tensors.
 pub fn flash_backward(
     d_o: &Tensor,          // [T, H, hd]
     saved: SavedAttention, // q, o [T, H, hd], k, v [Tk, Hkv, hd], lse [H, T] f32
@@ -96,7 +94,7 @@ pub fn flash_backward(
     scale: f64,
 ) -> Result<QkvGradients> {
     let SavedAttention { q, k, v, o, lse } = saved;
-    let unused = Tensor::f_empty([0], (Kind::Int64, q.device()))?; // the state of a dropout that there is none of
+    let unused = Tensor::f_empty([0], (Kind::Int64, q.device()))?; // dropout state; there is no dropout
     ffi::only_deterministic(|| {
         let (dq, dk, dv) = Tensor::f_internal_flash_attention_backward(
             d_o,

@@ -1,5 +1,5 @@
-//! libtorch beyond what `tch` binds: the C++ shim with TCPStore, CUDA streams, flash and cuDNN attention; tensors' bytes, kept
-//! memory, threads. Knows nothing of models.
+//! Parts of libtorch that `tch` does not bind, through a C++ shim: TCPStore, CUDA streams, flash and cuDNN attention; also tensors' bytes, cached
+//! memory and threads. Knows nothing of models.
 
 mod allocator;
 mod bytes;

@@ -1,18 +1,18 @@
-//! Numbers as operands. A fallible operation of `tch` that takes a `Scalar` panics all the same where libtorch fails: the scalar's
-//! destructor runs first and finds the error that is pending. So operations that allocate take their numbers as tensors of no
-//! dimension, which libtorch makes of them anyway, or write to memory that was asked for before. In place a `Scalar` is safe:
-//! nothing is allocated.
+//! Numbers as operands of tensor operations. A fallible operation of `tch` that takes a `Scalar` panics when libtorch fails, because the scalar's
+//! destructor finds the pending error first. So operations that allocate take numbers as zero-dimensional tensors, which libtorch converts them to
+//! anyway, or write to memory that was allocated before. In-place operations may take a `Scalar`, as they allocate nothing.
 
 use tch::{Device, Kind, Tensor};
 
 use crate::error::Result;
 
-/// A number as an operand of tensors of its own category on any device: it does not change their kind. []
+/// A number as a zero-dimensional tensor, to be combined with tensors of the same category (integer or float) on any device without changing their
+/// type. []
 pub fn scalar<T: tch::kind::Element>(number: T) -> Tensor {
     Tensor::from_slice(&[number]).squeeze()
 }
 
-/// A tensor filled with a number.
+/// Creates a tensor filled with a number.
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
@@ -20,7 +20,7 @@ pub fn full(shape: &[i64], number: f64, options: (Kind, Device)) -> Result<Tenso
     Ok(Tensor::f_empty(shape, options)?.f_fill_(number)?)
 }
 
-/// 0, 1, .. below `end`. `[end]` i64
+/// Creates the tensor 0, 1, .. below `end`. `[end]` i64
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
@@ -29,8 +29,8 @@ pub fn arange(end: i64, device: Device) -> Result<Tensor> {
     Ok(Tensor::f_arange(end, (Kind::Int64, device))?)
 }
 
-/// Fails where a tensor of this shape has no room; what it takes for that, the next allocation of the size finds again. For
-/// operations whose numbers must be scalars.
+/// Fails if there is no memory for a tensor of this shape; otherwise leaves the memory cached for the next allocation of that size. For operations
+/// whose numbers must be scalars.
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].

@@ -2,7 +2,7 @@
 
 use tch::Tensor;
 
-/// Inputs and results of an attention. Shapes are those of the backward that it is for.
+/// Inputs and results of an attention, in the shapes that its backward function requires.
 #[derive(Debug, Clone, Copy)]
 pub struct SavedAttention<'a> {
     /// Queries.
@@ -11,7 +11,7 @@ pub struct SavedAttention<'a> {
     pub k: &'a Tensor,
     /// Values.
     pub v: &'a Tensor,
-    /// Outputs, shaped as the queries.
+    /// Outputs, with the shape of the queries.
     pub o: &'a Tensor,
     /// Log-sum-exp of the scaled scores.
     pub lse: &'a Tensor,
@@ -20,13 +20,13 @@ pub struct SavedAttention<'a> {
 /// Results of an attention.
 #[derive(Debug)]
 pub struct Attended {
-    /// Outputs, shaped as the queries.
+    /// Outputs, with the shape of the queries.
     pub o: Tensor,
     /// Log-sum-exp of the scaled scores.
     pub lse: Tensor,
 }
 
-/// Gradients of the inputs of an attention, each shaped as what it is of.
+/// Gradients of an attention's inputs, each with the shape of its input.
 #[derive(Debug)]
 pub struct QkvGradients {
     /// The gradient of the queries.

@@ -1,4 +1,4 @@
-//! libtorch's TCPStore: the key-value store through which ranks find one another.
+//! libtorch's TCPStore: the key-value store through which ranks rendezvous.
 #![allow(unsafe_code)]
 
 use std::net::TcpListener;
@@ -8,7 +8,7 @@ use std::time::Duration;
 use super::ffi;
 use crate::error::{Error, Result};
 
-/// A connection to a TCPStore, and on one rank its server. Safe to use from several threads; calls take turns.
+/// A connection to a TCPStore and, on one rank, its server. It may be used from several threads; calls are serialized.
 #[derive(Debug)]
 pub struct Store {
     raw: *mut ffi::RawStore,
@@ -22,12 +22,11 @@ unsafe impl Send for Store {}
 unsafe impl Sync for Store {}
 
 impl Store {
-    /// Serves a store on `address:port` and connects to it. The socket is bound to `address` alone, or is `listener`, bound
-    /// and listening already (libtorch by itself would listen on every address). Port 0 takes a free one. `timeout` is
-    /// the longest wait of [`Store::get`].
+    /// Starts a store server on `address:port` and connects to it. The socket is bound to `address` only, or is `listener`, which must be bound and
+    /// listening. (libtorch itself would listen on every address.) Port 0 selects a free port. `timeout` is the longest wait in [`Store::get`].
     ///
     /// # Errors
-    /// [`Error::Environment`] if the address or port cannot be had.
+    /// [`Error::Environment`] if the address or port is not available.
     pub fn host(address: &str, port: u16, listener: Option<OwnedFd>, timeout: Duration) -> Result<Self> {
         let refused = |error: std::io::Error| Error::Environment {
             message: format!(
@@ -62,12 +61,12 @@ impl Store {
         Ok(Self { raw, address: address.to_owned(), port })
     }
 
-    /// The port in use.
+    /// The port of the store.
     pub fn port(&self) -> u16 {
         self.port
     }
 
-    /// Stores `value` under `key`, replacing what was there.
+    /// Stores `value` under `key`, replacing an earlier value.
     ///
     /// # Errors
     /// [`Error::Environment`] if the server is gone; [`Error::InvalidArgument`] for a key with a NUL byte.
@@ -78,10 +77,10 @@ impl Store {
         ffi::check(status, || self.context("set", key))
     }
 
-    /// The value of `key`, waited for up to the store's timeout.
+    /// Returns the value of `key`, waiting for it up to the store's timeout.
     ///
     /// # Errors
-    /// The errors of [`Store::set`], and if it does not come in time.
+    /// The errors of [`Store::set`]; an error if the value is not set in time.
     pub fn get(&self, key: &str) -> Result<Vec<u8>> {
         let name = ffi::c_string("Store::get", key)?;
         let (mut value, mut bytes) = (std::ptr::null_mut(), 0);

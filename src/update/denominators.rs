@@ -1,9 +1,8 @@
-//! Denominators of an update's token losses.
+//! Denominators of the token losses in an update.
 //!
-//! A completion without any reward is left out of every denominator: the others train as if it had not been sampled, and an outage of
-//! a reward server does not scale the gradient down. TRL 1.16 gives it the advantage 0 and keeps it in the counts of tokens and
-//! sequences and in the KL term. A truncated completion masked by `mask_truncated_completions` counts as in TRL: no tokens, but one
-//! sequence.
+//! A completion without any reward is excluded from every denominator: the others train as if it had not been sampled, and an outage of a reward
+//! server does not shrink the gradient. TRL 1.16 instead gives it the advantage 0 and counts it in the numbers of tokens and sequences and in the KL
+//! term. A truncated completion that `mask_truncated_completions` masks counts as in TRL: no tokens, but one sequence.
 
 use crate::config::LossType;
 use crate::grpo::Denominators;
@@ -32,8 +31,8 @@ pub(super) fn denominators(slices: &[Vec<Sequence>], loss_type: LossType) -> Vec
     slices.iter().map(of_slice).collect()
 }
 
-/// Divides the sequences of an update, in their order, into batches of `batch_size`, or of nearly as many where that does not divide
-/// them. The loss is the mean over batches of the mean over a batch's tokens.
+/// Divides an update's sequences, in order, into batches of `batch_size`, or into batches of almost equal size if that does not divide them. The loss
+/// is the mean over batches of the mean over each batch's tokens.
 pub(super) fn set_bnpo_divisors(slice: &mut [Sequence], batch_size: usize) {
     let (num_sequences, num_batches) = (slice.len(), slice.len().div_ceil(batch_size));
     let end = |batch: usize| (batch + 1) * num_sequences / num_batches;

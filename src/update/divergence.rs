@@ -1,4 +1,4 @@
-//! KL divergences of sampled sequences from the reference model, for rewards that are lessened by them.
+//! KL divergences of sampled sequences from the reference model, for rewards with a KL penalty.
 
 use std::ops::Range;
 
@@ -11,14 +11,14 @@ use crate::train::{ExpertSources, GatheredSequences, Sequence, gather_sequences}
 /// The KL divergence of one sequence from the reference model, estimated on its own tokens.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Divergence {
-    /// Sum over its scored tokens.
+    /// Sum over the sequence's scored tokens.
     pub sum: f64,
-    /// Number of these; 0 for a masked sequence.
+    /// Number of scored tokens; 0 for a masked sequence.
     pub num_tokens: f64,
 }
 
 impl Divergence {
-    /// The divergence by the log-probabilities of a sequence that was scored by the policy and the reference.
+    /// Estimates the divergence from a sequence's log-probabilities under the policy and the reference model.
     fn of(sequence: &Sequence, estimator: KlEstimator) -> Self {
         let scored = sequence.old_logprobs.as_ref().zip(sequence.ref_logprobs.as_ref());
         scored.map_or_else(Self::default, |(logprobs, ref_logprobs)| Self {
@@ -28,15 +28,15 @@ impl Divergence {
     }
 }
 
-/// The sequences of all ranks in rank order, each with its index as its place.
+/// The sequences of all ranks in rank order; each has its index as its `place`.
 pub(super) struct Numbered {
     pub all: Vec<Sequence>,
-    /// Which of them this rank brought.
+    /// Indices of this rank's sequences.
     pub own: Range<usize>,
     pub experts: ExpertSources,
 }
 
-/// The sequences of all ranks; collective over `group`.
+/// Gathers the sequences of all ranks; collective over `group`.
 pub(super) fn gather_numbered(own: &[Sequence], group: &dyn Collective) -> Result<Numbered> {
     let rank = group.rank() as u32;
     let of_rank: Vec<Sequence> = own.iter().map(|sequence| Sequence { place: rank, ..sequence.clone() }).collect();
@@ -46,7 +46,7 @@ pub(super) fn gather_numbered(own: &[Sequence], group: &dyn Collective) -> Resul
     Ok(Numbered { all, own: first..first + own.len(), experts })
 }
 
-/// Divergences of the sequences at `own` from those that ranks have scored of all `num_sequences`; collective over `group`.
+/// Returns the divergences of the sequences at `own`, given those of `num_sequences` that each rank has scored; collective over `group`.
 pub(super) fn exchange(
     scored: &[Sequence],
     estimator: KlEstimator,
@@ -59,13 +59,13 @@ pub(super) fn exchange(
         sums[at..at + 2].copy_from_slice(&[sum, num_tokens]);
     }
     if num_sequences > 0 {
-        all_reduce_f64(group, &mut sums, ReduceOp::Sum)?; // one rank has each, so that nothing is rounded
+        all_reduce_f64(group, &mut sums, ReduceOp::Sum)?; // only one rank has each value, so nothing is rounded
     }
     let of_own = &sums[2 * own.start..2 * own.end];
     Ok(of_own.chunks_exact(2).map(|pair| Divergence { sum: pair[0], num_tokens: pair[1] }).collect())
 }
 
-/// Divergences of this rank's sequences on a rank that does not train, while those that do call
+/// Returns the divergences of this rank's sequences on a rank that does not train, while the training ranks call
 /// [`Learner::divergences`](super::Learner::divergences); collective over `group`.
 pub fn await_divergences(own: &[Sequence], estimator: KlEstimator, group: &dyn Collective) -> Result<Vec<Divergence>> {
     let numbered = gather_numbered(own, group)?;

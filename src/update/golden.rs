@@ -1,4 +1,4 @@
-//! The way of a run from sequences to metrics held to TRL's own numbers: shares of ranks, packing, loss, masked sequences.
+//! Tests the path from sequences to metrics against TRL's numbers: distribution over ranks, packing, loss, masked sequences.
 
 use serde_json::Value;
 use tch::{Device, Tensor};
@@ -12,9 +12,9 @@ use crate::grpo::{EntropyControl, EntropyTerm, LossConfig, LossStats};
 use crate::model::ModelSpec;
 use crate::train::{MicroBatch, PackOptions, Schedule, Scores, Sequence, balanced_share, pack};
 
-const NUM_RANKS: [usize; 3] = [1, 2, 9]; // of nine ranks some have nothing
+const NUM_RANKS: [usize; 3] = [1, 2, 9]; // with nine ranks some have no sequences
 
-/// A generation batch and what a network would say of it.
+/// A generation batch and the log-probabilities that a network would return for it.
 struct Table {
     sequences: Vec<Sequence>,
     logprobs: Vec<Vec<f64>>,
@@ -22,7 +22,7 @@ struct Table {
 }
 
 impl Table {
-    /// The statistics that ranks report together after one update, and the sum of their losses.
+    /// Runs one update; returns the sum of the ranks' losses, and the statistics that the ranks report together.
     fn update(&self, config: &LossConfig, num_ranks: usize) -> (f64, LossStats) {
         let options = options(config);
         let divisors = denominators(std::slice::from_ref(&self.sequences), config.loss_type)[0];
@@ -52,7 +52,7 @@ impl Table {
         entropy_term(config, &rows.flat_map(|(_, row)| row.clone()).collect::<Vec<_>>())
     }
 
-    /// The first prompt token of a sequence is its row.
+    /// Looks up a sequence's scores; its first prompt token is its row in the table.
     fn scores(&self, micro_batch: &MicroBatch, share: &[Sequence]) -> Scores {
         let rows = || micro_batch.sequences.iter().map(|&index| share[index].token_ids[0] as usize);
         let of_rows =
@@ -100,7 +100,8 @@ fn numbers(value: &Value) -> Vec<f64> {
     value.as_array().unwrap().iter().map(|value| value.as_f64().unwrap_or(f64::NAN)).collect()
 }
 
-/// With `has_turns` tokens that nobody sampled stand in every completion, as TRL's `tool_mask` has them: its numbers stay the same.
+/// Builds the table of a golden case. With `has_turns`, every completion also contains tokens that were not sampled, as marked by TRL's `tool_mask`;
+/// TRL's numbers must not change.
 fn golden_table(golden: &Value, case: &Value, has_turns: bool) -> Table {
     let lengths: Vec<usize> = numbers(&golden["batch"]["lengths"]).iter().map(|length| *length as usize).collect();
     let rows = |key: &str| -> Vec<Vec<f64>> {
@@ -151,7 +152,7 @@ fn update_metrics_equal_trl_on_the_same_sequences() {
         let config = parse_config(&case["config"]);
         let (loss, stats) = golden_table(&golden, case, has_turns).update(&config, num_ranks);
         let near = |got: f64, expected: f64, what: &str| {
-            let close = (got - expected).abs() <= 1e-5 * expected.abs().max(1e-2); // old log-probabilities are float32 here
+            let close = (got - expected).abs() <= 1e-5 * expected.abs().max(1e-2); // here old log-probabilities are float32
             assert!(close || (got.is_nan() && expected.is_nan()), "{what}: got {got}, expected {expected}");
         };
         near(loss, case["loss"].as_f64().unwrap(), &what);
@@ -161,7 +162,7 @@ fn update_metrics_equal_trl_on_the_same_sequences() {
     }
 }
 
-/// New tables: TRL's `global_masked_mean`, `masked_seq_mean` and sampler ratios on padded rows, written out as its code has them.
+/// Uses random tables, and TRL's `global_masked_mean`, `masked_seq_mean` and sampler ratios on padded rows, written as in TRL's code.
 #[test]
 fn means_over_sequences_count_masked_ones() {
     for (num_masked, seed) in (0..=6).flat_map(|num_masked| (0..8).map(move |seed| (num_masked, seed))) {

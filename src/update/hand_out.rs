@@ -1,11 +1,11 @@
-//! Scores of a micro-batch, to the sequences that it is made of.
+//! Distributes the scores of a micro-batch to its sequences.
 
 use crate::error::Result;
 use crate::ops::head::TopScores;
 use crate::torch;
 use crate::train::{MicroBatch, Scores, Sequence, TeacherTop};
 
-/// Gives each sequence of a micro-batch its own log-probabilities.
+/// Copies to each sequence of a micro-batch its own log-probabilities.
 pub(super) fn hand_out(
     micro_batch: &MicroBatch,
     scores: &Scores,
@@ -22,7 +22,7 @@ pub(super) fn hand_out(
     Ok(())
 }
 
-/// Gives each sequence of a micro-batch the most probable tokens of its distributions, where these are scored.
+/// Copies to each sequence of a micro-batch the most probable tokens of its distributions, if these are scored.
 pub(super) fn hand_out_top(micro_batch: &MicroBatch, scores: &Scores, sequences: &mut [Sequence]) -> Result<()> {
     let Some(TopScores { ids, logprobs }) = &scores.top else { return Ok(()) };
     let num_top = ids.size()[1] as usize;

@@ -1,4 +1,4 @@
-//! One generation batch into optimizer updates on the ranks that train.
+//! Turns one generation batch into optimizer updates, on the ranks that train.
 
 mod shares;
 
@@ -16,7 +16,7 @@ use crate::ranks::{Mesh, ReduceOp, World, all_gather_bytes, all_reduce_f64};
 use crate::torch;
 use crate::train::{MicroBatch, Policy, Reference, Sequence, learning_rate};
 
-/// Updates in a row that may be skipped for a non-finite gradient before the run ends with exit code 13.
+/// Consecutive updates that may be skipped because of a non-finite gradient before the run ends with exit code 13.
 const MAX_CONSECUTIVE_SKIPS: u32 = 5;
 
 /// The policy, the reference model and the ranks that train them together.
@@ -30,34 +30,34 @@ pub struct Learner {
     num_consecutive_skips: u32,
 }
 
-/// Which log-probabilities are computed before an update.
+/// Which log-probabilities must be computed before an update.
 #[derive(Debug, Clone, Copy)]
 struct NeededLogprobs {
-    /// The policy's own: several updates will need them, or dropout spoils the training forward's.
+    /// The policy's own: needed if there are several updates, or if dropout makes those of the training forward unusable.
     old: bool,
-    /// The reference model's.
+    /// Those of the reference model.
     reference: bool,
-    /// The teacher's, if there is one.
+    /// Those of the teacher model, if there is one.
     teacher: bool,
 }
 
 impl Learner {
-    /// Puts the parts together. `mesh.world` are the ranks that train, of all those of `world`.
+    /// Creates a learner. `mesh.world` are the ranks of `world` that train.
     pub fn new(world: Arc<World>, mesh: Mesh, policy: Policy, reference: Option<Reference>) -> Self {
         Self { world, mesh, policy, reference, teacher: None, num_consecutive_skips: 0 }
     }
 
-    /// Has a model score the samples that the loss has a divergence from.
+    /// Adds a teacher model, which scores the samples for losses with a divergence from it.
     pub fn with_teacher(self, teacher: Option<Reference>) -> Self {
         Self { teacher, ..self }
     }
 
-    /// All processes.
+    /// The group of all processes, including those that do not train.
     pub fn world(&self) -> &Arc<World> {
         &self.world
     }
 
-    /// This process among those that train.
+    /// This process's position among the ranks that train.
     pub fn mesh(&self) -> &Mesh {
         &self.mesh
     }
@@ -67,25 +67,26 @@ impl Learner {
         &self.policy
     }
 
-    /// The policy, to load it or to move its state.
+    /// The policy, for example to load weights or to move its state.
     pub fn policy_mut(&mut self) -> &mut Policy {
         &mut self.policy
     }
 
-    /// The reference model, if it is a model of its own.
+    /// The reference model, if it is separate from the policy's base.
     pub fn reference(&self) -> Option<&Reference> {
         self.reference.as_ref()
     }
 
-    /// Trains on the sequences of one generation batch; collective over the world, where ranks that do not train call
-    /// [`gather_sequences`](crate::train::gather_sequences) and [`fetch`](crate::train::ExpertSources::fetch) instead, the latter for nothing. Every rank passes those that it
-    /// sampled, in rank order those of the whole batch; which of those that train takes which is balanced by cost.
+    /// Trains on the sequences of one generation batch; collective over the world. Ranks that do not train call
+    /// [`gather_sequences`](crate::train::gather_sequences) and [`fetch`](crate::train::ExpertSources::fetch) (with no sequences to fetch) instead.
+    /// Every rank passes the sequences that it sampled; in rank order these are the whole batch. They are distributed over the training ranks so that
+    /// the cost is balanced.
     ///
-    /// Sequence `i` of the whole batch takes part in update `i % updates_per_generation` of every iteration, so that the
-    /// updates do not depend on the world size.
+    /// Sequence `i` of the whole batch takes part in update `i % updates_per_generation` of every iteration, so that the updates do not depend on the
+    /// world size.
     ///
     /// # Errors
-    /// This rank's; [`Error::NonFinite`] after `MAX_CONSECUTIVE_SKIPS` skipped updates in a row.
+    /// This rank's error; [`Error::NonFinite`] after `MAX_CONSECUTIVE_SKIPS` consecutive skipped updates.
     pub fn train(
         &mut self,
         sequences: &[Sequence],
@@ -93,7 +94,7 @@ impl Learner {
         progress: &dyn UpdateProgress,
     ) -> Result<UpdateOutcome> {
         let (mut shares, denominators) = phase::scope(Phase::Pack, || self.share_out(sequences, options))?;
-        // What the engine gave back, before libtorch needs it.
+        // The memory that the engine released must be available before libtorch needs it.
         phase::scope(Phase::Reload, || memory::settle(self.world.device()))?;
         let dropout = self.policy.lora().is_some_and(|lora| lora.dropout > 0.0);
         let needs = NeededLogprobs {
@@ -135,7 +136,7 @@ impl Learner {
         Ok(outcome)
     }
 
-    /// Drops what a step that failed has begun: gradients and gathered weights.
+    /// Drops what a failed step has begun: gradients and gathered weights.
     pub(crate) fn drop_unfinished(&mut self) {
         self.policy.drop_gradients();
         for frozen in self.reference.iter_mut().chain(&mut self.teacher) {
@@ -143,8 +144,8 @@ impl Learner {
         }
     }
 
-    /// KL divergences of `sequences` from the reference model before an update on them; collective over the world, where ranks
-    /// that do not train call [`super::await_divergences`] instead. Who scores which sequence is balanced by cost.
+    /// Returns the KL divergences of `sequences` from the reference model, before an update on them; collective over the world. Ranks that do not
+    /// train call [`super::await_divergences`] instead. The sequences are distributed over ranks so that the cost is balanced.
     ///
     /// # Errors
     /// Returns the errors of [`Learner::train`].
@@ -169,7 +170,7 @@ impl Learner {
         exchange(counted, options.loss.objective.kl_estimator, (num_sequences, own), &*group)
     }
 
-    /// Fills in the log-probabilities that are needed. The reference model of a run that trains adapters is the policy's own base.
+    /// Computes the log-probabilities that are needed. When a run trains adapters, the reference model is the policy's own base.
     fn score(
         &mut self,
         sequences: &mut [Sequence],
@@ -211,7 +212,7 @@ impl Learner {
         })
     }
 
-    /// Has the policy score the sequences behind the prompts that it has as their teacher.
+    /// Scores the sequences with the policy as their teacher, after the teacher prompts that they have.
     fn score_as_teacher(
         &mut self,
         sequences: &mut [Sequence],
@@ -238,7 +239,7 @@ impl Learner {
         })
     }
 
-    /// One update from this rank's `share`, which it adds to `outcome`.
+    /// Runs one update on this rank's `share` and adds its results to `outcome`.
     fn update_once(
         &mut self,
         share: &[Sequence],
@@ -274,7 +275,7 @@ impl Learner {
         outcome.learning_rate = learning_rate(&options.schedule, options.global_step + outcome.num_updates);
         let (rate, most) = (outcome.learning_rate, options.max_grad_norm);
         let step = phase::scope(Phase::Optimizer, || self.policy.optimizer_step(rate, most))?;
-        // The device is waited for by now: the step needed the gradient's norm.
+        // This does not wait for the device any more, because the step already read the gradient's norm.
         let mut mean_entropy = [sums.read_into(outcome)?];
         if options.loss.objective.use_adaptive_entropy {
             all_reduce_f64(&*self.mesh.world, &mut mean_entropy, ReduceOp::Sum)?;
@@ -290,7 +291,7 @@ impl Learner {
         self.note_skip(options.global_step + outcome.num_updates, share, progress)
     }
 
-    /// Mixes the policy into the reference model where update `global_step` is one of those after which that is to be.
+    /// Mixes the policy into the reference model, if update `global_step` is one of those after which this is due.
     fn move_reference(&mut self, options: &UpdateOptions, global_step: u64) -> Result<()> {
         match (&mut self.reference, options.reference_sync) {
             (Some(reference), Some(ReferenceSync { steps, alpha })) if global_step.is_multiple_of(steps) => {
@@ -300,8 +301,8 @@ impl Learner {
         }
     }
 
-    /// The entropy term of the update's objective. Where it is over the tokens of highest entropy, a pass finds out which those of
-    /// all ranks are; collective.
+    /// The entropy term of the update's objective. If it only covers the tokens with the highest entropy, an additional pass determines these over
+    /// all ranks; collective.
     fn entropy_term(
         &mut self,
         micro_batches: &[MicroBatch],
@@ -328,8 +329,10 @@ impl Learner {
         })
     }
 
+    /// Counts a skipped update.
+    ///
     /// # Errors
-    /// [`Error::NonFinite`] for one skip too many in a row.
+    /// [`Error::NonFinite`] after too many consecutive skips.
     fn note_skip(&mut self, update: u64, share: &[Sequence], progress: &dyn UpdateProgress) -> Result<()> {
         self.num_consecutive_skips += 1;
         tracing::warn!("update {update}: the loss or gradient is not finite; the update is skipped on all ranks");

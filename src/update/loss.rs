@@ -11,15 +11,15 @@ use crate::phase::{self, Phase};
 use crate::torch::scalar;
 use crate::train::{MicroBatch, Scores, Sequence, TokenGradients};
 
-/// Loss and metrics of an update's micro-batches, on the device.
+/// Sums of loss and metrics over an update's micro-batches, on the device.
 #[derive(Debug)]
 pub(super) struct UpdateSums {
     term: Option<EntropyTerm>,
-    /// Weight of the loss that keeps experts equally busy.
+    /// Weight of the auxiliary loss that balances experts.
     router_aux_loss_coef: f64,
-    /// Whether the weights are those that sampled.
+    /// Whether the weights are still those that sampled.
     is_first: bool,
-    /// Whether this rank has the sums of those that share its micro-batches.
+    /// Whether this rank counts the sums, if several ranks share its micro-batches.
     counts: bool,
     sums: Option<LossSums>,
 }
@@ -35,18 +35,18 @@ struct LossSums {
 }
 
 impl UpdateSums {
-    /// Sums of an update whose objective has `term` of entropy, and `router_aux_loss_coef` times the loss that keeps experts
-    /// equally busy. `is_first`: it is the first one from its generation batch.
+    /// Creates sums for an update whose objective has the entropy term `term` and `router_aux_loss_coef` times the auxiliary loss that balances
+    /// experts. `is_first` states whether it is the first update on its generation batch.
     pub(super) fn new(term: Option<EntropyTerm>, router_aux_loss_coef: f64, is_first: bool) -> Self {
         Self { term, router_aux_loss_coef, is_first, counts: true, sums: None }
     }
 
-    /// On a rank that counts, or leaves that to another one, which has the same micro-batches.
+    /// Sets whether this rank counts the sums, or leaves that to another rank with the same micro-batches.
     pub(super) fn counting(self, counts: bool) -> Self {
         Self { counts, ..self }
     }
 
-    /// Adds a micro-batch's loss and returns its gradient by token.
+    /// Adds a micro-batch's loss and returns its gradient for each token.
     pub(super) fn differentiate(
         &mut self,
         micro_batch: &MicroBatch,
@@ -74,7 +74,7 @@ impl UpdateSums {
         let LossOutput { loss, dlogprobs, dentropy, dtop, mean_entropy, stats } =
             options.differentiate(&input, denominators)?;
         let stats = self.completed(stats, &input, micro_batch.token_ages.as_ref(), options)?;
-        // A loss that is not finite makes the gradient so: its norm tells all ranks to skip.
+        // A non-finite loss makes the gradient non-finite, whose norm tells all ranks to skip the update.
         let spoilt = if phase::fires_nan(Phase::ForwardBackward) { f64::NAN } else { 0.0 };
         let dlogprobs = dlogprobs.f_add(&loss.f_mul(&scalar(spoilt))?)?;
         let share = micro_batch.num_sequence_tokens() / denominators.num_sequence_tokens;
@@ -84,7 +84,7 @@ impl UpdateSums {
         Ok(TokenGradients { dlogprobs, dentropy, dtop, daux_loss: self.router_aux_loss_coef * share })
     }
 
-    /// Adds the masked sequences of a rank's share, which are never packed: a micro-batch without tokens.
+    /// Adds the masked sequences of a rank's share, which are never packed, as a micro-batch without tokens.
     pub(super) fn count_masked(&mut self, share: &[Sequence], options: &UpdateOptions) -> Result<()> {
         let masked: Vec<&Sequence> = share.iter().filter(|sequence| sequence.masked).collect();
         if masked.is_empty() {
@@ -115,8 +115,8 @@ impl UpdateSums {
         self.add(LossSums { loss, mean_entropy, aux_loss: None, differing_experts: None, stats })
     }
 
-    /// Into the outcome of all updates; nothing where all micro-batches were empty. Returns this rank's contribution to the mean
-    /// entropy that a bonus is for. Waits for the device.
+    /// Adds the sums to the outcome of all updates; adds nothing if all micro-batches were empty. Returns this rank's contribution to the mean
+    /// entropy, for the entropy bonus. Waits for the device.
     pub(super) fn read_into(self, outcome: &mut UpdateOutcome) -> Result<f64> {
         let Some(LossSums { loss, mean_entropy, aux_loss, differing_experts, stats }) = self.sums else {
             return Ok(0.0);
@@ -158,7 +158,7 @@ impl UpdateSums {
         sums.stats.merge(&more.stats)
     }
 
-    /// Adds the statistics by age and those of the equality with the sampler, where they are recorded.
+    /// Adds the statistics by token age and those of equality with the sampler, if they are recorded.
     fn completed(
         &self,
         stats: DeviceStats,

@@ -1,13 +1,13 @@
-//! The GRPO update: one generation batch into optimizer steps. Shares sequences out, scores them where that is needed, and runs loss,
+//! The GRPO update: turns one generation batch into optimizer steps. It distributes sequences over ranks, scores them if needed, and runs loss,
 //! backward and step. Knows nothing of engines and of how sequences were sampled.
 //!
-//! | file | what it is |
+//! | file | content |
 //! |---|---|
 //! | `learner` | [`Learner`], the policy, its reference model and the ranks that train them |
-//! | `options` | how a batch becomes updates, what came of them, who is shown the progress |
-//! | `hand_out` | log-probabilities of micro-batches, handed out to their sequences |
-//! | `denominators` | what token losses are divided by |
-//! | `divergence` | KL divergences from the reference model, for rewards that are lessened by them |
+//! | `options` | settings of updates, their results, and progress reporting |
+//! | `hand_out` | distributes log-probabilities of micro-batches to their sequences |
+//! | `denominators` | denominators of token losses |
+//! | `divergence` | KL divergences from the reference model, for rewards with a KL penalty |
 //! | `loss` | the loss of an update's micro-batches, summed on the device |
 
 mod denominators;

@@ -1,7 +1,7 @@
-//! How a generation batch becomes updates, what comes of them, and who is shown how far they are.
+//! Settings of the updates on a generation batch, their results, and progress reporting.
 //!
-//! With several updates per generation batch, sequence i takes part in update i % updates, not in a shuffled slice: the updates then
-//! do not depend on the world size.
+//! With several updates per generation batch, sequence i takes part in update i % updates, and not in a shuffled slice, so that the updates do not
+//! depend on the world size.
 
 use std::time::Duration;
 
@@ -15,58 +15,59 @@ use crate::grpo::{
 use crate::phase::Phase;
 use crate::train::{Schedule, Sequence, Transitions};
 
-/// How a generation batch becomes updates.
+/// How a generation batch is turned into updates.
 #[derive(Debug, Clone)]
 pub struct UpdateOptions {
-    /// The objective.
+    /// The loss function's settings.
     pub loss: LossConfig,
-    /// A loss of the caller's own in place of it.
+    /// A loss function of the caller that replaces the built-in one.
     pub loss_function: Option<LossFunction>,
     /// Weight of the entropy bonus in the first update.
     pub entropy_control: EntropyControl,
-    /// Whether the policy scores the samples as their teacher.
+    /// Whether the policy also scores the samples as their teacher.
     pub teaches_itself: bool,
     /// Temperature of the sampler, applied to the trainer's logits too.
     pub temperature: f64,
-    /// Passes over the batch.
+    /// Number of passes over the batch.
     pub num_iterations: usize,
-    /// Updates in one pass.
+    /// Number of updates in one pass.
     pub updates_per_generation: usize,
-    /// How the reference model follows the policy, if it does.
+    /// How the reference model follows the policy; `None` if it is fixed.
     pub reference_sync: Option<ReferenceSync>,
-    /// Token budget of a micro-batch.
+    /// Maximum number of tokens in a micro-batch.
     pub max_tokens_per_micro_batch: usize,
-    /// Sequences of a batch whose tokens the loss `bnpo` is a mean over.
+    /// For the loss type `bnpo`: number of sequences over whose tokens each mean is computed.
     pub bnpo_batch_size: usize,
-    /// Run the prompt of a group once for all its completions, where no sliding window is shorter than a sequence.
+    /// Compute a group's prompt once for all its completions. It has no effect in models with a sliding window.
     pub share_prompts: bool,
-    /// Learning rate by update.
+    /// Learning rate of each update.
     pub schedule: Schedule,
-    /// Updates made before this batch.
+    /// Number of updates before this batch.
     pub global_step: u64,
-    /// Weight of the loss that keeps experts equally busy; `None` is the model's own.
+    /// Weight of the auxiliary loss that balances experts; `None` uses the model's own.
     pub router_aux_loss_coef: Option<f64>,
-    /// Greatest age of tokens in generation steps, up to which statistics are recorded by age; 0 records none.
+    /// Greatest token age, in generation steps, up to which statistics are recorded by age; 0 records none.
     pub max_token_age: usize,
-    /// The sampler's log-probabilities are the trainer's, and so the old ones: nothing is scored for them, and a difference is an error.
+    /// The sampler and the trainer compute equal log-probabilities, so the sampler's are used as the old ones without scoring, and a difference is an
+    /// error.
     pub exact: bool,
-    /// Clip the global gradient norm to this; 0 is off.
+    /// Maximum global gradient norm, for clipping; 0 is off.
     pub max_grad_norm: f64,
-    /// Where micro-batches live.
+    /// Device of the micro-batches.
     pub device: Device,
 }
 
 /// When and how far a reference model moves towards the policy.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ReferenceSync {
-    /// Updates, counted from the start of the run, between two moves.
+    /// Number of updates between two moves, counted from the start of the run.
     pub steps: u64,
-    /// Share of the policy after a move.
+    /// Weight of the policy in a move.
     pub alpha: f64,
 }
 
 impl ReferenceSync {
-    /// The synchronisation that the configuration asks for, if it asks for one.
+    /// The synchronization that the configuration requests, if any.
     fn new(config: &Config) -> Option<Self> {
         let ObjectiveConfig { sync_ref_model, ref_model_mixup_alpha: alpha, ref_model_sync_steps, .. } =
             config.objective;
@@ -75,8 +76,8 @@ impl ReferenceSync {
 }
 
 impl UpdateOptions {
-    /// The updates that the configuration asks for of a generation batch spread as `batch` says, by the learning rates of `schedule`,
-    /// as the first of a run: of step 0, with the first weight of the entropy bonus.
+    /// The options that the configuration requests, for batches divided as in `batch` and with the learning rates of `schedule`. They are for the
+    /// first batch of a run: step 0, with the initial weight of the entropy bonus.
     pub fn new(config: &Config, batch: &BatchPlan, schedule: Schedule, device: Device) -> Self {
         let loss = LossConfig::from(config);
         Self {
@@ -101,13 +102,13 @@ impl UpdateOptions {
         }
     }
 
-    /// Whether the log-probabilities before the first update must be kept: with a single update the training forward's own
-    /// serve as old ones. The sampler's serve where they are the same.
+    /// Whether old log-probabilities must be computed before the first update. With a single update those of the training forward are used; in exact
+    /// mode the sampler's are.
     pub(super) fn needs_old_logprobs(&self) -> bool {
         self.num_updates() > 1 && !self.exact
     }
 
-    /// A micro-batch's loss and its gradient.
+    /// Computes a micro-batch's loss and its gradient.
     pub(super) fn differentiate(&self, input: &LossInput<'_>, denominators: &Denominators) -> Result<LossOutput> {
         match &self.loss_function {
             Some(own) => own.differentiate(input, &self.loss, denominators),
@@ -115,62 +116,64 @@ impl UpdateOptions {
         }
     }
 
-    /// Updates of one generation batch, skipped ones too; no more than the schedule has left.
+    /// Number of updates on one generation batch, including skipped ones, limited by the end of the schedule.
     pub fn num_updates(&self) -> u64 {
         let left = (self.schedule.total_steps as u64).saturating_sub(self.global_step);
         left.min((self.num_iterations * self.updates_per_generation) as u64)
     }
 }
 
-/// Results of the updates of one generation batch; sums are over this rank's part. Of ranks that share micro-batches the first has them.
+/// Results of the updates on one generation batch. Sums cover this rank's part; if ranks share micro-batches, only the first of them has the sums.
 #[derive(Debug, Default)]
 pub struct UpdateOutcome {
-    /// This rank's contribution to the loss, mean over updates; the sum over ranks is the loss.
+    /// This rank's contribution to the loss, averaged over updates; the sum over ranks is the loss.
     pub loss: f64,
-    /// The loss without the entropy bonus and without the loss that keeps experts equally busy.
+    /// The loss without the entropy bonus and without the auxiliary loss that balances experts.
     pub policy_loss: f64,
-    /// This rank's contribution to the mean of the loss that keeps experts equally busy, mean over updates.
+    /// This rank's contribution to the mean auxiliary loss that balances experts, averaged over updates.
     pub aux_loss: Option<f64>,
-    /// The sampler's experts that this rank took: those that the router by itself would not have chosen, and all.
+    /// Numbers of replayed routing decisions on this rank, in which the sampler's experts are used: those that differ from the router's own choice,
+    /// and all.
     pub differing_experts: [f64; 2],
     /// Weight of the entropy bonus after the last update.
     pub entropy_control: EntropyControl,
     /// Mean global gradient norm before clipping, over the updates that were not skipped.
     pub grad_norm: f64,
-    /// Rate of the last update.
+    /// Learning rate of the last update.
     pub learning_rate: f64,
-    /// TRL's loss metrics.
+    /// Loss metrics as in TRL.
     pub stats: LossStats,
-    /// Updates made or skipped.
+    /// Number of updates, including skipped ones.
     pub num_updates: u64,
-    /// Updates skipped on all ranks for a non-finite gradient.
+    /// Number of updates that all ranks skipped because of a non-finite gradient.
     pub num_skipped: u64,
-    /// Tokens run forward and backward on this rank, or on those that share its micro-batches.
+    /// Tokens in forward and backward passes on this rank, or on the ranks that share its micro-batches.
     pub num_trained_tokens: usize,
-    /// Floating-point operations of this rank's forward and backward passes, as [`MicroBatch::training_flop`](crate::train::MicroBatch::training_flop) counts them.
+    /// Floating-point operations of this rank's forward and backward passes, counted by
+    /// [`MicroBatch::training_flop`](crate::train::MicroBatch::training_flop).
     pub training_flop: f64,
-    /// How long computation waited for collectives.
+    /// Time for which computation waited for collectives.
     pub exposed_communication: Duration,
-    /// How long it waited for the exchange of heads, where ranks share micro-batches.
+    /// Time for which computation waited for the exchange of heads, if ranks share micro-batches.
     pub exposed_exchange: Option<Duration>,
-    /// Kept tensors of blocks that moved to the host and back.
+    /// Transfers of kept activations to the host and back.
     pub offloaded: Transitions,
 }
 
-/// Is shown how far an update is, micro-batch by micro-batch.
+/// Receives the progress of an update, micro-batch by micro-batch.
 pub trait UpdateProgress {
-    /// A phase of `total` micro-batches begins.
+    /// A phase with `total` micro-batches begins.
     fn begin(&self, phase: Phase, total: usize);
-    /// One of them is done.
+    /// A micro-batch of the phase is done.
     fn advance(&self);
-    /// An update over `sequences` of this rank was skipped on all ranks, for a loss or gradient that is not finite.
+    /// An update was skipped on all ranks because of a non-finite loss or gradient; `sequences` are those of this rank.
     ///
     /// # Errors
-    /// If that cannot be written down.
+    /// If the implementation cannot record it.
     fn skipped(&self, update: u64, sequences: &[Sequence]) -> Result<()>;
 }
 
-/// For callers that show nothing.
+/// An implementation that reports nothing.
 impl UpdateProgress for () {
     fn begin(&self, _phase: Phase, _total: usize) {}
     fn advance(&self) {}

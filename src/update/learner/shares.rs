@@ -1,4 +1,4 @@
-//! Which of a generation batch's sequences a rank trains on, and the micro-batches that they become.
+//! Which sequences of a generation batch a rank trains on, and how they are packed into micro-batches.
 
 use super::Learner;
 use crate::config::LossType;
@@ -13,7 +13,7 @@ use crate::update::denominators::{denominators, set_bnpo_divisors};
 use crate::update::options::UpdateOptions;
 
 impl Learner {
-    /// This rank's sequences in each update of a pass, and the denominators of token losses, over all ranks.
+    /// This rank's sequences in each update of a pass, and the denominators of token losses over all ranks.
     pub(super) fn share_out(
         &self,
         sequences: &[Sequence],
@@ -42,14 +42,14 @@ impl Learner {
         Ok((shares, denominators(&slices, options.loss.loss_type)))
     }
 
-    /// Indexes of the part of all sequences that this rank computes, together with those that it shares micro-batches with.
+    /// Indices of the sequences that this rank computes, together with the ranks with which it shares micro-batches.
     pub(super) fn share_of(&self, all: &[Sequence], options: &UpdateOptions) -> Vec<usize> {
         let Place { rank: group, size: num_groups } = self.mesh.sequence_group();
         balanced_share(all, &self.policy.table().spec, self.shares_prompts(options), group, num_groups)
     }
 
-    /// Packs this rank's micro-batches, as many as every other rank has, the surplus empty, and reserves memory for them. No
-    /// gradients may have been added.
+    /// Packs this rank's micro-batches and reserves memory for them. Every rank gets the same number; surplus ones are empty. No gradients may have
+    /// been added yet.
     pub(super) fn micro_batches(&mut self, sequences: &[Sequence], options: &UpdateOptions) -> Result<Vec<MicroBatch>> {
         let pack_options = PackOptions {
             max_tokens: options.max_tokens_per_micro_batch,
@@ -62,7 +62,8 @@ impl Learner {
         Ok(micro_batches)
     }
 
-    /// A sliding window may hide a prompt from its completions' ends: such models run every sequence whole.
+    /// Whether prompts are shared by their completions. A sliding window could hide a prompt from the end of a completion, so models with one process
+    /// every sequence whole.
     fn shares_prompts(&self, options: &UpdateOptions) -> bool {
         let mut tables = std::iter::once(self.policy.table()).chain(self.teacher.as_ref().map(Reference::table));
         options.share_prompts && tables.all(|table| table.spec.windows() == [None])
