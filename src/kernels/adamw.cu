@@ -1,6 +1,6 @@
-// AdamW with decoupled weight decay (arXiv 1711.05101), one pass over a flat range: master weights and both moments are
-// updated in place, and the weights that the network computes with are written on the way. Per element 28 bytes of float
-// state and the gradient and weight in their types.
+// AdamW with decoupled weight decay (arXiv 1711.05101), one pass over a flat range. Master weights and both moments are updated in place, and the
+// weights that the network computes with are written as well. Per element this moves 28 bytes of float state, plus the gradient and the weight in
+// their types.
 #include "adamw.cuh"
 
 template <typename Grad, typename Weight>

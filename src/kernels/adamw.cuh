@@ -1,9 +1,9 @@
-// What the steps of AdamW have in common: the factors of a step, and one element's step. Every operation rounds alone, in the order of
+// Shared by the AdamW kernels: the coefficients of a step, and the update of one element. Every operation rounds separately, in the order of
 // ops::adamw.
 #pragma once
 #include "scalar.cuh"
 
-// In the order of a kernel's last parameters.
+// The coefficients, in the order of a kernel's last parameters.
 struct Factors {
     float keep;        // 1 - lr * weight_decay
     float beta1;
@@ -19,7 +19,7 @@ struct Factors {
     float keep, float beta1, float gain1, float beta2, float gain2, float root_scale, float eps, float rate
 #define FACTORS {keep, beta1, gain1, beta2, gain2, root_scale, eps, rate}
 
-// The new master weight; m and v become the new moments.
+// Returns the new master weight; m and v become the new moments.
 __device__ __forceinline__ float adamw_step(float p, float g, float& m, float& v, const Factors& of) {
     const float root = __fmul_rn(g, of.gain2);
     m = __fadd_rn(__fmul_rn(m, of.beta1), __fmul_rn(g, of.gain1));

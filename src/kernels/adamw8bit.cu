@@ -1,26 +1,26 @@
-// AdamW with block-wise 8-bit moments (arXiv 2110.02861), one pass over a flat range that decays as a whole. A warp has 256 neighbours
-// at a time, whose moments share a scale: it makes moments of the codes, steps, finds the new scales and rounds to codes again. Per
-// element 12 bytes of state and the gradient and weight in their types. Every operation rounds alone, in the order of ops::adamw8bit.
+// AdamW with block-wise 8-bit moments (arXiv 2110.02861), one pass over a flat range that decays as a whole. A warp processes 256 consecutive
+// elements, whose moments share a scale: it dequantizes the moments, updates them, finds the new scales and quantizes again. Per element this moves
+// 12 bytes of state, plus the gradient and the weight in their types. Every operation rounds separately, in the order of ops::adamw8bit.
 //
-// A search of 8 steps in shared memory for each new code would take longer than memory does. The levels of a map lie evenly within each
-// power of ten, so a logarithm and one multiplication come to a code that is at most one off; its two bounds say which it is.
+// A binary search of 8 steps in shared memory for each new code would take longer than memory does. The levels of a map are evenly spaced within each
+// power of ten, so a logarithm and one multiplication give a code that is at most one off; its two bounds decide.
 #include "adamw.cuh"
 
 constexpr int THREADS = 256;
 constexpr int BLOCK = 256;   // moments that share a scale
 constexpr int LEVELS = 256;  // of a map
-constexpr int POWERS = 7;    // of ten that a map divides evenly, from 1e-7
-constexpr int N = 4;         // neighbours of a lane
+constexpr int POWERS = 7;    // powers of ten that a map divides evenly, from 1e-7 on
+constexpr int N = 4;         // consecutive elements per lane
 constexpr int PARTS = BLOCK / 32 / N;
 
-// Values of codes. A value x has the code c where lower[c] < x <= upper[c]: the nearest level, the lower one of two.
+// The value and the bounds of each code. A value x has the code c if lower[c] < x <= upper[c]: the nearest level, or the lower one of two.
 struct Map {
     float levels[LEVELS];
     float2 bounds[LEVELS];
-    float2 lines[POWERS];  // of each power of ten: levels above 0 that are below x are about lines.x * x + lines.y
+    float2 lines[POWERS];  // per power of ten: the number of levels between 0 and x is about lines.x * x + lines.y
 };
 
-// The map whose smallest power of ten has `parts` levels, the next one twice as many, and so on.
+// Fills the map; its smallest power of ten has `parts` levels, the next one twice as many, and so on.
 __device__ __forceinline__ void fill(Map& map, const float* __restrict__ levels, int parts) {
     for (int i = threadIdx.x; i < LEVELS; i += THREADS) {
         auto middle = [&](int at) { return __fmul_rn(__fadd_rn(levels[at], levels[at + 1]), 0.5f); };
@@ -35,12 +35,12 @@ __device__ __forceinline__ void fill(Map& map, const float* __restrict__ levels,
     }
 }
 
-// The code of x, which is in [-1, 1], of the map whose level 0 has the code `zero`; that of unsigned values has it in front.
+// Returns the code of x, which is in [-1, 1]. `zero` is the code of level 0; in the map of unsigned values it is the first.
 __device__ __forceinline__ unsigned char nearest(const Map& map, int zero, float x) {
     const float size = fabsf(x);
     const int power = __float2int_rd(__log2f(fmaxf(size, 1e-30f)) * 0.30103f + POWERS);
     const float2 line = map.lines[max(0, min(power, POWERS - 1))];
-    const int above = 1 + __float2int_rd(size * line.x + line.y);  // levels between 0 and x, that of x among them
+    const int above = 1 + __float2int_rd(size * line.x + line.y);  // levels between 0 and x, including x's own
     int code = max(0, min(x < 0.0f ? zero - above : zero + above, LEVELS - 1));
     float2 bounds = map.bounds[code];
     while (bounds.y < x) bounds = map.bounds[++code];

@@ -1,28 +1,27 @@
-// An adapter beside a product: low = x A^T, out += low B^T (arXiv 2106.09685), in bf16 with sums in float32 on tensor cores. T rows, K
+// Adds a LoRA adapter to a GEMM's output: low = x A^T, out += low B^T (arXiv 2106.09685), in bf16 with float32 sums on tensor cores. T rows, K
 // columns of x, N of out, k of low.
 //
-// Both are tiny and wait for memory and launches alone. So nothing goes through shared memory on its way to the tensor cores: which column
-// stands where within a product is free, as long as both factors agree, so a lane loads 16 bytes of a row of each. K is shared out among the
-// warps of a cluster of blocks, which add their sums up in a fixed order. What a kernel reads that is older than the kernel before it (A; B
-// and out) is under way while that one ends.
+// Both GEMMs are tiny and bound by memory and launch latency, so operands go directly to registers: the order of columns within a multiplication is
+// free as long as both operands agree, so a lane loads 16 bytes of a row of each. K is split over the warps of a cluster of blocks, which add their
+// sums in a fixed order. Operands that are older than the preceding kernel (A; B and out) are loaded while that kernel ends.
 //
-// The parts of K and the order within them and among them depend on K alone, and every element has a chain of its own. So a row's bits
-// depend neither on the rows beside it nor on a kernel's tile: decode steps and training have the same ones.
+// The split of K and the order of sums depend only on K, and every element is summed separately. So a row's bits depend neither on other rows nor on
+// a kernel's tile; decode steps and training agree.
 #include "clamped.cuh"
 #include "cluster.cuh"
 #include "mma.cuh"
 
-constexpr int SPLITS = 8;      // blocks of a cluster
-constexpr int DOWN_WARPS = 8;  // of a block, each with a part of K
+constexpr int SPLITS = 8;      // blocks per cluster
+constexpr int DOWN_WARPS = 8;  // per block, each with a part of K
 constexpr int DOWN_THREADS = 32 * DOWN_WARPS;
 constexpr int PARTS = SPLITS * DOWN_WARPS;
-constexpr int DEPTH = 32;  // columns of a step of `adapt_down`, 8 of them a lane's
+constexpr int DEPTH = 32;  // columns per step of `adapt_down`, 8 per lane
 constexpr int UP_WARPS = 4;
 constexpr int UP_THREADS = 32 * UP_WARPS;
-constexpr int UP_COLUMNS = 32;  // of a warp, 8 of them a lane's
-constexpr int UP_DEPTH = 16;    // columns of low of a step of `adapt_up`, 4 of them a lane's
+constexpr int UP_COLUMNS = 32;  // per warp, 8 per lane
+constexpr int UP_DEPTH = 16;    // columns of low per step of `adapt_up`, 4 per lane
 
-// What stands at `at` in the shared memory of a block of the cluster.
+// Reads from the shared memory of another block of the cluster, at the same place as `at`.
 __device__ __forceinline__ float2 load_peer(const float2* at, int rank) {
     float2 out;
     asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];"
@@ -34,7 +33,7 @@ __device__ __forceinline__ float2 load_peer(const float2* at, int rank) {
 
 __device__ __forceinline__ void add(float2& sum, float2 next) { sum.x += next.x, sum.y += next.y; }
 
-// A lane's 16 bytes of a step, of each of its rows; `rows` are where it begins. Zeros behind the last of `columns`.
+// Loads a lane's 16 bytes of a step for each of its rows, which start at `rows`. Zeros after the last of `columns`.
 template <int N>
 __device__ __forceinline__ void load_step(uint4 (&to)[N], const bf16* const (&rows)[N], int step, int columns) {
     const bool is_in = step * DEPTH + threadIdx.x % 4 * 8 < columns;
@@ -42,8 +41,8 @@ __device__ __forceinline__ void load_step(uint4 (&to)[N], const bf16* const (&ro
     for (int i = 0; i < N; ++i) to[i] = is_in ? __ldcg(reinterpret_cast<const uint4*>(rows[i] + step * DEPTH)) : uint4{0, 0, 0, 0};
 }
 
-// low = x A^T. A cluster has M rows and N columns; a warp's loads are AHEAD steps ahead of its products. A lane has rows lane / 4 + 8 i of
-// both factors, and columns 8 (lane % 4) .. + 8 of a step. Rows that are not there are others, whose sums nobody reads.
+// low = x A^T. A cluster computes M rows and N columns; a warp loads AHEAD steps before they are used. A lane has the rows lane / 4 + 8 i of both
+// operands, and the columns 8 (lane % 4) .. + 8 of a step. Rows beyond the end are replaced by others, whose sums are never read.
 template <int M, int N, int AHEAD>
 __device__ __forceinline__ void adapt_down(
     const bf16* __restrict__ x,  // [T, K]
@@ -118,11 +117,11 @@ __device__ __forceinline__ void adapt_down(
         narrow(all.x, all.y, out.at[0], out.at[1]);
         if (row < rows && at < inner) store(low + static_cast<long long>(row) * inner + at, out);
     }
-    sync_cluster();  // nobody's memory goes while another reads it
+    sync_cluster();  // no block may end while another reads its memory
 }
 
-// low B^T of a warp's M rows and UP_COLUMNS columns, STEPS steps' loads at once, beside what is in `out`, which is kept. A lane's sums are of
-// rows lane / 4 + 8 i and 8 neighbouring columns. The kernel before is `adapt_down`: out and B are older than it.
+// low B^T for a warp's M rows and UP_COLUMNS columns, loading STEPS steps at once, and the existing values of `out`. A lane's sums are of the rows
+// lane / 4 + 8 i and of 8 consecutive columns. The preceding kernel is `adapt_down`: out and B are older than it.
 template <int M, int STEPS>
 struct Raised {
     Pack<bf16, 8> out[M / 8];
@@ -136,7 +135,7 @@ struct Raised {
         int rows,
         int columns,  // N
         int inner,    // k
-        int stacked   // warps of a block with rows one below the other; a divisor of UP_WARPS
+        int stacked   // number of warps per block along the rows; a divisor of UP_WARPS
     ) : sum{}, rows(rows), columns(columns) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, beside = UP_WARPS / stacked;
         const int across = (columns + beside * UP_COLUMNS - 1) / (beside * UP_COLUMNS);
@@ -151,7 +150,7 @@ struct Raised {
 #pragma unroll
             for (int s = 0; s < STEPS; ++s)
 #pragma unroll
-                for (int t = 0; t < 4; ++t)  // such that a lane's outputs in the four tiles are neighbours
+                for (int t = 0; t < 4; ++t)  // so that a lane's outputs in the four tiles are consecutive
                     weights[s][t] = load_four(b, min(left + lane / 8 * 8 + t * 2 + lane / 4 % 2, columns - 1), base + s);
         };
         load_weights(0);
@@ -201,7 +200,7 @@ __device__ __forceinline__ void adapt_up(const bf16* low, const bf16* b, bf16* o
         if (raised.is_there(i)) store(out + raised.place(i), raised.out[i]);
 }
 
-// act = silu(gate) up of out + low B^T, rounded before and after, whose columns are g0 u0 g1 u1 ..; as swiglu.cu computes it.
+// act = silu(gate) up of out + low B^T with columns g0 u0 g1 u1 .., rounded before and after, as swiglu.cu computes it.
 template <int M, int STEPS>
 __device__ __forceinline__ void adapt_silu_mul(
     const bf16* low, const bf16* b, const bf16* out /* [T, N] */, bf16* __restrict__ act /* [T, N / 2] */, int rows, int columns, int inner,
@@ -220,7 +219,7 @@ __device__ __forceinline__ void adapt_silu_mul(
     }
 }
 
-// Clusters begin with sm_90: before it these kernels do nothing, and the host takes cuBLASLt's products.
+// Clusters need sm_90: on older GPUs these kernels do nothing, and the host uses cuBLASLt instead.
 #if __CUDA_ARCH__ >= 900
 #define CLUSTER __cluster_dims__(SPLITS, 1, 1)
 #define IN_CLUSTERS(...) __VA_ARGS__

@@ -1,6 +1,6 @@
-// x += delta, rounded to the type of x, then y = x / sqrt(mean(x^2) + eps) * (centre + weight) (arXiv 1910.07467). One block a row,
-// which stays in registers between the two passes. x may be wider (X) than all else (T). With FP8, y is rounded to e4m3, too, and
-// itself written only where it is asked for.
+// x += delta, rounded to the type of x; then y = x / sqrt(mean(x^2) + eps) * (centre + weight) (arXiv 1910.07467). One block per row, which stays in
+// registers between the two passes. x may have a wider type (X) than the other tensors (T). With FP8, y is also quantized to e4m3, and y itself is
+// only written if requested.
 #include "fp8.cuh"
 #include "scalar.cuh"
 
@@ -12,13 +12,13 @@ __device__ __forceinline__ void add_rms_norm(
     T* __restrict__ y,             // [T, D], with FP8 or null
     long long dim,
     float eps,
-    float centre,  // 1 of weights around 0, else 0
+    float centre,  // 1 if weights are centred around 0, else 0
     Fp8Row rounded = {}  // of the first row
 ) {
-    constexpr int MOST = N == 1 ? 4 : 2;  // packs of a row that one thread has
+    constexpr int MOST = N == 1 ? 4 : 2;  // packs of a row per thread
     const int packs = static_cast<int>(dim / N);
     const auto factors_of = [&](int i) { return reinterpret_cast<const Pack<T, N>*>(weight)[i]; };
-    Pack<T, N> early[FP8 ? MOST : 1];  // of FP8: no kernel of a step writes factors, so they come while the work before ends
+    Pack<T, N> early[FP8 ? MOST : 1];  // with FP8: no kernel of a step writes weights, so they are loaded early
     if constexpr (FP8) {
         let_next_begin();
 #pragma unroll

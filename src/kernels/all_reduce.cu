@@ -1,38 +1,40 @@
-// The sum over a tensor-parallel group of what its ranks' row-parallel products gave, the residual sum and the RMSNorm behind
-// it, in one launch: x += the ranks' parts, added in rank order in float32, rounded once to the type X of x;
-// y = x / sqrt(mean(x^2) + eps) * (centre + weight). N ranks, T rows of D = 8 packs-of-bf16 elements; one thread has one pack of a row.
+// All-reduce of a tensor-parallel group's row-parallel GEMM outputs, fused with the residual sum and the RMSNorm that follow, in one launch: x += the
+// ranks' parts, added in rank order in float32 and rounded once to the type X of x; y = x / sqrt(mean(x^2) + eps) * (centre + weight). N ranks, T
+// rows of D = 8 * packs bf16 elements; one thread has one pack of a row.
 //
-// Where the next product is in FP8, y is rounded to e4m3 with a scale for each row, and written itself only if it is asked for, too.
+// If the next GEMM is in FP8, y is quantized to e4m3 with one scale per row, and y itself is only written if requested.
 //
-// Every rank maps every other's memory, which begins with `Control` and is laid out alike on all. Two ways, the same bits:
-//   read     Ranks meet, then each reads all parts and sums all rows.
-//   share    Ranks meet, then each sums and norms every N-th row, whose x it alone keeps from then on, and writes y to all,
-//            which meet again.
-// Sending parts unasked, every word beside the number of its call, saves the meeting and doubles the bytes: no faster on four
-// GPUs for any number of rows.
+// Every rank maps every other rank's memory, which starts with `Control` and has the same layout on all ranks. There are two methods, with the same
+// bits:
+//   read     After a barrier each rank reads all parts and sums all rows.
+//   share    After a barrier each rank sums and normalizes every N-th row, whose x only this rank keeps from then on, and writes y
+//            to all ranks; then comes a second barrier.
 //
-// Calls are counted on the device, so that a recorded launch can be replayed. Two calls in a row must have their parts in
-// different places: a rank that has finished the later one knows that all have read the earlier one's, not that all have read
-// the later one's. A rank that waits for peers looks at `abort`, too; then it goes on with whatever is there.
+// Sending parts without a barrier, with each word next to its call's number, would double the bytes: on four GPUs it was no faster for any number of
+// rows.
+//
+// Calls are counted on the device, so that a captured launch can be replayed. Consecutive calls must have their parts in different places: when a
+// rank has finished the later call, all ranks have read the parts of the earlier call, but perhaps not those of the later one. A rank that waits for
+// peers also polls `abort`, and then continues with arbitrary data.
 #include "fp8.cuh"
 
 constexpr int MOST_RANKS = 8;
 constexpr int MOST_BLOCKS = 512;
-constexpr int SPINS = 1024;  // looks at a flag between two at `abort`, which lies on the host
+constexpr int SPINS = 1024;  // polls of a flag between two polls of `abort`, which is in host memory
 
 struct Ranks {
-    char* at[MOST_RANKS];  // the memory of every rank, as this one sees it
+    char* at[MOST_RANKS];  // every rank's memory, at this rank's addresses
 };
 
-// Offsets in every rank's memory of what is made of y, -1 of what is not.
+// Offsets in every rank's memory of the outputs made from y; -1 for those that are not written.
 struct Outputs {
     long long normed;          // [T, D] bf16
     long long values, scales;  // [T, D] e4m3, [T] f32
 };
 
 struct Control {
-    unsigned calls[MOST_BLOCKS];                  // of each block so far
-    unsigned met[2][MOST_BLOCKS][MOST_RANKS];     // the call that a rank's block has come to: before and after the sums
+    unsigned calls[MOST_BLOCKS];                  // calls so far, per block
+    unsigned met[2][MOST_BLOCKS][MOST_RANKS];     // the call that each rank's block has reached: before and after the sums
 };
 constexpr int CONTROL_BYTES = 4 * MOST_BLOCKS * (1 + 2 * MOST_RANKS);
 static_assert(sizeof(Control) == CONTROL_BYTES, "the host puts the parts behind it");
@@ -45,15 +47,15 @@ __device__ __forceinline__ bool is_aborted(const unsigned* abort) {
     return word != 0;
 }
 
-// Tells all ranks that this block has come to `call`, before the sums or `AFTER` them, and waits until theirs have. What the
-// kernels before wrote is seen by all then; after the sums, what the blocks wrote, too.
+// Barrier with the same block of all ranks: signals that this block has reached `call`, before the sums or `AFTER` them, and waits for the others.
+// Then all see the writes of preceding kernels and, after the sums, the writes of these blocks.
 template <int N, bool AFTER>
 __device__ __forceinline__ void meet(const Ranks& ranks, int rank, unsigned call, const unsigned* abort) {
     __syncthreads();
     if (threadIdx.x < N) {
         const auto flags = [&](int of) { return reinterpret_cast<Control*>(ranks.at[of])->met[AFTER][blockIdx.x]; };
         unsigned* flag = &flags(threadIdx.x)[rank];
-        // The kernels before have ended: their writes are in memory, and wait for no fence.
+        // Preceding kernels have ended: their writes are in memory, so no fence is needed.
         if (AFTER) asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(call) : "memory");
         else asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(call) : "memory");
         unsigned come, spins = 0;
@@ -69,7 +71,7 @@ __device__ __forceinline__ void add(const Row& part, float (&sum)[8]) {
     for (int j = 0; j < 8; ++j) sum[j] += widen(part.at[j]);
 }
 
-// x of a row with its sum, and its norm; a thread behind the row's end takes part with zeros.
+// Adds the parts to a row of x and computes its norm; threads beyond the row's end contribute zeros.
 template <typename X>
 __device__ __forceinline__ Row norm(
     Pack<X, 8>& kept, const float (&sum)[8], const Row& weight, long long dim, float eps, float centre
@@ -88,7 +90,7 @@ __device__ __forceinline__ Row norm(
     return y;
 }
 
-// A thread's pack of a row of y in the memory of one rank, or of all. `row` and `at` count rows, and packs from the first row's first on.
+// Writes a thread's pack of a row of y to the memory of one rank or of all ranks. `row` counts rows, `at` counts packs from the first row on.
 template <int N, bool ALL>
 __device__ __forceinline__ void write(
     const Ranks& ranks, int rank, const Outputs& to, const Row& y, bool is_in, long long row, long long at
@@ -115,15 +117,15 @@ template <typename X, int N, bool SHARE>
 __device__ __forceinline__ void sum_rows(
     const Ranks& ranks,
     int rank,
-    long long parts,  // where a rank's part is in its memory, [T, D]
+    long long parts,  // offset of a rank's part in its memory, [T, D]
     const Outputs& to,
     const unsigned* abort,
-    X* x,                // [T, D]; what is not this rank's to keep is neither read nor written
+    X* x,                // [T, D]; rows that another rank keeps are neither read nor written
     const bf16* weight,  // [D]
     int rows,
     int packs,
     float eps,
-    float centre  // 1 of weights around 0, else 0
+    float centre  // 1 if weights are centred around 0, else 0
 ) {
     wait_for_inputs();
     auto* control = reinterpret_cast<Control*>(ranks.at[rank]);

@@ -1,10 +1,10 @@
-// One warp's attention over keys and values in eight bits, e4m3 or whole numbers, each with a scale for its token and head. Its products are
-// in f16, which holds every one of both. A key's scale multiplies its score; a value's multiplies its weight, and is part of what weights are compared by, so that none is
-// larger than 1.
+// One warp's attention over an 8-bit cache, e4m3 or int8, with one scale per token and head. Multiplications are in f16, which represents all values
+// of both types. A key's scale multiplies its score; a value's scale multiplies its weight. The weight's maximum takes the scale into account, so
+// that no weight exceeds 1.
 #pragma once
 #include "attention_warp.cuh"
 
-// sum += a b in f16: a [16, 16] by rows, b [16, 8] by columns.
+// sum += a b in f16: a [16, 16] in rows, b [16, 8] in columns.
 __device__ __forceinline__ void multiply_f16(float (&sum)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0,
                                              unsigned b1) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -13,15 +13,15 @@ __device__ __forceinline__ void multiply_f16(float (&sum)[4], unsigned a0, unsig
                  : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// Two neighbours in f16, to nearest.
+// Packs two consecutive values as f16, rounded to nearest.
 __device__ __forceinline__ unsigned pack_f16(float low, float high) {
     unsigned both;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
     return both;
 }
 
-// Two values of E, in the lower or the upper half of a word, as two of f16: e4m3 (unsigned char) by an instruction, of which the half is
-// named, not shifted down: it can read either; whole numbers (signed char) as the last bits of 1024 + 128 + x, less 1152.
+// Converts two values of type E, in the lower or the upper half of a word, to f16. e4m3 (unsigned char) has an instruction, which can read either
+// half without a shift; int8 (signed char) is placed in the last bits of 1024 + 128 + x, from which 1152 is subtracted.
 template <typename E>
 __device__ __forceinline__ unsigned widen_low(unsigned word) {
     unsigned both = 0;
@@ -53,25 +53,25 @@ __device__ __forceinline__ float log2_fast(float x) {
     return out;
 }
 
-// Keys, values and their scales, as the cache has them or as they are staged in shared memory.
+// Keys, values and their scales, in the cache's format or as staged in shared memory.
 template <int HD>
 struct alignas(16) EightBitStage {
     unsigned char entries[2][UNIT][HD];  // as they are
     float scales[2][UNIT];
 };
 
-// With r = lane / 4 and c = lane % 4 a lane has scores of head r and tokens 2 c, 2 c + 1, 2 c + 8, 2 c + 9, and outputs of columns
-// HD / 8 r .. for heads 2 c and 2 c + 1.
+// With r = lane / 4 and c = lane % 4, a lane has scores of head r and tokens 2 c, 2 c + 1, 2 c + 8, 2 c + 9, and outputs of the columns from HD / 8 r
+// on for heads 2 c and 2 c + 1.
 template <int HD, int M, int U, typename E>
 struct EightBitWarp {
     using Stage = EightBitStage<HD>;
-    static constexpr int WORDS = HD / 32;  // of a value that a lane has: HD / 8 columns
+    static constexpr int WORDS = HD / 32;  // of a value per lane: HD / 8 columns
     uint4 query[M][HD / 32];       // f16; head r, columns 64 (j / 2) + 16 c + 8 (j % 2) .. + 8
     uint4 keys[U][HD / 64][2];     // tokens r and r + 8, columns 64 j + 16 c .. + 16
     unsigned values[U][4][WORDS];  // tokens 2 c, 2 c + 1, 2 c + 8, 2 c + 9; columns HD / 8 r ..
-    float key_scales[U][4], value_scales[U][4];  // of the same tokens
+    float key_scales[U][4], value_scales[U][4];  // for the same tokens
     float out[M][HD / 16][4];      // [column pair i]: (HD / 8 r + 2 i, head 2 c), (.., 2 c + 1), (HD / 8 r + 2 i + 1, 2 c), ..
-    float peak[M], sum[M];         // of head r, base 2, of weights times scales; the sum over this lane's tokens only, without scales
+    float peak[M], sum[M];         // of head r, base 2, for weights times scales; the sum over this lane's tokens only, without scales
     int lane;
 
     __device__ __forceinline__ EightBitWarp() : lane(threadIdx.x % 32) {
@@ -89,7 +89,7 @@ struct EightBitWarp {
         const int r = lane / 4, c = lane % 4;
         const auto narrowed = [](unsigned pair) {
             const float low = __uint_as_float(pair << 16), high = __uint_as_float(pair & 0xffff0000u);
-            const auto within = [](float x) { return x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x; };  // NaN stays
+            const auto within = [](float x) { return x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x; };  // NaN is kept
             return pack_f16(within(low), within(high));
         };
 #pragma unroll
@@ -109,7 +109,7 @@ struct EightBitWarp {
         load_scales(key_scales[u], scales, UNIT);
     }
 
-    // Entries past the end may be anything that another sequence left.
+    // Entries beyond the end may contain data of another sequence.
     __device__ __forceinline__ void load_values(int u, const E* unit, const float* scales, int count) {
         const int first = lane % 4 * 2;
 #pragma unroll
@@ -139,7 +139,7 @@ struct EightBitWarp {
         to[2] = first + 8 < count ? high.x : 1.0f, to[3] = first + 9 < count ? high.y : 1.0f;
     }
 
-    // Scores of the loaded keys, base 2: of tokens 2 c, 2 c + 1, 2 c + 8, 2 c + 9 of every unit.
+    // Scores of the loaded keys, base 2: for tokens 2 c, 2 c + 1, 2 c + 8, 2 c + 9 of every unit.
     __device__ __forceinline__ void score(float (&s)[M][U][4], float scale) const {
 #pragma unroll
         for (int u = 0; u < U; ++u)
@@ -164,8 +164,8 @@ struct EightBitWarp {
             }
     }
 
-    // Scores to weights times the values' scales, in the layout of the second product. At least one token weighs, so that the maximum is
-    // finite.
+    // Converts scores to weights times the values' scales, in the layout of the second multiplication. At least one token has a weight, so the
+    // maximum is finite.
     __device__ __forceinline__ void weigh(float (&s)[M][U][4], unsigned (&weights)[M][U][2]) {
         float logs[U][4], top[M];
 #pragma unroll
@@ -201,8 +201,8 @@ struct EightBitWarp {
 #pragma unroll
             for (int w = 0; w < WORDS; ++w)
 #pragma unroll
-                for (int half = 0; half < 2; ++half) {  // of a word's four columns
-                    const unsigned order = half == 0 ? 0x5140 : 0x7362;  // a column of both tokens, then the next column
+                for (int half = 0; half < 2; ++half) {  // halves of a word's four columns
+                    const unsigned order = half == 0 ? 0x5140 : 0x7362;  // one column of both tokens, then the next column
                     const unsigned first = __byte_perm(values[u][0][w], values[u][1][w], order);
                     const unsigned second = __byte_perm(values[u][2][w], values[u][3][w], order);
                     const unsigned a0 = widen_low<E>(first), a1 = widen_high<E>(first);
@@ -220,10 +220,10 @@ struct EightBitWarp {
         attend_units<M, U>(*this, cache, Places{table, shape, kv_head, begin / UNIT * UNIT, first, stride, end, 0}, begin);
     }
 
-    // All units of tokens begin .. end, whole ones, through `stages` in shared memory; by all warps of the block together.
+    // Processes all units of tokens begin .. end, which are whole, through `stages` in shared memory, by all warps of the block together.
     __device__ __forceinline__ void attend_shared(Stage (&stages)[STAGES], const Cache<E>& cache, const int* table,
                                                   const Geometry& shape, int kv_head, int begin, int end) {
-        constexpr int CHUNKS = HD / 16, OF_ENTRIES = UNIT * CHUNKS, OF_SCALES = UNIT / 4;  // of 16 bytes
+        constexpr int CHUNKS = HD / 16, OF_ENTRIES = UNIT * CHUNKS, OF_SCALES = UNIT / 4;  // in units of 16 bytes
         const int steps = (end - begin) / UNIT, r = lane / 4, c = lane % 4;
         Places place = {table, shape, kv_head, begin, 0, 1, end, 0};
         const auto place_of = [](int row, int chunk) { return (chunk ^ mix(row) & CHUNKS - 1) * 16; };
@@ -249,7 +249,7 @@ struct EightBitWarp {
         for (int step = 0; step < STAGES - 1; ++step) fetch(step);
         for (int step = 0; step < steps; ++step) {
             wait_copies<STAGES - 2>();
-            __syncthreads();  // the unit is there for all, and the stage before it is free
+            __syncthreads();  // the unit is complete, and the previous stage is free
             fetch(step + STAGES - 1);
             const Stage& stage = stages[step % STAGES];
 #pragma unroll
@@ -276,7 +276,7 @@ struct EightBitWarp {
         }
     }
 
-    // out, peak and sum of a member as rows of heads: [8][stride], [8], [8].
+    // Stores out, peak and sum of a member as rows of heads: [8][stride], [8], [8].
     __device__ __forceinline__ void store(int m, float* to, int stride, float* peaks, float* sums) const {
         const int r = lane / 4, c = lane % 4;
         float total = sum[m] + __shfl_xor_sync(~0u, sum[m], 1);

@@ -1,38 +1,38 @@
-// One warp's attention of M rows to an item of SPLIT tokens, with the bits of an own part of paged_attention.cu in plans of a fixed
-// split. There an item is shared out among four warps, each with every fourth unit of 16 tokens, two at once. Here one warp does the
-// work of all four for its rows, one after the other: first all scores and weights of the item, then the products with values, a slice
-// of the columns at a time. So what is read serves all rows. Rows of a product do not see each other. What lies behind a row's end is no
-// part of its sums: its scores are masked, values count as zeros, and steps that it does not have are left out.
+// One warp's attention of M rows to an item of SPLIT tokens, with the same bits as an own part in paged_attention.cu with a fixed split. There, an
+// item is divided among four warps, each with every fourth unit of 16 tokens, two at once. Here one warp does the work of all four for its rows, one
+// after the other: first all scores and weights of the item, then the multiplication with values, a slice of columns at a time. So data is read once
+// for all rows. Rows of a multiplication do not affect each other. Tokens after a row's end do not enter its sums: their scores are masked, their
+// values count as zeros, and steps that the row does not have are skipped.
 #pragma once
 #include "attention_merge.cuh"
 
-constexpr int SPLIT = 256;  // tokens of an item
+constexpr int SPLIT = 256;  // tokens per item
 constexpr int STEPS = SPLIT / (WARPS * UNITS * UNIT);
 
-// What every lane of a quad has for head lane / 4, for head 2 (lane % 4) + k.
+// Moves a value that every lane of a quad has for head lane / 4 to the lanes that need it for head 2 (lane % 4) + k.
 __device__ __forceinline__ float of_head(float value, int k) {
     return __shfl_sync(~0u, value, (2 * (threadIdx.x % 4) + k) * 4);
 }
 
-// Keys and values are asked for by the unit's first token of the item, a row of it and a chunk of 8 columns; `next` is called before each
-// unit is read: units in the order of WARPS, STEPS and UNITS, of values once a slice.
+// `Keys` and `Values` are read by the unit's first token within the item, a row of the unit and a chunk of 8 columns. `next` is called before each
+// unit is read: units in the order of WARPS, STEPS and UNITS, for values once per slice.
 template <int HD, int M>
 struct ItemWarp {
-    static constexpr int PARTS = 8 / M < 4 ? 8 / M : 4;  // pairs of columns of a lane in a slice
+    static constexpr int PARTS = 8 / M < 4 ? 8 / M : 4;  // pairs of columns per lane in a slice
     static constexpr int SLICES = HD / 16 / PARTS;
     using Query = uint4[M][HD / 32];   // head lane / 4, columns 32 j + 8 (lane % 4) .. + 8
     using Slice = float[M][PARTS][4];  // [i]: (column + 2 i, head 2 c), (.., 2 c + 1), (column + 2 i + 1, 2 c), ..
 
     unsigned weights[WARPS][STEPS][M][UNITS][2];
-    float shrink[WARPS][M], share[WARPS][M];  // of sums of a warp's first step, and of all its sums
-    float highest[M], total[M];               // of head lane / 4
+    float shrink[WARPS][M], share[WARPS][M];  // factors for sums of a warp's first step, and for all its sums
+    float highest[M], total[M];               // for head lane / 4
     int len[M], lane, least, most;            // tokens of each row, 0: none; of the first and of the last one
 
-    // The first of 8 columns of which a lane has PARTS pairs in a slice, and which pairs.
+    // The first of 8 columns of which a lane has PARTS pairs in a slice, and which of the pairs.
     __device__ __forceinline__ int chunk_of(int slice) const { return 8 * (slice * PARTS / 4) + lane / 4; }
     __device__ __forceinline__ static int pair_of(int slice) { return slice * PARTS % 4; }
 
-    // Scores and weights of the item from token `start` on.
+    // Computes scores and weights of the item from token `start` on.
     template <typename Keys>
     __device__ __forceinline__ void score(Keys& keys, const Query& query, int start, int window, float scale) {
         const int r = lane / 4, c = lane % 4;
@@ -109,7 +109,7 @@ struct ItemWarp {
         }
     }
 
-    // Products of the item's weights with values: each slice goes to `take`.
+    // Multiplies the item's weights with values; each slice is passed to `take`.
     template <typename Values, typename Take>
     __device__ __forceinline__ void accumulate(Values& values, int start, const Take& take) const {
         const int c = lane % 4;
@@ -146,7 +146,7 @@ struct ItemWarp {
 #pragma unroll
                             for (int i = 0; i < PARTS; ++i) v[k][i] = pack.at[i];
                         }
-                        if (start + unit + UNIT <= least) {  // all rows see all of it
+                        if (start + unit + UNIT <= least) {  // all rows attend to the whole unit
 #pragma unroll
                             for (int i = 0; i < PARTS; ++i) {
                                 const unsigned a0 = __byte_perm(v[0][i], v[1][i], 0x5410), a1 = __byte_perm(v[0][i], v[1][i], 0x7632);

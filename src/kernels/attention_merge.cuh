@@ -1,15 +1,15 @@
-// Results of several parts of a context as one: those of a block's warps, and those of a row's items.
+// Merges results of several parts of a context: those of a block's warps, and those of a row's items.
 #pragma once
 #include "attention_warp.cuh"
 
-// One partial result: outputs not yet divided by their sums.
+// One partial result: outputs that are not yet divided by their sums.
 template <int HD>
 struct Partial {
     float out[COLUMNS][HD];
     float peak[COLUMNS], sum[COLUMNS];
 };
 
-// N columns of one head: outputs not yet divided by `sum`, weighed against `peak`.
+// N columns of one head: outputs that are not yet divided by `sum`, with weights relative to `peak`.
 template <int N>
 struct Part {
     float peak = -INFINITY, sum = 0.0f, out[N] = {};
@@ -17,20 +17,20 @@ struct Part {
     __device__ __forceinline__ void write(bf16* to) const {
         Pack<bf16, N> packed;
 #pragma unroll
-        for (int k = 0; k < N; ++k)  // a sum that is NaN stays one; zeros have no sign, whatever parts of no weight were added
+        for (int k = 0; k < N; ++k)  // a NaN sum stays NaN; zeros have no sign, even if parts without weight were added
             narrow(sum == 0.0f ? 0.0f : __fadd_rn(out[k] / sum, 0.0f), packed.at[k]);
         *reinterpret_cast<Pack<bf16, N>*>(to) = packed;
     }
 };
 
-// What the parts so far and the next one weigh in their sum.
+// The factors of the accumulated parts and of the next part in their sum.
 struct Fold {
     float shrink, weight;
 
     __device__ __forceinline__ float of(float all, float next) const { return __fmaf_rn(next, weight, __fmul_rn(all, shrink)); }
 };
 
-// Takes the next part of a row in: parts are added one after the other.
+// Adds the next part of a row: parts are added one after the other.
 __device__ __forceinline__ Fold fold(float& peak, float& sum, float next_peak, float next_sum) {
     const float higher = fmaxf(peak, next_peak);
     const Fold both = {exp2_fast(__fsub_rn(peak, higher)), exp2_fast(__fsub_rn(next_peak, higher))};
@@ -38,16 +38,16 @@ __device__ __forceinline__ Fold fold(float& peak, float& sum, float next_peak, f
     return both;
 }
 
-// What a warp's part weighs beside the highest.
+// The factor of a warp's part, relative to the highest peak.
 __device__ __forceinline__ float share_of(float peak, float highest) {
     return highest == -INFINITY ? 0.0f : exp2_fast(__fsub_rn(peak, highest));
 }
 
-// The row's partial results, in order; the one of place `own` is at hand and not read.
+// Merges the row's partial results in order; the one with index `own` is given and not read.
 template <int HD, int N>
 __device__ __forceinline__ Part<N> merge(const Partial<HD>* partials, int count, int pitch, int head, int column, int own,
                                          const Part<N>& at_hand) {
-    constexpr int AT_ONCE = 8;  // partial results whose loads are in flight together
+    constexpr int AT_ONCE = 8;  // partial results that are loaded at once
     Part<N> all;
     for (int first = 0; first < count; first += AT_ONCE) {
         Part<N> parts[AT_ONCE];
@@ -66,7 +66,7 @@ __device__ __forceinline__ Part<N> merge(const Partial<HD>* partials, int count,
             }
         }
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {  // one that is not there has no weight
+        for (int i = 0; i < AT_ONCE; ++i) {  // an absent one has no weight
             const Fold next = fold(all.peak, all.sum, parts[i].peak, parts[i].sum);
 #pragma unroll
             for (int k = 0; k < N; ++k) all.out[k] = next.of(all.out[k], parts[i].out[k]);
@@ -75,7 +75,7 @@ __device__ __forceinline__ Part<N> merge(const Partial<HD>* partials, int count,
     return all;
 }
 
-// The warps' results of an own part in shared memory to one.
+// Merges the warps' results of an own part, in shared memory.
 template <int HD, int N>
 __device__ __forceinline__ Part<N> merge_warps(const float (&outs)[WARPS][COLUMNS][HD + 8],
                                                const float (&peaks)[WARPS][COLUMNS],

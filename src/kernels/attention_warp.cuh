@@ -1,6 +1,6 @@
-// One warp's attention of a few query heads over units of 16 tokens, on tensor cores. Keys and values of a row's own go from memory
-// straight to registers in the products' layout: the order of head columns within a product and of outputs within a tile is
-// free, so 16-byte loads fit.
+// One warp's attention of a few query heads over units of 16 tokens, on tensor cores. A row's own keys and values are loaded from memory directly
+// into registers, in the layout of the multiplications: the order of head columns within a multiplication and of outputs within a tile is free, so
+// 16-byte loads fit.
 #pragma once
 #include "async.cuh"
 #include "attention.cuh"
@@ -9,18 +9,18 @@
 #include "scalar.cuh"
 
 constexpr int THREADS = 32 * WARPS;
-constexpr int COLUMNS = 8;  // query heads of a product
-constexpr int STAGES = 4;   // units of a shared part in shared memory, all but one under way
+constexpr int COLUMNS = 8;  // query heads per multiplication
+constexpr int STAGES = 4;   // units of a shared part in shared memory, all but one in flight
 constexpr float LOG2E = 1.4426950408889634f;
 
 struct Geometry {
-    int kv_heads, group, block_shift, max_blocks;  // 2^block_shift tokens a block
+    int kv_heads, group, block_shift, max_blocks;  // 2^block_shift tokens per block
     float scale;
 
     __device__ __forceinline__ int chunks() const { return (group + COLUMNS - 1) / COLUMNS; }
 };
 
-// A layer's keys and values, and of e4m3 their scales: one for each token and head.
+// A layer's keys and values and, for e4m3, one scale per token and head.
 template <typename E>
 struct Cache {
     const E* __restrict__ k;  // [blocks, Hkv, block_size, hd]
@@ -37,10 +37,10 @@ __device__ __forceinline__ uint4 load_once(const void* from) {
     return out;
 }
 
-// What the place of a 16-byte chunk within a row in shared memory is mixed with, so that neither product's loads collide.
+// XOR pattern for the position of a 16-byte chunk within a row in shared memory, so that loads of neither multiplication have bank conflicts.
 __device__ __forceinline__ int mix(int row) { return (row & 6) ^ (row & 1) << 2; }
 
-// Tokens before `from` and after `to` of a unit weigh nothing.
+// Masks tokens before `from` and after `to` in a unit.
 template <int M, int U>
 __device__ __forceinline__ void mask(float (&s)[M][U][4], int lane, int u, int from, int to) {
     if (from <= 0 && to >= UNIT) return;
@@ -53,13 +53,13 @@ __device__ __forceinline__ void mask(float (&s)[M][U][4], int lane, int u, int f
     }
 }
 
-// The largest of a head's values, of which each lane of a quad has one.
+// The maximum of a head's values, of which each lane of a quad has one.
 __device__ __forceinline__ float quad_max(float top) {
     top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
     return fmaxf(top, __shfl_xor_sync(~0u, top, 2));
 }
 
-// A head's score of the halves of its sum. Where bits are told apart, roundings are written out: a compiler may contract them otherwise.
+// A head's score from the halves of its sum. Where bits matter, roundings are explicit, because a compiler could contract operations.
 __device__ __forceinline__ float scaled(float even, float odd, float scale) { return __fmul_rn(__fadd_rn(even, odd), scale); }
 
 // The largest score of a head over this lane's quad.
@@ -71,7 +71,7 @@ __device__ __forceinline__ float top_of(const float (&s)[U][4]) {
     return quad_max(top);
 }
 
-// Scores to weights against `peak`, in the layout of the second product, and their sum.
+// Converts scores to weights relative to `peak`, in the layout of the second multiplication, and returns their sum.
 template <int U>
 __device__ __forceinline__ void weigh_units(float (&s)[U][4], float peak, float& sum, unsigned (&weights)[U][2]) {
 #pragma unroll
@@ -83,13 +83,13 @@ __device__ __forceinline__ void weigh_units(float (&s)[U][4], float peak, float&
     }
 }
 
-// The sum over a quad, the same in its lanes.
+// The sum over a quad, equal in all its lanes.
 __device__ __forceinline__ float quad_sum(float sum) {
     const float total = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, 1));
     return __fadd_rn(total, __shfl_xor_sync(~0u, total, 2));
 }
 
-// Maxima that include `top`: what was summed so far weighs less by them.
+// Updates maxima to include `top`, and rescales what was summed so far.
 template <int M, int PAIRS>
 __device__ __forceinline__ void raise(float (&out)[M][PAIRS][4], float (&peak)[M], float (&sum)[M], const float (&top)[M],
                                       bool is_higher, int lane) {
@@ -100,14 +100,14 @@ __device__ __forceinline__ void raise(float (&out)[M][PAIRS][4], float (&peak)[M
         peak[m] = higher, sum[m] = __fmul_rn(sum[m], shrink);
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
-            const float own = __shfl_sync(~0u, shrink, (2 * (lane % 4) + k) * 4);  // of head 2 c + k
+            const float own = __shfl_sync(~0u, shrink, (2 * (lane % 4) + k) * 4);  // for head 2 c + k
 #pragma unroll
             for (int i = 0; i < PAIRS; ++i) out[m][i][k] *= own, out[m][i][k + 2] *= own;
         }
     }
 }
 
-// Attends to the units at `place` from token `begin` on: what a warp reads of the next ones is under way while it computes.
+// Processes the units at `place` from token `begin` on; a warp's loads of the next ones are in flight while it computes.
 template <int M, int U, class Work, class E, class P>
 __device__ __forceinline__ void attend_units(Work& work, const Cache<E>& cache, P place, int begin) {
     const int end = place.end, first = place.first, stride = place.stride, units = (end - place.base + UNIT - 1) / UNIT;
@@ -141,8 +141,8 @@ __device__ __forceinline__ void attend_units(Work& work, const Cache<E>& cache, 
     }
 }
 
-// One warp's attention of up to 8 query heads of M rows, U units at once. With r = lane / 4 and c = lane % 4 a lane has scores
-// of head r and tokens 2 c, 2 c + 1, 2 c + 8, 2 c + 9, and outputs of columns 64 h + 8 r .. + 8 for heads 2 c and 2 c + 1.
+// One warp's attention of up to 8 query heads of M rows, U units at once. With r = lane / 4 and c = lane % 4, a lane has scores of head r and tokens
+// 2 c, 2 c + 1, 2 c + 8, 2 c + 9, and outputs of columns 64 h + 8 r .. + 8 for heads 2 c and 2 c + 1.
 template <int HD, int M, int U>
 struct Warp {
     static constexpr int HALVES = HD / 64;
@@ -183,7 +183,7 @@ struct Warp {
             }
     }
 
-    // Entries past the end may be anything that another sequence left.
+    // Entries beyond the end may contain data of another sequence.
     __device__ __forceinline__ void load_values(int u, const bf16* unit, const float*, int count) {
         const int first = lane % 4 * 2;
         const bf16* from = unit + first * HD + lane / 4 * 8;
@@ -202,7 +202,7 @@ struct Warp {
         }
     }
 
-    // Scores of the loaded keys, base 2: of tokens 2 c, 2 c + 1, 2 c + 8, 2 c + 9 of every unit.
+    // Scores of the loaded keys, base 2: for tokens 2 c, 2 c + 1, 2 c + 8, 2 c + 9 of every unit.
     __device__ __forceinline__ void score(float (&s)[M][U][4], float scale) const {
 #pragma unroll
         for (int u = 0; u < U; ++u)
@@ -222,7 +222,7 @@ struct Warp {
             }
     }
 
-    // Scores to weights, in the layout of the second product. At least one token weighs, so that the maximum is finite.
+    // Converts scores to weights, in the layout of the second multiplication. At least one token has a weight, so the maximum is finite.
     __device__ __forceinline__ void weigh(float (&s)[M][U][4], unsigned (&weights)[M][U][2]) {
         float top[M];
         bool is_higher = false;
@@ -254,7 +254,7 @@ struct Warp {
             }
     }
 
-    // Where a unit stands in the caches. A lane keeps the block of one of 32 units; `n` counts the units up from 0.
+    // Addresses of units in the caches. Each lane keeps the block of one of 32 units; `n` counts units from 0.
     struct Places {
         static constexpr int WIDTH = HD;
         const int* table;
@@ -277,7 +277,7 @@ struct Warp {
         attend_units<M, U>(*this, cache, Places{table, shape, kv_head, begin / UNIT * UNIT, first, stride, end, 0}, begin);
     }
 
-    // All units of tokens begin .. end, whole ones, through `stages` in shared memory; by all warps of the block together.
+    // Processes all units of tokens begin .. end, which are whole, through `stages` in shared memory, by all warps of the block together.
     __device__ __forceinline__ void attend_shared(Stage (&stages)[STAGES], const Cache<bf16>& cache, const int* table,
                                                   const Geometry& shape, int kv_head, int begin, int end) {
         constexpr int CHUNKS = HD / 8;
@@ -302,7 +302,7 @@ struct Warp {
         for (int step = 0; step < STAGES - 1; ++step) fetch(step);
         for (int step = 0; step < steps; ++step) {
             wait_copies<STAGES - 2>();
-            __syncthreads();  // the unit is there for all, and the stage before it is free
+            __syncthreads();  // the unit is complete, and the previous stage is free
             fetch(step + STAGES - 1);
             const auto& stage = stages[step % STAGES];
 #pragma unroll
@@ -322,7 +322,7 @@ struct Warp {
         }
     }
 
-    // out, peak and sum of a member as rows of heads: [8][stride], [8], [8].
+    // Stores out, peak and sum of a member as rows of heads: [8][stride], [8], [8].
     __device__ __forceinline__ void store(int m, float* to, int stride, float* peaks, float* sums) const {
         const int r = lane / 4, c = lane % 4;
         const float total = quad_sum(sum[m]);

@@ -1,4 +1,4 @@
-// Blocks of a cluster that read one another's shared memory.
+// Access to the shared memory of other blocks in a cluster.
 #pragma once
 
 __device__ __forceinline__ unsigned shared_address(const void* at) {
@@ -17,30 +17,30 @@ __device__ __forceinline__ unsigned cluster_size() {
     return size;
 }
 
-// What blocks have written by now, all may read after this; all threads of all blocks come here.
+// Barrier of all threads of all blocks in the cluster; afterwards all may read what blocks wrote before.
 __device__ __forceinline__ void sync_cluster() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// `sync_cluster` in two: what blocks have written or read before they arrive is over for those that have waited.
+// `sync_cluster` in two steps: what blocks wrote or read before they arrived is complete for those that have waited.
 __device__ __forceinline__ void arrive_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wait_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// The address of what stands at `at` in the shared memory of the cluster's block `rank`.
+// The address in the shared memory of the cluster's block `rank` that corresponds to `at`.
 __device__ __forceinline__ unsigned peer_address(unsigned at, int rank) {
     unsigned there;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
     return there;
 }
 
-// A number of the cluster's block `rank`.
+// Reads a number from the cluster's block `rank`.
 __device__ __forceinline__ float load_one(unsigned at, int rank) {
     float value;
     asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(peer_address(at, rank)) : "memory");
     return value;
 }
 
-// Four numbers of the cluster's block `rank`.
+// Reads four numbers from the cluster's block `rank`.
 __device__ __forceinline__ float4 load_shared(unsigned at, int rank) {
     float4 value;
     asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -49,7 +49,7 @@ __device__ __forceinline__ float4 load_shared(unsigned at, int rank) {
     return value;
 }
 
-// Four numbers to this block's own shared memory.
+// Writes four numbers to this block's own shared memory.
 __device__ __forceinline__ void store_shared(unsigned at, float4 v) {
     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
 }

@@ -1,5 +1,5 @@
-// Tiles of the gated delta rule in shared memory, and what tensor cores read of them. A head's keys and values are 128 wide, a chunk has
-// 64 tokens.
+// Tiles of the gated delta rule in shared memory, and loads from them in the layout of tensor cores. A head's keys and values have width 128, a chunk
+// has 64 tokens.
 #pragma once
 #include "async.cuh"
 #include "cluster.cuh"
@@ -8,18 +8,18 @@
 
 constexpr int CHUNK = 64, DIM = 128;
 constexpr int WIDE_BYTES = CHUNK * DIM * 2, PAIRS_BYTES = CHUNK * CHUNK * 2, STATE_BYTES = DIM * DIM * 2;
-constexpr int SWIZZLED = 1024;  // tiles of rows that are swizzled begin at multiples of it
+constexpr int SWIZZLED = 1024;  // alignment of swizzled tiles
 constexpr float SCALE = 0.08838834764831845f;  // 1 / sqrt(DIM)
 
 // A chunk's decays and write strengths of one head.
 struct alignas(16) Gates {
-    double sum[CHUNK];  // of the logarithms of decays, from the chunk's beginning
+    double sum[CHUNK];  // of the logarithms of decays, from the chunk's start
     float now[CHUNK];   // exp(sum)
     float end[CHUNK];   // exp(last sum - sum)
-    float beta[CHUNK];  // 0 behind the last token
+    float beta[CHUNK];  // 0 after the last token
 };
 
-// A chunk: rows `first` to `first + count`, at `position` of its sequence.
+// A chunk: rows `first` to `first + count`, at `position` in its sequence.
 struct alignas(16) Chunk {
     int first, count, sequence, position;
 };
@@ -29,7 +29,7 @@ struct alignas(16) Sequence {
     int sequence, first_chunk, chunks, length;
 };
 
-// 16 bytes of a row in shared memory: neighbours of a column lie in different banks. Rows of 256 and of 128 bytes.
+// The address of 16 bytes of a row in shared memory, swizzled so that elements of a column are in different banks. For rows of 256 and of 128 bytes.
 __device__ __forceinline__ unsigned wide_at(unsigned tile, int row, int part) {
     return tile + row * 256 + ((part ^ (row & 7)) << 4);
 }
@@ -37,8 +37,7 @@ __device__ __forceinline__ unsigned pairs_at(unsigned tile, int row, int part) {
     return tile + row * 128 + ((part ^ (row & 7)) << 4);
 }
 
-// Lane's row and part of four matrices: by rows of 16 (factors [m, k] as they lie, and [k, n]), or by parts (factors [n, k] as they lie,
-// and [k, m]).
+// A lane's row and part of four matrices: by rows of 16 (operands [m, k] as stored, and [k, n]), or by parts (operands [n, k] as stored, and [k, m]).
 struct Lane {
     int row_x, part_x, row_y, part_y, group, pair;
     __device__ __forceinline__ Lane() {
@@ -59,7 +58,7 @@ __device__ __forceinline__ void load_transposed(unsigned (&to)[4], unsigned row)
                  : "memory");
 }
 
-// 8 x 8 of bf16, transposed among the lanes of a warp.
+// Transposes 8 x 8 bf16 elements among the lanes of a warp.
 __device__ __forceinline__ unsigned transposed(unsigned matrix) {
     unsigned out;
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(matrix));
@@ -85,13 +84,13 @@ __device__ __forceinline__ uint4 read_shared_16(unsigned at) {
     return v;
 }
 
-// sums += a b, 16 x 16 of a and two tiles of 8 columns of b.
+// sums += a b, for 16 x 16 of a and two tiles of 8 columns of b.
 __device__ __forceinline__ void multiply_two(float (&left)[4], float (&right)[4], const unsigned (&a)[4], const unsigned (&b)[4]) {
     multiply(left, a[0], a[1], a[2], a[3], b[0], b[1]);
     multiply(right, a[0], a[1], a[2], a[3], b[2], b[3]);
 }
 
-// Rows of a chunk [CHUNK, DIM], `stride` elements apart; zeros behind `count`. Parts first_part to first_part + parts of each.
+// Copies rows of a chunk [CHUNK, DIM], `stride` elements apart, with zeros after `count`; the parts first_part to first_part + parts of each.
 __device__ __forceinline__ void copy_rows(
     unsigned tile, const bf16* from, long long stride, int count, int first_part = 0, int parts = DIM / 8
 ) {
@@ -109,7 +108,7 @@ __device__ __forceinline__ void copy_plain(unsigned to, const void* from, int by
     for (int i = threadIdx.x; i < bytes / 16; i += blockDim.x) copy_16(to + i * 16, static_cast<const char*>(from) + i * 16, 16);
 }
 
-// [16 dv, 64 tokens] of a warp as rows of tokens in a tile.
+// Stores a warp's [16 dv, 64 tokens] as rows of tokens in a tile.
 __device__ __forceinline__ void stage_tokens(unsigned tile, int value, const Lane& lane, const unsigned (&values)[4][4]) {
 #pragma unroll
     for (int t = 0; t < 8; ++t)
@@ -118,7 +117,7 @@ __device__ __forceinline__ void stage_tokens(unsigned tile, int value, const Lan
             write_shared(wide_at(tile, 8 * t + lane.group, value / 8 + half) + lane.pair * 2, transposed(values[t / 2][t % 2 * 2 + half]));
 }
 
-// The first `count` rows of a tile, parts first_part to first_part + PARTS of each, to rows `stride` elements apart.
+// Writes the first `count` rows of a tile, parts first_part to first_part + PARTS, to rows `stride` elements apart.
 template <int PARTS>
 __device__ __forceinline__ void write_tokens(bf16* to, long long stride, int count, unsigned tile, int first_part) {
     for (int i = threadIdx.x; i < count * PARTS; i += blockDim.x) {
@@ -127,11 +126,11 @@ __device__ __forceinline__ void write_tokens(bf16* to, long long stride, int cou
     }
 }
 
-// A state [dv, dk] lies in squares [16, 16], each as the lanes of a warp have it as a second factor whose rows are values: four words a
-// lane.
+// The position of a square in a state [dv, dk]. It is stored in squares [16, 16], each in the order in which the lanes of a warp need it as a second
+// operand whose rows are values: four words per lane.
 __device__ __forceinline__ int square_at(int values, int keys) { return (values * (DIM / 16) + keys) * 32 + threadIdx.x % 32; }
 
-// [16 dv, 128 dk] of a warp to a state.
+// Writes a warp's [16 dv, 128 dk] to a state.
 __device__ __forceinline__ void write_state(bf16* to, int value, const unsigned (&values)[8][4]) {
 #pragma unroll
     for (int t = 0; t < 8; ++t) {

@@ -1,9 +1,9 @@
-// The gated delta net of a decode step between its projections, on Hopper, for heads of 128 in bfloat16. It does what `delta_step` of
-// `delta_step.cu` does, with the same bits.
+// The gated delta net of a decode step, between its projections, on Hopper, for heads of width 128 in bfloat16. Computes the same bits as
+// `delta_step` in `delta_step.cu`.
 //
-// What such a step lasts is the reading and writing of states. A head's state lies in memory as one piece: one copy brings it to shared
-// memory, where it is worked on in place, and another one takes it back. A block has one head of one sequence at a time. One warp copies;
-// four compute, 32 columns each, a lane 32 rows of 4 of them. The other blocks of a multiprocessor hide what a block waits for.
+// Such a step is bound by reading and writing states. A head's state is contiguous in memory: one copy brings it to shared memory, where it is
+// updated in place, and another writes it back. A block processes one head of one sequence at a time. One warp copies; four warps compute, with 32
+// columns each, and 32 rows of 4 columns per lane. Other blocks on the multiprocessor hide a block's waits.
 #include "hopper.cuh"
 #include "scalar.cuh"
 
@@ -11,8 +11,8 @@ constexpr int DIM = 128;              // of keys and values
 constexpr int WIDTH = 4;              // of the convolution
 constexpr int COMPUTING = 128;        // threads
 constexpr int THREADS = 160;          // with the warp that copies
-constexpr int SMALL_BYTES = 3200;     // of shared memory, beside a state
-constexpr int BLOCKS_F32 = 3;         // of a multiprocessor, by states of float32
+constexpr int SMALL_BYTES = 3200;     // of shared memory, in addition to a state
+constexpr int BLOCKS_F32 = 3;         // per multiprocessor, with float32 states
 constexpr int BLOCKS_BF16 = 6;
 constexpr float LENGTH_EPS = 1e-6f;
 enum { COMPUTED = 1, TOGETHER = 2 };  // named barriers
@@ -30,7 +30,7 @@ struct Layer {
     const bf16* __restrict__ norm;      // [dv]
     bf16* tails;                        // [pages, width, C]: the row of position p in slot p % width
     S* states;                          // [pages, H, dk, dv]
-    const int* __restrict__ pages;      // [T], -1: none, whose outputs are 0
+    const int* __restrict__ pages;      // [T], -1: none, outputs are 0
     const int* __restrict__ positions;  // [T]
     bf16* __restrict__ out;             // [T, H dv]
     int key_heads, value_heads;
@@ -68,7 +68,7 @@ __device__ __forceinline__ void add_scaled(float4& sum, float factor, const floa
     sum.z = fmaf(factor, row.z, sum.z), sum.w = fmaf(factor, row.w, sum.w);
 }
 
-// Over all lanes with the same columns, in the order in which `delta_step.cu` adds.
+// Sums over all lanes with the same columns, in the order of `delta_step.cu`.
 __device__ __forceinline__ float4 sum_of_rows(const float4& a, const float4& b) {
     float4 sum = make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 #pragma unroll
@@ -90,15 +90,15 @@ __device__ __forceinline__ void copy_in(unsigned to, const void* from, int bytes
                  : "memory");
 }
 
-// Comes back when shared memory has been read.
+// Writes shared memory back; returns once shared memory has been read.
 __device__ __forceinline__ void copy_out(void* to, unsigned from, int bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
     asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
-// Copies the states of the block's items, one warp. Pages, positions and states are older than the work before this: the first state is
-// under way while that ends.
+// Copies the states of the block's items; one warp. Pages, positions and states are older than the preceding kernel, so the first state is loaded
+// while that kernel ends.
 template <typename S>
 __device__ __forceinline__ void carry(const Layer<S>& layer, Shared<S>& at, int items) {
     const bool leads = threadIdx.x % 32 == 0;
@@ -142,11 +142,11 @@ __device__ __forceinline__ void compute(const Layer<S>& layer, Shared<S>& at, in
             continue;
         }
         bf16* tail = layer.tails + static_cast<long long>(page) * WIDTH * channels;
-        // Channels of the thread: of queries, of keys and of values.
+        // The thread's channels: of queries, of keys and of values.
         const int own[3] = {key_head * DIM + place, (layer.key_heads + key_head) * DIM + place,
                             (2 * layer.key_heads + head) * DIM + place};
         Pack<bf16, WIDTH> weights[3];
-        bf16 past[3][WIDTH];  // of a token so much earlier
+        bf16 past[3][WIDTH];  // of a token that many positions earlier
 #pragma unroll
         for (int kind = 0; kind < 3; ++kind) {
             weights[kind] = load<bf16, WIDTH>(layer.conv + own[kind] * WIDTH);
@@ -192,7 +192,7 @@ __device__ __forceinline__ void compute(const Layer<S>& layer, Shared<S>& at, in
 #pragma unroll 8
             for (int r = 0; r < 32; ++r)
                 store_quad(&at.state[r / 8 * 32 + first_row + r % 8][column], make_float4(0.0f, 0.0f, 0.0f, 0.0f));
-        // Of two groups of rows, each in the order of a lane of `delta_step.cu`.
+        // Two groups of rows, each in the order of one lane of `delta_step.cu`.
         float4 of_k[2], of_q[2];
         of_k[0] = of_k[1] = of_q[0] = of_q[1] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
@@ -263,7 +263,7 @@ __device__ __forceinline__ void delta_decode(const Layer<S>&, int) {}
 
 #endif
 
-// The parameters of `delta_step`: the widths are known.
+// Same parameters as `delta_step`; the widths are compile-time constants.
 #define DELTA_DECODE(NAME, S, BLOCKS)                                                                                     \
     extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) delta_decode_##NAME(                                    \
         const bf16* qkv, const bf16* z, const bf16* b, const bf16* a, long long qkv_row, long long z_row,                 \

@@ -1,9 +1,10 @@
-// The gated delta rule over chunks of 64 tokens, backward (src/ops/delta_net/rule.rs has the formulas).
+// Backward of the gated delta rule over chunks of 64 tokens (src/ops/delta_net/rule.rs has the formulas).
 //
-// delta_reverse: the pass over the chunks of a sequence from its end, with the gradient of the state, transposed, in registers; gives
-// that of what chunks wrote, through the system of the chunk: R = T^T d_new.
-// delta_gradients: a chunk of a head by itself. With N what it wrote, S the state before it and E the gradient of the state behind it:
-// d_v = beta R, d_W = -R S^T, d_A = -R N^T below the diagonal.
+// delta_reverse: the pass over the chunks of a sequence from its end, with the transposed gradient of the state in registers. It computes the
+// gradient of the chunks' written values, through the system of each chunk: R = T^T d_new.
+//
+// delta_gradients: each chunk of a head separately. With N its written values, S the state before it and E the gradient of the state after it: d_v =
+// beta R, d_W = -R S^T, d_A = -R N^T below the diagonal.
 #include "delta_products.cuh"
 
 struct Reverse {
@@ -20,7 +21,7 @@ struct Reverse {
 // A chunk's tiles: halves of W, Q and K; P and T; the gradient of outputs; then gates.
 constexpr int Q_AT = WIDE_BYTES, K_AT = 2 * WIDE_BYTES, P_AT = 3 * WIDE_BYTES, T_AT = P_AT + PAIRS_BYTES, OUT_AT = T_AT + PAIRS_BYTES;
 constexpr int GATES_AT = OUT_AT + WIDE_BYTES, REVERSE_BYTES = GATES_AT + SWIZZLED, HALF = WIDE_BYTES / 2;
-constexpr int SOLVED_AT = 2 * REVERSE_BYTES;  // results behind both stages, on their way to memory
+constexpr int SOLVED_AT = 2 * REVERSE_BYTES;  // results after both stages, on their way to memory
 
 __device__ __forceinline__ void copy_stage(
     const Reverse& of, unsigned stage, const Chunk& chunk, int index, int head, int first_part, int parts
@@ -74,7 +75,7 @@ __device__ __forceinline__ void reverse(const Reverse& of) {
         publish_copies();
         __syncthreads();
         const unsigned now = stage + GATES_AT, end = now + CHUNK * 4;
-        float fresh[32] = {};  // the gradient of what the chunk wrote [16 dv, 64 tokens]
+        float fresh[32] = {};  // the gradient of the chunk's written values [16 dv, 64 tokens]
         unsigned start[8][4];
 #pragma unroll
         for (int t = 0; t < 8; ++t) as_factor(start[t], state + 8 * t);
@@ -83,7 +84,7 @@ __device__ __forceinline__ void reverse(const Reverse& of) {
         for (int t = 0; t < 8; ++t) add_by_columns<HALF>(fresh, start[t], stage + K_AT, t);
         commit_products();
         write_state(of.ends + item * DIM * DIM, value, start);
-        unsigned out[4][4], read[4][4];  // the gradient of outputs [16 dv, 64 tokens], as it is and for the state that they read
+        unsigned out[4][4], read[4][4];  // the gradient of outputs [16 dv, 64 tokens], as it is and scaled for the state that they read
 #pragma unroll
         for (int t = 0; t < 4; ++t) {
             load_transposed(out[t], wide_at(stage + OUT_AT, 16 * t + lane.row_y, value / 8 + lane.part_y));
@@ -156,13 +157,13 @@ __device__ __forceinline__ void reverse(const Reverse& of) {
 REVERSE(4)
 REVERSE(8)
 
-// Sums over a quad of lanes, which have one row.
+// Sums over a quad of lanes, which share a row.
 __device__ __forceinline__ float quad_sum(float value) {
     value += __shfl_xor_sync(0xffffffffu, value, 1);
     return value + __shfl_xor_sync(0xffffffffu, value, 2);
 }
 
-// What the rows of a warp's sums [16, 32] and of a tile have in common: rows row + group, + 8.
+// Dot products of the rows of a warp's sums [16, 32] with those of a tile: rows row + group, + 8.
 __device__ __forceinline__ float2 row_products(const float (&sums)[4][4], unsigned tile, int row, int column, const Lane& lane) {
     float2 dots = {0.0f, 0.0f};
 #pragma unroll
@@ -191,16 +192,16 @@ __device__ __forceinline__ void write_rows(bf16* to, long long stride, int count
     }
 }
 
-// Partial sums of a chunk's rows, one for each quarter of the columns, and whose they are; index -1: nobody's.
+// Partial sums of a chunk's rows, one for each quarter of the columns, with the chunk and head; index -1: none.
 struct Parts {
     Chunk chunk;
     int index, head;
-    float across[4][CHUNK], down[4][CHUNK];      // of the tables of pairs, by rows and by columns
+    float across[4][CHUNK], down[4][CHUNK];      // of the tables of pairs, along rows and along columns
     float by_query[4][CHUNK], by_read[4][CHUNK], by_end[4][CHUNK], by_key[4][CHUNK], by_value[CHUNK];
     float whole[16];
 };
 
-// A square of a state in shared memory.
+// Loads a square of a state from shared memory.
 __device__ __forceinline__ void load_square(unsigned (&to)[4], unsigned state, int values, int keys) {
     const uint4 own = read_shared_16(state + square_at(values, keys) * 16);
     to[0] = own.x, to[1] = own.y, to[2] = own.z, to[3] = own.w;
@@ -216,7 +217,7 @@ struct Gradients {
     int heads, key_heads, channels, pairs;
 };
 
-// Tiles in shared memory; queries and keys of two key heads, the one that is computed and the next.
+// Tiles in shared memory; queries and keys of two key heads, the current one and the next.
 struct Tiles {
     unsigned keys, out, news, r, state, end, by_scores, by_system, by_keys;
     __device__ __forceinline__ explicit Tiles(unsigned first) {
@@ -225,7 +226,7 @@ struct Tiles {
     }
 };
 
-// A step of a block: value head `part` of those that share the key head of a pair (chunk, key head).
+// A step of a block: value head `part` among those that share the key head of a pair (chunk, key head).
 struct Step {
     int pair, part;
     __device__ __forceinline__ void advance(int shared) {
@@ -233,8 +234,8 @@ struct Step {
     }
 };
 
-// Copies of a step in the order of their use, a group each: queries, keys, gradients and gates; what was written; both states. The first
-// may begin while the step before still reads the others.
+// Starts a step's copies in the order of their use, in one group each: queries, keys, gradients and gates; written values; both states. The first
+// group may start while the previous step still reads the others.
 __device__ __forceinline__ void copy_first(const Gradients& of, const Tiles& tiles, const Step& step, int shared, int turn, unsigned own) {
     if (step.pair < of.pairs) {
         const int index = step.pair / of.key_heads, key_head = step.pair % of.key_heads, head = key_head * shared + step.part;
@@ -264,8 +265,8 @@ __device__ __forceinline__ void copy_rest(const Gradients& of, const Tiles& tile
     commit_copies();
 }
 
-// Of one warp: the gradients of a chunk's gates. Sums of decays reach every later token, so that a token's decay has the sum over
-// all from it on: lane l has tokens 2 l, 2 l + 1.
+// Computes the gradients of a chunk's gates; one warp. A decay affects all later tokens, so its gradient is a sum from its token on: lane l has the
+// tokens 2 l, 2 l + 1.
 __device__ __forceinline__ void gates_backward(const Gradients& of, const Parts& parts, const Gates& own) {
     const int lane = threadIdx.x % 32, index = parts.index, head = parts.head;
     const Chunk chunk = parts.chunk;
@@ -309,11 +310,11 @@ __device__ __forceinline__ void gates_backward(const Gradients& of, const Parts&
     to[0] = to_log, to[static_cast<long long>(of.pairs / of.key_heads) * of.heads] = to_bias;
 }
 
-// A warp whose part of the tables of pairs is zeros: meanwhile it has the gates of the step before.
+// A warp whose part of the tables of pairs is zero; meanwhile it computes the gates of the previous step.
 constexpr int GATES_WARP = 15;
 
-// 16 warps: four times 16 rows, and a quarter of the columns. A block has the value heads of a key head one after another, and sums their
-// gradients of queries and keys; tiles of the next are on their way while the last products are made.
+// 16 warps: four groups of 16 rows times four quarters of the columns. A block processes the value heads of a key head one after another and sums
+// their gradients of queries and keys; tiles of the next one are loaded during the last multiplications.
 extern "C" __global__ void __launch_bounds__(512, 1) delta_gradients(
     const bf16* mixed, const bf16* d_o, const bf16* states, const bf16* news_of, const bf16* ends, const bf16* solved,
     const bf16* a, const bf16* a_log, const bf16* dt_bias, const Gates* gates, const Chunk* chunks, bf16* d_mixed, bf16* d_a, bf16* d_b,
@@ -330,7 +331,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) delta_gradients(
                    by_system = tiles.by_system, by_keys = tiles.by_keys;
     const Lane lane;
     const int warp = threadIdx.x / 32, quarter = warp / 4, row = warp % 4 * 16, column = quarter * 32;
-    // Rows of the tables, of which a warp has 16 columns: those that are no zeros are spread over the four schedulers.
+    // The row group of the tables, of which a warp has 16 columns; non-zero parts are spread over the four schedulers.
     const int pairs_row = (warp + (quarter == 2 ? 2 : quarter == 3 ? 1 : 0)) % 4 * 16;
     float sum_query[4][4], sum_key[4][4];
     Step step = {static_cast<int>(blockIdx.x), 0};
@@ -356,7 +357,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) delta_gradients(
         wait_copies<2>();
         __syncthreads();
         if (threadIdx.x == 0) parts.chunk = chunk, parts.index = index, parts.head = head;
-        {  // tables of pairs: columns 16 quarter .. of 16 rows
+        {  // tables of pairs: columns from 16 quarter on of 16 rows
             float scores[2][4] = {}, dots[2][4] = {}, d_scores[2][4] = {}, d_system[2][4] = {};
             if (quarter * 16 <= pairs_row) {
 #pragma unroll
@@ -408,7 +409,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) delta_gradients(
                     if (lane.group == 0) parts.down[pairs_row / 16][16 * quarter + 8 * n + lane.pair + e] = down[n][e];
                 }
         }
-        {  // d_v, and what beta has of values
+        {  // d_v, and the part of beta's gradient from values
 #pragma unroll
             for (int i = 0; i < CHUNK * 16 / 512; ++i) {
                 const int token = (threadIdx.x + i * 512) / 16, part = threadIdx.x % 16;
@@ -477,7 +478,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) delta_gradients(
         keep(parts.by_query, quarter, row, lane, row_products(by_query, q, row, column, lane));
         keep(parts.by_read, quarter, row, lane, row_products(by_read, k, row, column, lane));
         keep(parts.by_end, quarter, row, lane, row_products(by_end, k, row, column, lane));
-        {  // the whole chunk's decay
+        {  // the decay of the whole chunk
             float dot = 0.0f;
             for (int i = threadIdx.x; i < STATE_BYTES / 16; i += blockDim.x) {
                 const uint4 x = read_shared_16(state + i * 16), y = read_shared_16(end + i * 16);
@@ -487,7 +488,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) delta_gradients(
             for (int step = 16; step > 0; step /= 2) dot += __shfl_xor_sync(0xffffffffu, dot, step);
             if (threadIdx.x % 32 == 0) parts.whole[warp] = dot;
         }
-        __syncthreads();  // all have read the tiles
+        __syncthreads();  // all tiles have been read
         copy_rest(of, tiles, after, shared);
         // by_query becomes d_q, by_read the gradient of beta k, by_end d_k.
         for (int t = 0; t <= warp % 4; ++t) {

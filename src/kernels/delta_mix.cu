@@ -1,9 +1,8 @@
-// Around the gated delta rule, heads of 128 channels. The lanes of a team have CHANNELS neighbours each.
+// Training kernels around the gated delta rule, for heads of 128 channels. The lanes of a team have CHANNELS consecutive channels each.
 //
-// delta_mix: causal convolution over four tokens with SiLU; queries and keys then have unit length. A team goes through the tokens of a
-// chunk with the last rows in registers, BATCH rows on their way at once.
-// delta_mix_backward: its gradients, of the weight as one sum a chunk.
-// delta_norm: rms_norm(x) weight silu(z) of every head, and its backward.
+// delta_mix: causal convolution over four tokens with SiLU; queries and keys are then normalized to length 1. A team processes the tokens of a chunk
+// with the last rows in registers, and loads BATCH rows at once. delta_mix_backward: its gradients; that of the weight as one sum per chunk.
+// delta_norm: rms_norm(x) weight silu(z) for every head, and its backward.
 #include "delta.cuh"
 
 constexpr int WIDTH = 4;
@@ -41,7 +40,7 @@ __device__ __forceinline__ float dot(const Wide& a, const Wide& b) {
 }
 __device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
 
-// Over a team.
+// The sum over a team.
 __device__ __forceinline__ float team_sum(float value) {
     const unsigned mask = TEAM == 32 ? 0xffffffffu : ((1u << TEAM % 32) - 1) << (threadIdx.x % 32 / TEAM * TEAM);
 #pragma unroll
@@ -52,14 +51,14 @@ __device__ __forceinline__ float team_sum(float value) {
 struct Mix {
     const bf16 *x, *weight, *tails;  // [T, C], [C, 4], [N, 3, C] or null
     const Chunk* chunks;
-    int channels, unit_groups, items;  // groups of channels that are queries or keys; groups of all chunks
+    int channels, unit_groups, items;  // groups of channels that are queries or keys; groups in all chunks
 };
 
 // A team's chunk and channels.
 struct Item {
     Chunk chunk;
     int index, group, channel;
-    long long first;  // of the chunk's channels
+    long long first;  // element of the chunk's channels
     __device__ __forceinline__ Item(const Mix& of, int item) {
         const int groups = of.channels / DIM;
         index = item / groups, group = item % groups, channel = group * DIM + threadIdx.x % TEAM * CHANNELS;
@@ -68,7 +67,7 @@ struct Item {
     }
 };
 
-// The row `back` before the chunk: before the sequence its tails.
+// The row that is `back` rows before the chunk; before the sequence's start it comes from the tails.
 __device__ __forceinline__ Raw earlier(const Mix& of, const Item& item, int back) {
     const int position = item.chunk.position - back;
     if (position >= 0) return load_raw(of.x + item.first - static_cast<long long>(back) * of.channels);
@@ -76,7 +75,7 @@ __device__ __forceinline__ Raw earlier(const Mix& of, const Item& item, int back
     return load_raw(of.tails + (static_cast<long long>(item.chunk.sequence) * (WIDTH - 1) + WIDTH - 1 + position) * of.channels + item.channel);
 }
 
-// Tap by tap: the last one is the token's own.
+// Loads the convolution's taps; the last one is the token's own.
 __device__ __forceinline__ void load_taps(Wide (&taps)[WIDTH], const bf16* weight, int channel) {
 #pragma unroll
     for (int c = 0; c < CHANNELS; ++c) {
@@ -86,7 +85,7 @@ __device__ __forceinline__ void load_taps(Wide (&taps)[WIDTH], const bf16* weigh
     }
 }
 
-// The last rows, row i at i % WIDTH; `newest` of them.
+// Converts the last rows; row i is at index i % WIDTH, and `newest` is the last row's index.
 __device__ __forceinline__ void widen_rows(Wide (&wide)[WIDTH], const Raw (&rows)[WIDTH], int newest) {
 #pragma unroll
     for (int tap = 0; tap < WIDTH; ++tap) wide[tap] = widen(rows[(newest + 1 + tap) % WIDTH]);
@@ -137,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(MIX_THREADS, 6) delta_mix(
     }
 }
 
-// The gradient before SiLU from that behind it, with queries and keys of unit length.
+// The gradient before SiLU, given the gradient after it; queries and keys are normalized to length 1.
 __device__ __forceinline__ void slope_of(Wide& d, const Wide& before, bool is_unit) {
     Wide gate, y;
 #pragma unroll
@@ -155,7 +154,7 @@ __device__ __forceinline__ void slope_of(Wide& d, const Wide& before, bool is_un
     for (int c = 0; c < CHANNELS; ++c) d.at[c] *= gate.at[c] * (1.0f + before.at[c] * (1.0f - gate.at[c]));
 }
 
-// d_y like y. lengths: of the sequences. Later rows read the own ones, so that the three behind the chunk are computed, too.
+// d_y has the shape of y; lengths are those of the sequences. Later rows read the chunk's rows, so the three rows after the chunk are computed too.
 extern "C" __global__ void __launch_bounds__(MIX_THREADS, 4) delta_mix_backward(
     const bf16* x, const bf16* weight, const bf16* tails, const Chunk* chunks, const int* lengths, const bf16* d_y, bf16* d_x,
     float* d_tails, float* d_weight, long long channels, long long unit_groups, long long items
@@ -165,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(MIX_THREADS, 4) delta_mix_backward(
     if (index >= of.items) return;
     const Item item(of, index);
     const int end = item.chunk.count, stop = end + WIDTH - 1;
-    const int last = min(stop, lengths[item.chunk.sequence] - item.chunk.position);  // rows behind the sequence have no gradient
+    const int last = min(stop, lengths[item.chunk.sequence] - item.chunk.position);  // rows after the sequence have no gradient
     const bool is_unit = item.group < of.unit_groups, has_tails = item.chunk.position == 0 && d_tails;
     float* tail = d_tails + static_cast<long long>(item.chunk.sequence) * (WIDTH - 1) * channels + item.channel;
     Wide taps[WIDTH], of_taps[WIDTH] = {}, slopes[WIDTH] = {};  // the slope of row i at i % WIDTH
@@ -202,7 +201,7 @@ extern "C" __global__ void __launch_bounds__(MIX_THREADS, 4) delta_mix_backward(
                 for (int c = 0; c < CHANNELS; ++c) to.at[c] += slopes[(i + 1 + later) % WIDTH].at[c] * taps[WIDTH - 1 - later].at[c];
             if (done >= 0 && done < end) {
                 store_wide(d_x + item.first + done * channels, to);
-            } else if (done < 0 && has_tails) {  // tails of the sequence have gradients, too
+            } else if (done < 0 && has_tails) {  // the sequence's tails have gradients too
                 Pack<float, CHANNELS> wide;
 #pragma unroll
                 for (int c = 0; c < CHANNELS; ++c) wide.at[c] = to.at[c];
@@ -220,7 +219,7 @@ extern "C" __global__ void __launch_bounds__(MIX_THREADS, 4) delta_mix_backward(
     }
 }
 
-// Rows of heads [R, DIM], a team each, NORM_ROWS on their way at once.
+// Rows of heads [R, DIM], one per team; NORM_ROWS are loaded at once.
 extern "C" __global__ void __launch_bounds__(NORM_THREADS) delta_norm(
     const bf16* x, const bf16* z, const bf16* weight, bf16* y, long long rows, float eps
 ) {
@@ -247,7 +246,7 @@ extern "C" __global__ void __launch_bounds__(NORM_THREADS) delta_norm(
     }
 }
 
-// d_weight: a block's sum [blocks, DIM].
+// d_weight: one sum per block [blocks, DIM].
 extern "C" __global__ void __launch_bounds__(NORM_THREADS) delta_norm_backward(
     const bf16* d_y, const bf16* x, const bf16* z, const bf16* weight, bf16* d_x, bf16* d_z, float* d_weight, long long rows, float eps
 ) {

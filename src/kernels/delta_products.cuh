@@ -1,16 +1,17 @@
-// Products of the gated delta rule whose first factor and sums are in registers: 16 rows a warp. Hopper's warpgroups read the second
-// factor themselves (wgmma); other chips load it a warp at a time.
+// Matrix multiplications of the gated delta rule whose first operand and sums are in registers: 16 rows per warp. On Hopper, warpgroups read the
+// second operand from shared memory (wgmma); on other GPUs each warp loads it.
 #pragma once
 #include "delta.cuh"
 #include "hopper.cuh"
 
-// 16 bytes of a row of 128 elements, whose halves lie HALF bytes apart: rows of 128 bytes, as TMA's and wgmma's swizzle of 128 has them.
+// The address of 16 bytes of a row of 128 elements, whose halves are HALF bytes apart, in rows of 128 bytes with the 128-byte swizzle of TMA and
+// wgmma.
 template <int HALF>
 __device__ __forceinline__ unsigned half_at(unsigned tile, int row, int part) {
     return tile + part / 8 * HALF + row * 128 + (((part & 7) ^ (row & 7)) << 4);
 }
 
-// Rows of a chunk, as `copy_rows` has them.
+// Copies rows of a chunk like `copy_rows`, in halves.
 template <int HALF>
 __device__ __forceinline__ void copy_halves(unsigned tile, const bf16* from, long long stride, int count) {
     for (int i = threadIdx.x; i < CHUNK * 16; i += blockDim.x) {
@@ -19,7 +20,7 @@ __device__ __forceinline__ void copy_halves(unsigned tile, const bf16* from, lon
     }
 }
 
-// Two tiles of sums [16, 8] as a factor [16, 16] of a further product.
+// Converts two tiles of sums [16, 8] to an operand [16, 16] of another multiplication.
 __device__ __forceinline__ void as_factor(unsigned (&to)[4], const float* sums) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) to[i] = pack(sums[2 * i], sums[2 * i + 1]);
@@ -27,12 +28,12 @@ __device__ __forceinline__ void as_factor(unsigned (&to)[4], const float* sums) 
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// Before products: what threads have written to registers, and copied to shared memory.
+// Must precede multiplications: makes registers that threads have written visible to wgmma.
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void publish_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Waits until at most PENDING groups of products are under way, and `sums` are made.
+// Waits until at most PENDING groups of multiplications are unfinished, and `sums` are complete.
 template <int PENDING, int COUNT>
 __device__ __forceinline__ void finish_products(float (&sums)[COUNT]) {
     wait_products<PENDING>();
@@ -52,13 +53,13 @@ __device__ __forceinline__ void finish_products(float (&sums)[COUNT]) {
 MULTIPLY_FROM(64, 32, 32, 33, 34, 35, 36, 37)
 MULTIPLY_FROM(128, 64, 64, 65, 66, 67, 68, 69)
 
-// sums [16, 2 COUNT] += a b^T: columns 16 step .. of the rows of b. Made when `finish_products` returns.
+// sums [16, 2 COUNT] += a b^T, for the columns from 16 step on of b's rows. Complete when `finish_products` returns.
 template <int HALF, int COUNT>
 __device__ __forceinline__ void add_by_columns(float (&sums)[COUNT], const unsigned (&a)[4], unsigned b, int step) {
     multiply_from<0>(sums, a, descriptor(b + step / 4 * HALF + step % 4 * 32));
 }
 
-// sums [16, 2 COUNT] += a b: rows 16 step .. of b.
+// sums [16, 2 COUNT] += a b, for the rows from 16 step on of b.
 template <int HALF, int COUNT>
 __device__ __forceinline__ void add_by_rows(float (&sums)[COUNT], const unsigned (&a)[4], unsigned b, int step) {
     constexpr unsigned long long HALVES = static_cast<unsigned long long>(HALF / 16) << 16;

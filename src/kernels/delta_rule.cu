@@ -1,8 +1,8 @@
-// The gated delta rule over chunks of 64 tokens, forward (arXiv 2412.06464; src/ops/delta_net/rule.rs has the formulas).
+// Forward of the gated delta rule over chunks of 64 tokens (arXiv 2412.06464; src/ops/delta_net/rule.rs has the formulas).
 //
-// delta_prepare: a chunk of a head by itself: decays, T = (I + A)^-1, U = T (beta v), W = T (beta exp(G) k), P = q k^T D / sqrt(dk).
-// delta_scan: the pass over the chunks of a sequence. A warp has 16 columns of the state, transposed, in registers, where sums of one
-// product are a factor of the next.
+// delta_prepare: each chunk of a head separately: decays, T = (I + A)^-1, U = T (beta v), W = T (beta exp(G) k), P = q k^T D / sqrt(dk). delta_scan:
+// the pass over the chunks of a sequence. A warp has 16 columns of the transposed state in registers, where the sums of one multiplication are an
+// operand of the next.
 #include "delta_products.cuh"
 
 constexpr int STRIDE = CHUNK + 4;  // of A and T in shared memory
@@ -48,11 +48,11 @@ __device__ __forceinline__ void gates_of_chunk(const Prepare& of, const Chunk& c
 
 enum class Lower { None, Left, Right };
 
-// to = sign left right: squares of SIZE, one of which may have zeros above its diagonal; `threads` of them.
+// to = sign left right for squares of SIZE, one of which may have zeros above its diagonal; by `threads` threads.
 template <int SIZE, Lower LOWER>
 __device__ __forceinline__ void square_product(float* to, const float* left, const float* right, int thread, int threads, float sign) {
     for (int i = thread; i < SIZE * SIZE / 8; i += threads) {
-        constexpr bool BY_COLUMNS = LOWER == Lower::Right;  // a warp has few columns, else few rows
+        constexpr bool BY_COLUMNS = LOWER == Lower::Right;  // a warp has few columns, otherwise few rows
         const int row = BY_COLUMNS ? i % 32 / 2 * 2 : i / (SIZE / 4) * 2;
         const int column = BY_COLUMNS ? i / 32 * 8 + i % 2 * 4 : i % (SIZE / 4) * 4;
         const int first = BY_COLUMNS ? column / 8 * 8 : 0, end = LOWER == Lower::Left ? row / 8 * 8 + 8 : SIZE;
@@ -80,10 +80,10 @@ __device__ __forceinline__ void square_product(float* to, const float* left, con
     }
 }
 
-// (I + A)^-1 in A's place; A is strictly lower. Rows 0 to 31 of columns 32 to 63 are lost.
+// Computes (I + A)^-1 in A's place; A is strictly lower triangular. Rows 0 to 31 of columns 32 to 63 are overwritten.
 __device__ __forceinline__ void invert(float* a) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    {  // squares of 16 on the diagonal, a column a lane
+    {  // squares of 16 on the diagonal, one column per lane
         float* own = a + warp * 16 * STRIDE + warp * 16;
         float x[16];
 #pragma unroll
@@ -100,7 +100,7 @@ __device__ __forceinline__ void invert(float* a) {
         }
     }
     __syncthreads();
-    {  // squares of 32: two warps each
+    {  // squares of 32, two warps each
         const int square = warp / 2;
         float* own = a + square * 32 * (STRIDE + 1);
         float* between = own + 16;
@@ -118,8 +118,8 @@ __device__ __forceinline__ void invert(float* a) {
     __syncthreads();
 }
 
-// T diag(columns) diag(more) x, to [CHUNK, DIM] by way of x's own tile; all threads of the block. A warp has half of the columns of two
-// times 16 rows, early and late ones, whose sums are as long as any other warp's.
+// Computes T diag(columns) diag(more) x into [CHUNK, DIM] via x's own tile, by all threads of the block. A warp has half of the columns of two groups
+// of 16 rows, an early and a late one, so that all warps do the same work.
 __device__ __forceinline__ void solve(bf16* to, const float* t, const float* columns, const float* more, unsigned x, const Lane& lane) {
     const int warp = threadIdx.x / 32;
     float sums[2][8][4] = {};
@@ -186,11 +186,11 @@ extern "C" __global__ void __launch_bounds__(128, 4) delta_prepare(
     __syncthreads();
     const Lane lane;
     const int warp = threadIdx.x / 32;
-    for (int part = warp + 1; part < 4; ++part) {  // pairs of a token with later ones
+    for (int part = warp + 1; part < 4; ++part) {  // pairs of a token with later tokens
         unsigned* above = reinterpret_cast<unsigned*>(p + (item * CHUNK + 16 * warp + lane.group) * CHUNK + 16 * part + lane.pair);
         above[0] = above[4] = above[4 * CHUNK] = above[4 * CHUNK + 4] = 0;
     }
-    for (int square = warp; square < 10; square += 4) {  // of both tables, 16 rows and columns of those on and below the diagonal
+    for (int square = warp; square < 10; square += 4) {  // of both tables, squares of 16 rows and columns on and below the diagonal
         const int of_row = square > 5 ? 3 : square > 2 ? 2 : square > 0 ? 1 : 0, part = square - of_row * (of_row + 1) / 2;
         const int row = 16 * of_row + lane.group;
         float scores[2][4] = {}, dots[2][4] = {};
@@ -220,7 +220,7 @@ extern "C" __global__ void __launch_bounds__(128, 4) delta_prepare(
         }
     }
     __syncthreads();
-    const unsigned v_tile = q_tile;  // queries are read
+    const unsigned v_tile = q_tile;  // queries have been read
     copy_rows(v_tile, rows + (2 * of.key_heads + head) * DIM, channels, chunk.count);
     commit_copies();
     invert(system);
@@ -245,14 +245,14 @@ struct Scan {
     const float* initial;  // [N, H, dk, dv] or null
     bf16* o;               // [T, H, DIM]
     float* last;           // [N, H, dk, dv] or null
-    bf16 *states, *news;   // before every chunk [B, H] states, and what it writes [B, H, CHUNK, DIM]; null for a forward alone
+    bf16 *states, *news;   // states before every chunk [B, H], and values written by chunks [B, H, CHUNK, DIM]; null without a backward
     int heads, key_heads, channels;
 };
 
 // A chunk's tiles: halves of W and Q, W's rows before Q's; halves of K; P; U; then gates.
 constexpr int K_AT = 2 * WIDE_BYTES, P_AT = K_AT + WIDE_BYTES, U_AT = P_AT + PAIRS_BYTES, GATES_AT = U_AT + WIDE_BYTES;
-constexpr int SCAN_BYTES = GATES_AT + SWIZZLED;  // gates have 512 bytes of the last
-constexpr int OUT_AT = 2 * SCAN_BYTES, NEWS_AT = OUT_AT + WIDE_BYTES;  // results behind both stages, on their way to memory
+constexpr int SCAN_BYTES = GATES_AT + SWIZZLED;  // gates use 512 bytes of the last
+constexpr int OUT_AT = 2 * SCAN_BYTES, NEWS_AT = OUT_AT + WIDE_BYTES;  // results after both stages, on their way to memory
 
 __device__ __forceinline__ void copy_stage(const Scan& of, unsigned stage, const Chunk& chunk, int index, int head, int first_part, int parts) {
     const int key_head = head / (of.heads / of.key_heads);
@@ -323,7 +323,7 @@ __device__ __forceinline__ void scan(const Scan& of) {
         const float decay = read_float(now + (CHUNK - 1) * 4);
         finish_products<0>(both);
         float out[32];
-        unsigned fresh[4][4], kept[4][4];  // what the chunk writes, and what is left of it behind the chunk
+        unsigned fresh[4][4], kept[4][4];  // the values that the chunk writes, and what remains of them after the chunk
 #pragma unroll
         for (int t = 0; t < 8; ++t) {
             const float2 by = read_pair(now + (8 * t + lane.pair) * 4), rest = read_pair(end + (8 * t + lane.pair) * 4);

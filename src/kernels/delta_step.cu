@@ -1,27 +1,28 @@
-// The gated delta net of an engine's step between its projections: causal convolution with SiLU, queries and keys of unit length, the
-// gated delta rule (arXiv 2412.06464) and the gated norm. A run is some tokens of one sequence, one behind the other; its
-// sequence has a page with the state of every head, and the rows that the convolution reads again. All sums are in float32.
+// The gated delta net of an engine step, between its projections: causal convolution with SiLU, normalized queries and keys, the gated delta rule
+// (arXiv 2412.06464) and the gated norm. A run is some consecutive tokens of one sequence. The sequence has a page with the state of every head, and
+// with the rows that the convolution reads again. All sums are in float32.
 //
-// A block has one head of one run. The state is in registers from the run's first token to its last: a warp has 16 columns, a lane
-// every eighth quad of rows and 4 columns of them. Tokens pass through shared memory, some at once. With S the state before a token,
+// A block has one head of one run. The state is in registers from the run's first token to its last: a warp has 16 columns, a lane every eighth quad
+// of rows and 4 columns of them. Tokens pass through shared memory, several at once. With S the state before a token,
 //   delta = beta (v - exp(g) k S),   o = exp(g) q S + (q k) delta,   S <- exp(g) S + k delta,
-// so that one sum over the rows serves both. The order of all sums is one, whether a token comes alone or among others.
 //
-// Of runs of one token a block takes one head after the other, and all that the next one needs comes to shared memory while it
-// computes: what such a step lasts is the reading and writing of states.
+// so that one sum over the rows serves both. All sums have one order, whether a token comes alone or with others.
+//
+// If runs have one token, a block processes one head after the other, and loads everything for the next one to shared memory while it computes,
+// because such a step is bound by reading and writing states.
 #include "async.cuh"
 #include "scalar.cuh"
 
 constexpr int THREADS = 256;   // at most
 constexpr int CHUNK = 16;      // tokens in shared memory
-constexpr int BATCH = 8;       // of them, that a thread reads at once
+constexpr int BATCH = 8;       // of these, loaded by a thread at once
 constexpr int MOST_DIM = 128;  // columns of a key or a value
-constexpr int COLUMNS = 16;    // of a warp
+constexpr int COLUMNS = 16;    // per warp
 constexpr int MOST_WIDTH = 4;  // of the convolution
-constexpr int QUADS = MOST_DIM / 8;  // of the state, that a lane has
+constexpr int QUADS = MOST_DIM / 8;  // of the state, per lane
 constexpr float LENGTH_EPS = 1e-6f;
 
-// DIM: the width of keys and values where it is known when this is compiled, and with it the convolution's; else 0.
+// DIM: the width of keys and values if it is a compile-time constant, and then the convolution's width is one too; else 0.
 template <int DIM>
 struct Shape {
     int key_heads, value_heads, any_key_dim, any_value_dim, any_width;
@@ -30,7 +31,7 @@ struct Shape {
     __device__ __forceinline__ int value_dim() const { return DIM > 0 ? DIM : any_value_dim; }
     __device__ __forceinline__ int width() const { return DIM > 0 ? MOST_WIDTH : any_width; }
     __device__ __forceinline__ int channels() const { return 2 * key_heads * key_dim() + value_heads * value_dim(); }
-    // The first channel of a value head's queries, keys or values: kind 0, 1 or 2.
+    // The first channel of a value head's queries, keys or values (kind 0, 1 or 2).
     __device__ __forceinline__ int channel(int kind, int head) const {
         const int key_head = head / (value_heads / key_heads);
         return kind == 2 ? 2 * key_heads * key_dim() + head * value_dim() : (kind * key_heads + key_head) * key_dim();
@@ -38,7 +39,7 @@ struct Shape {
     __device__ __forceinline__ int threads() const { return DIM > 0 ? DIM / COLUMNS * 32 : blockDim.x; }
 };
 
-// A layer's part of a step.
+// A layer's inputs and outputs in a step.
 template <typename T, typename S, int DIM>
 struct Layer {
     const T* __restrict__ qkv;          // [T, C], rows qkv_row apart
@@ -52,7 +53,7 @@ struct Layer {
     const T* __restrict__ norm;         // [dv]
     T* tails;                           // [pages, width, C]: the row of position p in slot p % width
     S* states;                          // [pages, H, dk, dv]
-    const int* __restrict__ pages;      // [B], -1: none, whose outputs are 0
+    const int* __restrict__ pages;      // [B], -1: none, outputs are 0
     const int* __restrict__ positions;  // [T]
     T* __restrict__ out;                // [T, H dv]
     Shape<DIM> shape;
@@ -61,7 +62,7 @@ struct Layer {
 
 // One head's tokens of a run.
 struct Part {
-    int head, page, first, count, start;  // the first of so many tokens, and its position
+    int head, page, first, count, start;  // first token, number of tokens, position of the first
 };
 
 template <int TOKENS>
@@ -70,10 +71,10 @@ struct alignas(16) Shared {
     float decays[TOKENS], strengths[TOKENS], alongs[TOKENS], norm[MOST_DIM];
 };
 
-// What a token's part needs beside its state, as it lies in memory.
+// What a token needs in addition to its state, in the format of memory.
 template <typename T, int DIM>
 struct alignas(16) Staged {
-    T rows[MOST_WIDTH][3][DIM];        // of the tokens so much earlier: queries, keys and values
+    T rows[MOST_WIDTH][3][DIM];        // of the tokens that many positions earlier: queries, keys and values
     T z[DIM];
     T conv[3][DIM][MOST_WIDTH];
 };
@@ -88,7 +89,7 @@ struct Scalars {
 
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
-// Rows of the state that a lane has: quad r is columns .. + 4 of this row.
+// A lane's rows of the state: quad r has four columns of this row.
 __device__ __forceinline__ int row_of(int r) { return r / 4 * 32 + threadIdx.x % 32 / 4 * 4 + r % 4; }
 __device__ __forceinline__ int first_column() { return threadIdx.x / 32 * COLUMNS + threadIdx.x % 4 * 4; }
 
@@ -99,7 +100,7 @@ __device__ __forceinline__ S* state_of(const Layer<T, S, DIM>& layer, const Part
            first_column();
 }
 
-// Four columns of a row of a state, as they lie in memory. A state that is stored in bf16 is rounded to nearest when it is written.
+// Four columns of a row of a state, in the format of memory. A state stored in bf16 is rounded to nearest when it is written.
 template <typename S>
 struct alignas(4 * sizeof(S)) Quad {
     S at[4];
@@ -130,7 +131,7 @@ __device__ __forceinline__ void store_quad(bf16* to, const float4& row) {
     __stcs(reinterpret_cast<uint2*>(to), bits);
 }
 
-// Weights of the norm, and keys and queries behind the last of their columns.
+// Loads weights of the norm, and zeroes keys and queries beyond their last column.
 template <int TOKENS, typename T, typename S, int DIM>
 __device__ __forceinline__ void prepare(Shared<TOKENS>& at, const Layer<T, S, DIM>& layer) {
     for (int i = threadIdx.x; i < layer.shape.value_dim(); i += blockDim.x) at.norm[i] = widen(layer.norm[i]);
@@ -146,7 +147,7 @@ __device__ __forceinline__ void write_zeros(const Layer<T, S, DIM>& layer, const
             narrow(0.0f, layer.out[(part.first + t) * row + part.head * layer.shape.value_dim() + i]);
 }
 
-// A lane's number, in all of the warp.
+// Broadcasts a lane's number to the warp.
 __device__ __forceinline__ float of_lane(float value, int lane) { return __shfl_sync(~0u, value, lane); }
 __device__ __forceinline__ bf16 of_lane(bf16 value, int lane) {
     return {static_cast<unsigned short>(__shfl_sync(~0u, static_cast<int>(value.bits), lane))};
@@ -159,8 +160,8 @@ __device__ __forceinline__ Scalars<T> scalars_of(const Layer<T, S, DIM>& layer, 
             layer.dt_bias[part.head]};
 }
 
-// Outputs of a part's tokens; the state, which `take` puts into registers, moves on there and in its page. Of a run of one token the convolution's row, too: of
-// others `delta_tails` writes them, as other heads may still read the old ones.
+// Computes outputs of a part's tokens. The state, which `take` loads into registers, is updated there and in its page. For a run of one token this
+// also writes the convolution's row; for other runs `delta_tails` writes them, because other heads may still read the old rows.
 template <int TOKENS, typename T, typename S, int DIM, typename Take>
 __device__ __forceinline__ void compute(const Layer<T, S, DIM>& layer, Shared<TOKENS>& at, const Staged<T, DIM>& staged,
                                         const Scalars<T>& scalars, const Part& part, const Take& take) {
@@ -176,17 +177,17 @@ __device__ __forceinline__ void compute(const Layer<T, S, DIM>& layer, Shared<TO
     const long long out_row = static_cast<long long>(shape.value_heads) * dv;
     for (int from = 0; from < part.count; from += TOKENS) {
         const int tokens = min(TOKENS, part.count - from);
-        __syncthreads();  // readers of what was here before are done
+        __syncthreads();  // earlier contents have been read
         for (int i = threadIdx.x; i < 2 * dk + dv; i += layer.shape.threads()) {
             const int kind = i < dk ? 0 : i < 2 * dk ? 1 : 2, place = i - kind * dk, channel = shape.channel(kind, head) + place;
-            T weights[MOST_WIDTH], past[MOST_WIDTH];  // of a token so much earlier
+            T weights[MOST_WIDTH], past[MOST_WIDTH];  // of a token that many positions earlier
             if constexpr (IS_STAGED) {
 #pragma unroll
                 for (int d = 0; d < MOST_WIDTH; ++d)
                     weights[d] = staged.conv[kind][place][MOST_WIDTH - 1 - d], past[d] = staged.rows[d][kind][place];
             } else {
 #pragma unroll
-                for (int d = 0; d < MOST_WIDTH; ++d) {  // all of them under way at once
+                for (int d = 0; d < MOST_WIDTH; ++d) {  // all loads are in flight at once
                     const int earlier = min(d, width - 1), position = max(part.start + from - earlier, 0);
                     weights[d] = layer.conv[channel * width + width - 1 - earlier];
                     past[d] = from >= earlier ? rows[(from - earlier) * layer.qkv_row + channel]
@@ -283,7 +284,7 @@ __device__ __forceinline__ void compute(const Layer<T, S, DIM>& layer, Shared<TO
                 row.x = fmaf(decay, row.x, key * delta.x), row.y = fmaf(decay, row.y, key * delta.y);
                 row.z = fmaf(decay, row.z, key * delta.z), row.w = fmaf(decay, row.w, key * delta.w);
             }
-            if (group == 0)  // in the value's place
+            if (group == 0)  // overwrites the value
                 *reinterpret_cast<float4*>(&at.v[t][column]) =
                     make_float4(fmaf(decay, of_q.x, along * delta.x), fmaf(decay, of_q.y, along * delta.y),
                                 fmaf(decay, of_q.z, along * delta.z), fmaf(decay, of_q.w, along * delta.w));
@@ -308,7 +309,7 @@ __device__ __forceinline__ void compute(const Layer<T, S, DIM>& layer, Shared<TO
     }
 }
 
-// Runs of any number of tokens, a block for each head of each.
+// Runs of any number of tokens, one block for each head of each run.
 template <typename T, typename S, int DIM>
 __device__ __forceinline__ void delta_runs(const Layer<T, S, DIM>& layer, const int* __restrict__ bounds /* [B + 1] */) {
     __shared__ Shared<CHUNK> at;
@@ -329,18 +330,18 @@ __device__ __forceinline__ void delta_runs(const Layer<T, S, DIM>& layer, const 
     });
 }
 
-// Runs of one token each. Pages, positions and states are older than the work before this: the first state is under way while that ends.
+// Runs of one token each. Pages, positions and states are older than the preceding kernel, so the first state is loaded while that kernel ends.
 template <typename T, typename S, int DIM>
 __device__ __forceinline__ void delta_step(const Layer<T, S, DIM>& given, int runs) {
     extern __shared__ float4 dynamic[];
     Quad<S>* ahead = reinterpret_cast<Quad<S>*>(dynamic);  // [QUADS, threads]: each thread's own part of the next state
     __shared__ Shared<1> at;
-    __shared__ Layer<T, S, DIM> layer;  // addresses are looked up, as the state leaves no registers for them
+    __shared__ Layer<T, S, DIM> layer;  // in shared memory, because the state uses up the registers
     if (threadIdx.x == 0) layer = given;
     __syncthreads();
-    __shared__ Staged<T, DIM> stages[2];  // of items in turn
+    __shared__ Staged<T, DIM> stages[2];  // for items in turn
     const int heads = layer.shape.value_heads, dk = layer.shape.key_dim(), dv = layer.shape.value_dim(), items = runs * heads;
-    const auto place_of = [&](int item) {  // the page, and the position of the token
+    const auto place_of = [&](int item) {  // the page, and the token's position
         return item < items ? make_int2(layer.pages[item / heads], layer.positions[item / heads]) : make_int2(-1, 0);
     };
     const auto part_of = [&](int item, int2 place) { return Part{item % heads, place.x, item / heads, 1, place.y}; };
@@ -387,7 +388,7 @@ __device__ __forceinline__ void delta_step(const Layer<T, S, DIM>& given, int ru
         }
         commit_copies();
     };
-    // Of one number each, in the first lanes of every warp.
+    // Scalars, in the first lanes of every warp.
     const auto scalar_of = [&](const Part& part) {
         const int lane = threadIdx.x % 32;
         if (DIM == 0 || part.page < 0 || lane > 3) return T{};
@@ -397,7 +398,7 @@ __device__ __forceinline__ void delta_step(const Layer<T, S, DIM>& given, int ru
                : lane == 2 ? layer.a_log[part.head]
                            : layer.dt_bias[part.head];
     };
-    // Of a block's items 0, 1, .. the rows of k + 2 and the state of k + 1 are asked for while k is computed.
+    // While a block's item k is computed, the rows of item k + 2 and the state of item k + 1 are loaded.
     const int step = gridDim.x;
     int item = blockIdx.x;
     int2 place = place_of(item), next = place_of(item + step), second = place_of(item + 2 * step);
@@ -428,7 +429,7 @@ __device__ __forceinline__ void delta_step(const Layer<T, S, DIM>& given, int ru
         } else {
             compute<1>(layer, at, stages[turn], scalars, part, [&](float4(&state)[QUADS]) {
                 stage_second();
-                wait_copies<1>();  // for the state, and the next item's rows
+                wait_copies<1>();  // waits for the state and the next item's rows
 #pragma unroll
                 for (int r = 0; r < QUADS; ++r) {
                     state[r] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -442,7 +443,7 @@ __device__ __forceinline__ void delta_step(const Layer<T, S, DIM>& given, int ru
     }
 }
 
-// The last rows of runs of many tokens, for what follows them. A block has 256 channels of one run.
+// Writes the last rows of runs of several tokens, for later steps. A block has 256 channels of one run.
 template <typename T>
 __device__ __forceinline__ void delta_tails(
     const T* __restrict__ qkv,          // [T, C], rows qkv_row apart
@@ -490,7 +491,7 @@ __device__ __forceinline__ void delta_tails(
                        static_cast<int>(width));                                                                        \
     }
 
-// Kinds of the projections and of the states.
+// Types of the projections and of the states.
 DELTA_STEP(f32_f32_any, float, float, 0)
 DELTA_STEP(f32_bf16_any, float, bf16, 0)
 DELTA_STEP(bf16_f32_any, bf16, float, 0)

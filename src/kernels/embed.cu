@@ -1,5 +1,5 @@
-// x = rows of an embedding table, or of a vocabulary shard: zeros for ids outside of it, so that a sum over the ranks gives
-// the row. One block a row. x may be wider (X) than the table (T).
+// x = rows of an embedding table or of a vocabulary shard; ids outside of it give zeros, so that a sum over the ranks gives the row. One block per
+// row. x may have a wider type (X) than the table (T).
 #include "scalar.cuh"
 
 template <typename X, typename T, int N>

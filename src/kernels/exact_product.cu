@@ -1,23 +1,22 @@
-// out = x w^T in float32, every sum in one order: what exact products are held to.
+// out = x w^T in float32 with a fixed order of sums: the reference that exact GEMMs are compared with.
 //
-// bf16: one warpgroup multiplies 64 rows of x and 64 of w; an instruction adds sixteen of K to the sums, one after the other from the first to
-// the last. This is the order of a product whose K is not cut, and says nothing of tiles: kernels of any tile can have it. It is for trials,
-// and slow. float32: every element is a chain of fused multiplications and additions over K.
-// And the sum of two parts of K, which exact products of a long K are made of.
+// bf16: one warpgroup multiplies 64 rows of x and 64 of w; each instruction adds sixteen values of K to the sums, from first to last. This is the
+// order of a GEMM without split K, and does not depend on tiles. It is for trials, and slow. float32: every element is a chain of fused multiply-adds
+// over K. Also the sum of two parts of K, of which exact GEMMs with a long K consist.
 #include "hopper.cuh"
 #include "scalar.cuh"
 
-constexpr int TILE = 64;      // rows of x and of w of a block
+constexpr int TILE = 64;      // rows of x and of w per block
 constexpr int THREADS = 128;  // of bf16
-constexpr int SIDE = 16;      // threads along each side of a tile of float32
-constexpr int DEPTH = 16;     // of K at once in float32
+constexpr int SIDE = 16;      // threads along each side of a tile in float32
+constexpr int DEPTH = 16;     // values of K at once in float32
 constexpr int SUM_THREADS = 256;
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 MULTIPLY(64, 32, 32, 33, 34)
 
-// Rows first .. first + 64 of a matrix, 64 of K, to shared memory, swizzled as TMA does; zeros beyond the matrix.
+// Copies rows first .. first + 64 of a matrix, 64 values of K, to shared memory, swizzled as by TMA; zeros beyond the matrix.
 __device__ __forceinline__ void stage(
     unsigned char* to, const bf16* __restrict__ from, long long leading, long long first, long long rows, long long k,
     long long end
@@ -70,7 +69,7 @@ __device__ __forceinline__ void product(
     }
 }
 
-#else  // another chip: not asked for there
+#else  // other GPUs: never launched there
 
 __device__ __forceinline__ void product(
     const bf16*, const bf16*, float*, long long, long long, long long, long long, long long
@@ -86,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) exact_product_bf16(
     product(x, w, out, x_leading, w_leading, rows, features, k);
 }
 
-// out = x w^T + bias, or that added to what is there; a thread has rows and features at distances of SIDE.
+// out = x w^T + bias, or adds that to out; a thread has rows and features at distances of SIDE.
 extern "C" __global__ void __launch_bounds__(SIDE * SIDE) exact_product_f32(
     const float* __restrict__ x,     // [R, K]
     const float* __restrict__ w,     // [N, K]
@@ -133,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(SIDE * SIDE) exact_product_f32(
     }
 }
 
-// out = first + second + bias, rounded once; eight columns a thread.
+// out = first + second + bias, rounded once; eight columns per thread.
 template <typename T>
 __device__ __forceinline__ void sum_parts(
     const float* __restrict__ parts, const T* __restrict__ bias, T* __restrict__ out, long long rows, long long features, long long leading

@@ -1,10 +1,10 @@
-// The sums of a token's experts.
+// Sums over a token's experts.
 //
-// combine: the weighted sum of a token's choices, in their order, and of the shared expert's row if there is one.
-// gather: that sum in float32, of rows that lie elsewhere; for training.
+// combine: the weighted sum of a token's choices, in order, plus the shared expert's row if there is one. gather: that sum in float32, for rows at
+// given places; for training.
 #include "scalar.cuh"
 
-// An expert that every token goes to: what it made of the tokens, what it read, and its gate; or nulls.
+// The shared expert: its output, its input and its gate; or nulls.
 template <typename T>
 struct SharedExpert {
     const T* rows;  // [T, D]
@@ -12,8 +12,8 @@ struct SharedExpert {
     const T* gate;  // [D]; or null, where it has none
 };
 
-// y = the sum of a token's rows, each times its weight, and of the shared expert's row times the sigmoid of its gate if it has one, rounded once; of
-// other ranks' experts there are none.
+// y = the weighted sum of a token's rows, plus the shared expert's row times the sigmoid of its gate if it has one, rounded once; choices of other
+// ranks' experts are skipped.
 template <typename T, int N>
 __device__ __forceinline__ void combine(
     const T* __restrict__ rows, const int* __restrict__ experts, const float* __restrict__ weights, T* __restrict__ y, long long dim,
@@ -50,7 +50,7 @@ __device__ __forceinline__ void combine(
     }
 }
 
-// y = the sum of the rows that a token's choices have, in their order, each times its weight if there are any.
+// y = the sum of the rows of a token's choices, in order, each multiplied by its weight if there are weights.
 template <typename T, int N>
 __device__ __forceinline__ void gather(
     const T* __restrict__ rows, const long long* __restrict__ places, const float* __restrict__ weights, float* __restrict__ y,

@@ -1,16 +1,15 @@
-// Products in which every row has the weight of its expert, for rows that route.cu has sorted into tiles. Factors are bf16, float32, or on
-// Hopper e4m3 with a scale for each row.
+// GEMMs in which every row uses the weight of its expert, for rows that route.cu has sorted into tiles. Operands are bf16, float32, or on Hopper e4m3
+// with one scale per row.
 //
-// A block takes items, 64 or 128 features of one tile over all of K, one after the other, and weights of the next item are on their way
-// while it ends: a grid of blocks that all run at once reads weights at the memory's speed, whatever the tiles are, and the host knows of
-// none. Weights are the left factor, so that a tile of few rows costs few products. A sum goes over K in one order, whatever
-// the tile and whoever is beside it. In bf16 warps multiply, in e4m3 warpgroups do (wgmma), over the same tiles in shared memory.
+// A block processes items (64 or 128 features of one tile, over all of K) one after the other, and prefetches weights of the next item while one
+// ends. So a grid in which all blocks run at once reads weights at memory speed, whatever the tiles are, and the host does not need to know them.
+// Weights are the left operand, so that a tile with few rows needs few instructions. Sums go over K in one order, whatever the tile and the other
+// rows. In bf16 warps multiply, in e4m3 warpgroups do (wgmma), over the same tiles in shared memory.
 //
-// gate_up: act = silu(gate) * up of a token's row, in sorted order; features g0 u0 g1 u1 ..
-// down: a sorted row of act, written to the place of its choice.
-// low_tokens, low_rows: the inner products of adapters, of a token's row or of a sorted one, in sorted order.
-// gate_up_adapted, down_adapted: gate_up and down, whose sums go on over the row's inner products and the adapters' other matrix.
-// gate_up_clamped, down_biased: gate_up and down with biases, gate_up with the clamped SwiGLU.
+// gate_up: act = silu(gate) * up of a token's row, in sorted order; features g0 u0 g1 u1 .. down: a sorted row of act, written to the position of its
+// choice. low_tokens, low_rows: the inner products of adapters with a token's row or with a sorted row, in sorted order. gate_up_adapted,
+// down_adapted: gate_up and down, whose sums continue over the row's inner products and the adapters' other matrix. gate_up_clamped, down_biased:
+// gate_up and down with biases, gate_up with the clamped SwiGLU.
 #include "async.cuh"
 #include "clamped.cuh"
 #include "hopper.cuh"
@@ -28,34 +27,34 @@ struct Product {
     const void* w;      // [E, features, K] with w_expert, w_row
     void* out;          // [rows, features or half of them]
     const int* order;   // choices in sorted order
-    const Tile* tiles;  // their number, then all of them
+    const Tile* tiles;  // the number of tiles, then the tiles
     long long x_stride, w_expert, w_row, out_stride;
-    int k, features, choices, sure;  // sure: experts of which nearly all are hit; 0: one cannot know
-    // Of adapters: the inner products of sorted rows [rows, inner], and the matrix [E, features, inner] that they are multiplied with.
+    int k, features, choices, sure;  // sure: experts of which nearly all are used; 0: unknown
+    // For adapters: the inner products of sorted rows [rows, inner], and the matrix [E, features, inner] that they are multiplied with.
     const void* low;
     const void* b;
     long long b_expert, b_row;
     int inner;
-    // Where inner products are made of several adapters: whose each feature is, and whose each token's are; or null.
+    // For inner products with several stacked adapters: the adapter of each feature and of each token; or null.
     const int* owners;
     const int* adapters;
-    const float *x_scales, *w_scales;  // of e4m3: of the rows of x, and [E, features]
-    // Of experts with biases: those of all features [E, features] with bias_expert.
+    const float *x_scales, *w_scales;  // for e4m3: of the rows of x, and [E, features]
+    // For experts with biases: all biases [E, features], with the stride bias_expert.
     const void* bias;
     long long bias_expert;
 };
 
 enum Form { GATE_UP, DOWN, LOW_TOKENS, LOW_ROWS };
 
-// Whether a product reads sorted rows, and not those of tokens.
+// Whether a GEMM reads sorted rows, and not tokens' rows.
 __device__ constexpr bool reads_sorted(Form form) { return form == DOWN || form == LOW_ROWS; }
 
-// Whether a sorted row has no part in an inner product, which is another adapter's.
+// Whether an inner product belongs to another adapter than the sorted row's.
 __device__ __forceinline__ bool is_others(const Product& of, int sorted, int feature) {
     return of.owners && of.owners[feature] != of.adapters[of.order[sorted] / of.choices];
 }
 
-// WM x WN warps, each with MT x NT products of 16 features and 8 rows; STEPS rows of 128 bytes are copied at once into one of DEPTH stages.
+// WM x WN warps, each with MT x NT multiplications of 16 features and 8 rows; STEPS rows of 128 bytes are copied at once into one of DEPTH stages.
 template <typename KIND, int WM, int WN, int MT, int NT, int SUB, int DEPTH, Form FORM_, bool ADAPTED = false, bool BIASED = false>
 struct Shape {
     using Kind = KIND;
@@ -65,16 +64,16 @@ struct Shape {
     static constexpr int OWN_FEATURES = FEATURES / LINES, OWN_ROWS = ROWS / LINES;
     static constexpr int GROUPS = WN, M = MT, N = NT;
     static constexpr int ELEMENT_BYTES = ROW_BYTES / Kind::STEP;
-    // Stages that are read while another is copied: a warpgroup's products of a short stage go on while its threads do.
+    // Stages that are read while another is copied: a warpgroup's multiplications of a short stage continue while its threads do.
     static constexpr int READ = Kind::IS_SCALED && STEPS == 1 ? 1 : 0, AHEAD = STAGES - 1 - READ;
-    static constexpr int ALIGNMENT = Kind::IS_SCALED ? 1024 : 128;  // of stages, as products read them
+    static constexpr int ALIGNMENT = Kind::IS_SCALED ? 1024 : 128;  // of stages, as multiplications require
     static constexpr Form FORM = FORM_;
     static constexpr bool IS_ADAPTED = ADAPTED, IS_BIASED = BIASED;
     static_assert(FEATURES % LINES == 0 && ROWS % LINES == 0 && LINES % 16 == 0 && NT % 2 == 0, "");
     static_assert(!Kind::IS_SCALED || (WM % 4 == 0 && WN == 1 && STEP_BYTES % ALIGNMENT == 0), "warpgroups have all rows");
 };
 
-// Steps that are copied at once, of rows of so many bytes.
+// Steps that are copied at once, for rows of `bytes` bytes.
 template <typename S>
 __device__ __forceinline__ int steps_of(int bytes) {
     return (bytes + S::STEPS * ROW_BYTES - 1) / (S::STEPS * ROW_BYTES);
@@ -85,8 +84,8 @@ __device__ __forceinline__ int own_steps(const Product& of) {
     return steps_of<S>(of.k * S::ELEMENT_BYTES);
 }
 
-// Where a feature lies in shared memory: of 16 the even ones come first, and are rows 0 .. 7 of a product, so that a thread has the sums of
-// both of a pair.
+// The position of a feature in shared memory: of 16 the even ones come first, as rows 0 .. 7 of a multiplication, so that a thread has the sums of
+// both features of a pair.
 __device__ __forceinline__ int place(int feature) { return feature / 16 * 16 + feature % 2 * 8 + feature % 16 / 2; }
 
 // The first of 16 features that a warp multiplies, and the first row.
@@ -100,7 +99,7 @@ __device__ __forceinline__ int own_row() {
     return static_cast<int>(threadIdx.x) / 32 % S::GROUPS * S::N * 8;
 }
 
-// What a thread copies of the item that is read now. Distances are in bytes.
+// What a thread copies of the item that is being read. Distances are in bytes.
 template <typename S>
 struct Reader {
     using Bytes = const unsigned char*;
@@ -108,9 +107,9 @@ struct Reader {
     unsigned stages;
     unsigned long long policy;
     int item, step;
-    int own_features, own_rows;  // how many rows of the stage, from its line on, exist
+    int own_features, own_rows;  // number of existing rows of the stage, from the thread's line on
     Bytes w, x[S::OWN_ROWS];
-    Bytes b, low;  // of adapters, in bf16
+    Bytes b, low;  // for adapters, in bf16
 
     __device__ __forceinline__ Reader(const Product& of, unsigned stages)
         : of(of), stages(stages), policy(read_once()), item(blockIdx.x), step(0) {}
@@ -167,7 +166,7 @@ struct Reader {
     }
 };
 
-// sums += a step's weights times its rows in bf16, of which `count` from this warp's first on exist.
+// sums += a step's weights times its rows in bf16; `count` rows exist from this warp's first on.
 template <typename S>
 __device__ __forceinline__ void multiply_step(float (&sums)[S::M][S::N][4], unsigned at, int count) {
     const int lane = threadIdx.x % 32, line = lane % 8, matrix = lane / 8;
@@ -195,7 +194,7 @@ __device__ __forceinline__ void multiply_step(float (&sums)[S::M][S::N][4], unsi
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// Queues sums += a stage's weights times its rows in e4m3, and waits until no more than READ stages are read.
+// Queues sums += a stage's weights times its rows in e4m3, and waits until at most READ stages are still being read.
 template <typename S>
 __device__ __forceinline__ void queue_stage(float (&sums)[S::M][S::N][4], unsigned at) {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -215,10 +214,10 @@ __device__ __forceinline__ void queue_stage(float (&sums)[S::M][S::N][4], unsign
     wait_products<S::READ>();
 }
 
-// What threads have copied to shared memory, products read after the next barrier.
+// Makes data that threads have copied to shared memory visible to wgmma after the next barrier.
 __device__ __forceinline__ void show_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-#else  // another chip: not asked for there
+#else  // other GPUs: never launched there
 
 template <typename S>
 __device__ __forceinline__ void queue_stage(float (&)[S::M][S::N][4], unsigned) {}
@@ -228,7 +227,7 @@ __device__ __forceinline__ void show_copies() {}
 
 #endif
 
-// Sums of rounded rows times the scales of both rows.
+// Multiplies sums of quantized rows by the scales of both rows.
 template <typename S>
 __device__ __forceinline__ void scale_sums(float (&sums)[S::M][S::N][4], const Product& of, const Tile& tile, int first) {
     const int lane = threadIdx.x % 32;
@@ -293,7 +292,7 @@ __device__ __forceinline__ void product(const Product& of) {
     const unsigned stages = (shared_address(memory) + S::ALIGNMENT - 1) / S::ALIGNMENT * S::ALIGNMENT;
     const int columns = (of.features + S::FEATURES - 1) / S::FEATURES, of_weights = own_steps<S>(of);
     const int steps = of_weights + (S::IS_ADAPTED ? steps_of<S>(of.inner * 2) : 0);
-    // Weights that this block will most likely read, or another one soon: of experts that all have one tile.
+    // Prefetches weights that this block will most likely read, or another one soon: of experts that all have one tile.
     if (static_cast<int>(blockIdx.x) / columns < of.sure) {
         const int first = blockIdx.x % columns * S::FEATURES, lines = min(of_weights, S::STAGES) * S::STEPS;
         const unsigned char* w = static_cast<const unsigned char*>(of.w);
@@ -304,12 +303,12 @@ __device__ __forceinline__ void product(const Product& of) {
     wait_for_inputs();
     const int items = of.tiles[0].expert * columns;
     Reader<S> reader(of, stages);
-    // 0, but ptxas takes it for different in each thread: of a copy with a cache hint to a shared address that is uniform in part it makes an
-    // instruction with an odd descriptor, which is illegal.
+    // This is 0, but ptxas treats it as different in each thread. For a copy with a cache hint to a partly uniform shared address, ptxas would
+    // otherwise emit an instruction with an odd descriptor, which is illegal.
     int stage;
     asm volatile("mov.u32 %0, %%tid.y;" : "=r"(stage));
     for (int ahead = stage; ahead < S::AHEAD; ++ahead) reader.next(ahead, items, columns, steps);
-    // Waits for a stage, and has the one that nobody reads any more filled.
+    // Waits for a stage, and queues copies into the one that is no longer read.
     const auto take = [&] {
         wait_copies<S::AHEAD - 1>();
         if constexpr (IS_SCALED) show_copies();
@@ -341,7 +340,7 @@ __device__ __forceinline__ void product(const Product& of) {
     wait_copies<0>();
 }
 
-// sums += x times two rows, of this lane's columns.
+// sums += x times two rows, over this lane's columns.
 __device__ __forceinline__ void multiply_pair(float (&sums)[2], const float* x, const float* even, const float* odd, int columns) {
     for (int k = threadIdx.x % 32; k < columns; k += 32) {
         sums[0] += x[k] * even[k];
@@ -349,7 +348,7 @@ __device__ __forceinline__ void multiply_pair(float (&sums)[2], const float* x, 
     }
 }
 
-// float32: two features and a row at a time, by a warp.
+// float32: two features and one row at a time, per warp.
 template <Form FORM, bool ADAPTED = false, bool BIASED = false>
 __device__ __forceinline__ void product_f32(const Product& of) {
     constexpr int FEATURES = 64, WARPS = 4;

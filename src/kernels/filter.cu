@@ -1,24 +1,24 @@
-// min-p, top-k and top-p over whole rows of the vocabulary: what may be drawn, as one cut (value, id) a draw. A block has one
-// row and passes over it as often as it takes: exact, and free of atomics.
+// min-p, top-k and top-p over whole rows of the vocabulary: the ids that may be sampled, as one cut (value, id) per draw. A block has one row and
+// passes over it as often as necessary: exact, and without atomics.
 #include "sample.cuh"
 
 constexpr int THREADS = 1024;
 
-// What a filter keeps: a head of the ids sorted by falling value, ties to the lowest id.
+// The ids that a filter keeps: a prefix of the ids sorted by descending value, ties by the lowest id.
 struct Cut {
-    unsigned key;  // least ordered value
-    int id;        // of that value, the highest id
+    unsigned key;  // smallest ordered value that is kept
+    int id;        // the highest id kept among those with that value
 
     __device__ __forceinline__ bool keeps(unsigned other, int other_id) const {
         return other > key || (other == key && other_id <= id);
     }
 };
 
-// One row of the vocabulary as values that noise is added to. It lies in the shards of all ranks, shard k of n with the ids
-// V k / n .. V (k + 1) / n.
+// One row of the vocabulary, as values to which noise will be added. It is stored in shards of all ranks; shard k of n has the ids V k / n .. V (k +
+// 1) / n.
 struct Row {
     const float* logits;  // of the first shard
-    long long to_next;    // elements to the next
+    long long to_next;    // elements between shards
     long long vocab, shards;
     float scale;
     Process process;
@@ -34,14 +34,14 @@ struct Row {
     }
 };
 
-// What `visit(id, value, sums)` adds up over the row, the same in every thread; N sums at once.
+// Sums over the row what `visit(id, value, sums)` adds; N sums at once, equal in every thread.
 template <int N, typename Visit>
 __device__ __forceinline__ void sum_over(const Row& row, float (&sums)[N], const Visit& visit) {
     __shared__ float warps[THREADS / 32][N];
 #pragma unroll
     for (int k = 0; k < N; ++k) sums[k] = 0.0f;
     row.each([&](int id, float v) { visit(id, v, sums); });
-    __syncthreads();  // readers of earlier sums are done
+    __syncthreads();  // earlier sums have been read
 #pragma unroll
     for (int k = 0; k < N; ++k) {
         for (int step = 16; step > 0; step /= 2) sums[k] += __shfl_xor_sync(~0u, sums[k], step);
@@ -55,13 +55,13 @@ __device__ __forceinline__ void sum_over(const Row& row, float (&sums)[N], const
     }
 }
 
-// The largest key whose ids of that or a higher key weigh at least `target` together: four bits a pass.
-// `weigh(id, value, key)` gives an id's weight and key, weight 0 for ids that do not count.
+// The largest key such that ids with that or a higher key have a total weight of at least `target`; it is found four bits per pass. `weigh(id, value,
+// key)` returns an id's weight and key; ids that do not count have weight 0.
 template <typename Weigh>
 __device__ __forceinline__ unsigned descend(const Row& row, float target, const Weigh& weigh) {
     unsigned found = 0;
     for (int shift = 28; shift >= 0; shift -= 4) {
-        float sums[15];  // of keys from found + 1, 2 .. 15 steps on
+        float sums[15];  // for keys from found + 1, 2 .. 15 steps on
         sum_over(row, sums, [&](int id, float v, float (&sums)[15]) {
             unsigned key;
             const float weight = weigh(id, v, key);
@@ -78,20 +78,20 @@ __device__ __forceinline__ unsigned descend(const Row& row, float target, const 
     return found;
 }
 
-// The smallest head of what `cut` keeps that weighs at least `target`, where ids of one value weigh the same.
+// The smallest prefix of the ids in `cut` with a total weight of at least `target`, where ids of equal value have equal weight.
 template <typename Weight>
 __device__ __forceinline__ Cut smallest_head(const Row& row, float target, const Cut& cut, const Weight& weight) {
     const unsigned key = descend(row, target, [&](int id, float v, unsigned& key) {
         key = ordered(v);
         return cut.keeps(key, id) ? weight(v) : 0.0f;
     });
-    float sums[3];  // weight above the key; number and weight of the ids that have it
+    float sums[3];  // weight above the key; number and weight of the ids with the key
     sum_over(row, sums, [&](int id, float v, float (&sums)[3]) {
         if (!cut.keeps(ordered(v), id) || ordered(v) < key) return;
         if (ordered(v) > key) sums[0] += weight(v);
         else sums[1] += 1.0f, sums[2] += weight(v);
     });
-    if (sums[1] == 0.0f) return cut;  // all of it weighs less than the target, by rounding
+    if (sums[1] == 0.0f) return cut;  // rounding: everything together weighs less than the target
     const float needed = ceilf((target - sums[0]) / (sums[2] / sums[1]));
     if (needed >= sums[1]) return {key, key == cut.key ? cut.id : INT_MAX};
     const unsigned last = descend(row, fmaxf(needed, 1.0f), [&](int id, float v, unsigned& reversed) {
@@ -101,10 +101,10 @@ __device__ __forceinline__ Cut smallest_head(const Row& row, float target, const
     return {key, static_cast<int>(~last)};
 }
 
-// min-p (p >= min_p max p), then top-k, then top-p (the fewest whose mass among what is left reaches it), as one cut a draw.
+// min-p (p >= min_p max p), then top-k, then top-p (the fewest ids whose share of the remaining mass reaches it), as one cut per draw.
 extern "C" __global__ void __launch_bounds__(THREADS) filter(
     const float* __restrict__ logits,        // [shards, rows, stride]: draws first .. first + rows
-    const int* __restrict__ positions,       // [S] 0: nothing is drawn
+    const int* __restrict__ positions,       // [S] 0: no draw
     const float* __restrict__ temperatures,  // [S]
     const float* __restrict__ penalties,     // [S] or null
     const unsigned* __restrict__ seen,       // [S, words] or null

@@ -1,9 +1,9 @@
-// Rows in e4m3 with one scale each, by which the largest absolute value of a row becomes 448, the largest of e4m3. Chips before sm_89
-// have no such type: they are refused before a launch.
+// Rows in e4m3 with one scale each, such that the largest absolute value of a row becomes 448, the largest of e4m3. GPUs before sm_89 do not have
+// this type; launches there are refused.
 #pragma once
 #include "scalar.cuh"
 
-// Where a row goes.
+// Destination of a quantized row.
 struct Fp8Row {
     unsigned char* values;  // [K]
     float* scale;
@@ -11,28 +11,28 @@ struct Fp8Row {
 
 #if __CUDA_ARCH__ >= 890
 
-// The largest over the block, the same in every thread. Blocks of whole warps.
+// Maximum over the block, equal in every thread. Blocks must consist of whole warps.
 __device__ __forceinline__ unsigned block_max_bits(unsigned value) {
     __shared__ unsigned warps[32];
     value = __reduce_max_sync(0xffffffffu, value);
-    __syncthreads();  // readers of an earlier maximum are done
+    __syncthreads();  // an earlier maximum has been read
     if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
     __syncthreads();
     return __reduce_max_sync(0xffffffffu, threadIdx.x % 32 < blockDim.x / 32 ? warps[threadIdx.x % 32] : 0);
 }
 
-// Two neighbours, to nearest, ties to even, no larger than 448.
+// Converts two consecutive values, to nearest, ties to even, at most 448.
 __device__ __forceinline__ unsigned e4m3_pair(float low, float high) {
     unsigned short both;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(both) : "f"(high), "f"(low));
     return both;
 }
 
-// A row's scale, and what its values are multiplied by before they are rounded.
+// A row's scale, and the number by which its values are multiplied before they are rounded.
 struct RowScale {
     float scale, factor;
 
-    // `bits` are those of the largest absolute value in bf16: they are in the order of the values, NaN above all.
+    // `bits` is the largest absolute value as bf16 bits: these have the order of the values, with NaN above all.
     __device__ __forceinline__ explicit RowScale(unsigned bits) {
         const float peak = __uint_as_float(bits << 16);
         scale = __fdiv_rn(peak, 448.0f);
@@ -51,7 +51,7 @@ struct RowScale {
     }
 };
 
-// The larger of `bits` and those of the absolute values of a pack.
+// The larger of `bits` and the absolute values of a pack, as bits.
 __device__ __forceinline__ unsigned most_bits(const Pack<bf16, 8>& from, unsigned bits) {
     const uint4 words = *reinterpret_cast<const uint4*>(&from);
     const unsigned low = __vmaxu2(words.x & 0x7fff7fffu, words.y & 0x7fff7fffu);
@@ -60,15 +60,15 @@ __device__ __forceinline__ unsigned most_bits(const Pack<bf16, 8>& from, unsigne
     return max(bits, max(both & 0xffffu, both >> 16));
 }
 
-// Writes a row that is in shared memory; `bits` are those of the largest value that the thread has put there.
+// Quantizes a row in shared memory; `bits` is the largest value that this thread has written there.
 __device__ __forceinline__ void write_fp8(const Pack<bf16, 8>* row, int packs, unsigned bits, const Fp8Row& to) {
-    const RowScale scale(block_max_bits(bits));  // all of the row is there by then
+    const RowScale scale(block_max_bits(bits));  // by then the whole row is there
     if (threadIdx.x == 0) *to.scale = scale.scale;
 #pragma unroll 4
     for (int i = threadIdx.x; i < packs; i += blockDim.x) scale.write(row[i], to.values + 8 * i);
 }
 
-// Writes the row of which each thread has the packs at threadIdx.x + k * blockDim.x.
+// Quantizes a row of which each thread has the packs at threadIdx.x + k * blockDim.x.
 template <int MOST>
 __device__ __forceinline__ void write_fp8(const Pack<bf16, 8> (&row)[MOST], int packs, const Fp8Row& to) {
     unsigned bits = 0;

@@ -1,5 +1,5 @@
-// Matrices in bf16, one behind the other, to their transposes in e4m3 with a scale for each of their columns, which end in zeros up to a multiple
-// of 16 rows. Two passes: the largest absolute value of every column, then tiles that are turned in shared memory.
+// Transposes stacked bf16 matrices to e4m3, with one scale per column of the original; transposed rows are padded with zeros to a multiple of 16. Two
+// passes: the largest absolute value of every column, then tiles that are transposed in shared memory.
 #include "fp8.cuh"
 
 constexpr int THREADS = 256;
@@ -8,14 +8,14 @@ constexpr int TILE_COLUMNS = 64;
 
 #if __CUDA_ARCH__ >= 890
 
-// Largest absolute values of columns, as the bits of bf16, which are in the order of the values, NaN above all. A warp has 256 columns
-// of every eighth row of its block's; `peaks` holds zeros before.
+// Finds the largest absolute values of columns, as bf16 bits, which have the order of the values, with NaN above all. A warp has 256 columns of every
+// eighth row of its block's; `peaks` must be zero before.
 extern "C" __global__ void __launch_bounds__(THREADS) fp8_column_peaks(
     const bf16* __restrict__ x,    // [E, N, K]
     unsigned* __restrict__ peaks,  // [E, K]
     long long rows, long long columns,
-    long long strips,  // blocks that share the rows of some columns
-    long long blocks   // of a matrix
+    long long strips,  // blocks that split the rows of some columns
+    long long blocks   // per matrix
 ) {
     constexpr int UNROLL = 8;  // loads in flight per thread
     __shared__ uint4 of_warps[THREADS / 32][32];
@@ -30,7 +30,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) fp8_column_peaks(
             uint4 packs[UNROLL];
 #pragma unroll
             for (int k = 0; k < UNROLL; ++k) {
-                const long long row = min(first + k * step, rows - 1);  // the last once more changes nothing
+                const long long row = min(first + k * step, rows - 1);  // repeating the last row changes nothing
                 packs[k] = *reinterpret_cast<const uint4*>(x + row * columns + column);
             }
 #pragma unroll
@@ -42,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) fp8_column_peaks(
     }
     of_warps[warp][lane] = most;
     __syncthreads();
-    // A thread a column.
+    // One column per thread.
     const long long own = block / strips * THREADS + threadIdx.x;
     if (own >= columns) return;
     unsigned peak = 0;
@@ -52,16 +52,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) fp8_column_peaks(
     atomicMax(peaks + own, peak);
 }
 
-// A thread has 4 neighbours of 8 columns, whose codes are words of the transpose. Words of a column are turned by its pack's number, so that
-// a warp's stores and loads both touch every bank once.
+// A thread has 4 consecutive elements of 8 columns, whose codes are words of the transpose. Words of a column are rotated by the pack's number, so
+// that a warp's stores and loads both use every bank once.
 extern "C" __global__ void __launch_bounds__(THREADS) fp8_columns(
     const bf16* __restrict__ x,          // [E, N, K]
     const unsigned* __restrict__ peaks,  // [E, K]
     unsigned char* __restrict__ values,  // [E, K, padded]
     float* __restrict__ scales,          // [E, K]
     long long rows, long long columns,
-    long long padded,  // N up to a multiple of 16
-    long long blocks   // of a matrix
+    long long padded,  // N rounded up to a multiple of 16
+    long long blocks   // per matrix
 ) {
     constexpr int WORDS = TILE_ROWS / 4;
     __shared__ uint4 tile[TILE_COLUMNS][WORDS / 4];

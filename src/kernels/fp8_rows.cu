@@ -1,8 +1,8 @@
-// A matrix in bf16 to e4m3 with a scale for each row, in one pass: a block has a row in its registers.
+// Quantizes a bf16 matrix to e4m3 with one scale per row, in one pass: a block has a row in its registers.
 #include "fp8.cuh"
 
-constexpr int MOST = 4;       // packs of a row that one thread has
-constexpr int MOST_LONG = 8;  // of rows that are too long for that
+constexpr int MOST = 4;       // packs of a row per thread
+constexpr int MOST_LONG = 8;  // for longer rows
 
 template <int MOST>
 __device__ __forceinline__ void round_row(
@@ -11,7 +11,7 @@ __device__ __forceinline__ void round_row(
     float* __restrict__ scales,          // [R]
     long long columns,
     long long stride,
-    long long early  // 1: lets the next kernel begin
+    long long early  // 1: lets the next kernel start early
 ) {
     if (early) let_next_begin();
     wait_for_inputs();

@@ -1,8 +1,8 @@
-// The gate of attention's output, o = o sigmoid(gate): each head has one beside its query in the product. The sigmoid rounds to T, too,
-// as the trainer's does.
+// The gate of attention's output, o = o sigmoid(gate): each head has a gate next to its query in the GEMM's output. The sigmoid is rounded to T, as
+// in the trainer.
 #include "scalar.cuh"
 
-// A thread moves N neighbours.
+// A thread processes N consecutive elements.
 template <typename T, int N>
 __device__ __forceinline__ void gate(
     T* __restrict__ o,           // [T, Hkv, G, hd]

@@ -1,18 +1,18 @@
-// y = silu(gate) * up of the product x w^T, whose columns are g0 u0 g1 u1 .., of up to 512 rows a launch, on Hopper's tensor cores: TMA and
-// wgmma, sums in float32. Factors are bf16, or e4m3 with a scale for each row.
+// y = silu(gate) * up of x w^T with columns g0 u0 g1 u1 .., for up to 512 rows per launch, on Hopper's tensor cores: TMA and wgmma, float32 sums.
+// Operands are bf16, or e4m3 with one scale per row.
 //
-// Weights are the left factor, so that one instruction multiplies 64 features and 256 rows, and three warpgroups have a tile of 192
-// features. Blocks work in pairs. Of up to 256 rows a pair has three tiles: one for each block, with rows that both copy half of for
-// both; and half of K each of the third, whose sums they exchange. Of more rows each block has 256 and all of the pair's tiles, with
-// weights that both copy half of. No warp is left for copies, as registers would not do: the first thread sees to them between
-// products. Weights are on their way before the work before this ends: the kernel before must not write them.
+// Weights are the left operand, so that one instruction multiplies 64 features and 256 rows, and three warpgroups have a tile of 192 features. Blocks
+// work in pairs. With up to 256 rows a pair has three tiles: one for each block, with rows of which each block copies half for both; and half of K
+// each of the third, whose sums they exchange. With more rows each block has 256 rows and all of the pair's tiles, with weights of which each copies
+// half for both. There is no copying warp, as registers would not suffice: the first thread copies between multiplications. Weights are loaded before
+// the preceding kernel ends, so it must not write them.
 #include "cluster.cuh"
 #include "hopper.cuh"
 #include "mma.cuh"
 #include "scalar.cuh"
 
-constexpr int ROWS = 256;      // of a block
-constexpr int FEATURES = 192;  // of a tile
+constexpr int ROWS = 256;      // per block
+constexpr int FEATURES = 192;  // per tile
 constexpr int THREADS = 384;
 constexpr int STAGES = 4;
 constexpr int X_BYTES = ROWS * ROW_BYTES, W_BYTES = FEATURES * ROW_BYTES, STAGE_BYTES = X_BYTES + W_BYTES;
@@ -21,14 +21,14 @@ struct Output {
     bf16* at;
     long long leading;
     int rows, features;                // of x and of w
-    const float *x_scales, *w_scales;  // [R], [2 F]; of e4m3
+    const float *x_scales, *w_scales;  // [R], [2 F]; for e4m3
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 MULTIPLY(256, 128, 128, 129, 130)
 
-// Of a matrix by sixteens of rows, their eight gates before their eight ups, to both blocks.
+// Copies, for a matrix in groups of sixteen rows, their eight gates before their eight ups, to both blocks.
 __device__ __forceinline__ void copy_pairs_to_both(
     unsigned to, const TensorMap* map, int k, int sixteen, unsigned barrier, unsigned long long policy
 ) {
@@ -39,10 +39,10 @@ __device__ __forceinline__ void copy_pairs_to_both(
         : "memory");
 }
 
-// A block's steps over K: of each of its whole tiles, then of its half of the one that the pair shares.
+// A block's steps over K: those of each of its whole tiles, then its half of the tile that the pair shares.
 template <bool TALL>
 struct Steps {
-    int all, rank, begin, end;  // of a whole tile; of the shared one
+    int all, rank, begin, end;  // for a whole tile; for the shared one
     __device__ __forceinline__ explicit Steps(int all)
         : all(all), rank(static_cast<int>(cluster_rank())), begin(rank * all / 2), end((rank + 1) * all / 2) {}
     static constexpr int WHOLE = TALL ? 3 : 1;
@@ -53,7 +53,7 @@ struct Steps {
     __device__ __forceinline__ int row() const { return TALL ? rank * ROWS : 0; }
 };
 
-// The first thread's: fills stages, in order.
+// Used by the first thread only: fills stages, in order.
 template <typename Kind, bool TALL>
 struct Copier {
     const TensorMap &x_map, &w_map;
@@ -91,7 +91,7 @@ struct Copier {
         if (++step == steps.all) ++round, step = round < Steps<TALL>::WHOLE ? 0 : steps.begin;
     }
 
-    // After the pair's warpgroups have said that they are through with the stage.
+    // Refills a stage after the pair's warpgroups have released it.
     __device__ __forceinline__ void refill(int stage) {
         if (filled == steps.count()) return;
         wait(empty + 8 * stage, filled / STAGES - 1 & 1);
@@ -101,7 +101,7 @@ struct Copier {
     }
 };
 
-// A warpgroup's sums over `count` steps, of 64 features and all rows.
+// A warpgroup's sums over `count` steps, for 64 features and all rows.
 template <typename Kind, bool TALL>
 __device__ __forceinline__ void multiply_steps(float (&d)[128], Copier<Kind, TALL>& copier, int count, int& taken) {
     const auto release = [&](int stage) {
@@ -127,12 +127,12 @@ __device__ __forceinline__ void multiply_steps(float (&d)[128], Copier<Kind, TAL
     release((taken - 1) % STAGES);
 }
 
-// A thread's sums of eight rows.
+// A thread's sums for eight rows.
 __device__ __forceinline__ float4 sums_of(const float (&d)[128], int eight) {
     return make_float4(d[4 * eight], d[4 * eight + 1], d[4 * eight + 2], d[4 * eight + 3]);
 }
 
-// A warp's eight gates and their ups, and the scales of those that a thread has, of e4m3.
+// A warp's eight gates and their ups and, for e4m3, the scales of those that a thread has.
 struct Features {
     int first;
     float2 scales;
@@ -142,7 +142,7 @@ struct Features {
     }
 };
 
-// Sums of a gate (x and y) and its up (z and w), of two neighbours of eight rows.
+// Writes results from the sums of a gate (x and y) and its up (z and w), for two consecutive rows of eight.
 template <typename Kind>
 __device__ __forceinline__ void emit(float4 v, const Output& out, const float* row_scales, int row, const Features& of) {
     const int lane = threadIdx.x % 32, feature = of.first;
@@ -161,7 +161,7 @@ template <typename Kind, bool TALL>
 __device__ __forceinline__ void gate_up(const TensorMap& x_map, const TensorMap& w_map, const Output& out, int all) {
     extern __shared__ unsigned char memory[];
     __shared__ alignas(8) unsigned long long barriers[2 * STAGES];
-    __shared__ alignas(8) float row_scales[ROWS];  // of e4m3
+    __shared__ alignas(8) float row_scales[ROWS];  // for e4m3
     const unsigned stages = (shared_address(memory) + 1023) / 1024 * 1024;
     const unsigned full = shared_address(barriers), empty = full + 8 * STAGES;
     const Steps<TALL> steps(all);
@@ -190,7 +190,7 @@ __device__ __forceinline__ void gate_up(const TensorMap& x_map, const TensorMap&
 
     float d[128];
     int taken = 0;
-    const int own = static_cast<int>(threadIdx.x) / 32 * 16;  // the warp's first feature of a tile
+    const int own = static_cast<int>(threadIdx.x) / 32 * 16;  // the warp's first feature in a tile
     for (int round = 0; round < Steps<TALL>::WHOLE; ++round) {
         multiply_steps(d, copier, steps.all, taken);
         const Features features(out, steps.tile(round) * FEATURES + own);
@@ -198,7 +198,7 @@ __device__ __forceinline__ void gate_up(const TensorMap& x_map, const TensorMap&
         for (int eight = 0; eight < 32; ++eight)
             emit<Kind>(sums_of(d, eight), out, row_scales, steps.row() + 8 * eight, features);
     }
-    if (!TALL) {  // each block ends with half of the rows: it gives its sums of the others, in place of the stages
+    if (!TALL) {  // each block finishes half of the rows: it passes on its sums of the others, in the memory of the stages
         multiply_steps(d, copier, steps.end - steps.begin, taken);
         const bool first = steps.rank == 0;
         const auto place = [&](int eight) { return stages + (eight * THREADS + threadIdx.x) * 16; };
@@ -218,10 +218,10 @@ __device__ __forceinline__ void gate_up(const TensorMap& x_map, const TensorMap&
             emit<Kind>(v, out, row_scales, (first ? 0 : ROWS / 2) + 8 * eight, features);
         }
     }
-    sync_cluster();  // the other reads sums here, and arrives at barriers
+    sync_cluster();  // the other block reads sums here, and arrives at barriers
 }
 
-#else  // another chip: not asked for there
+#else  // other GPUs: never launched there
 
 template <typename, bool>
 __device__ __forceinline__ void gate_up(const TensorMap&, const TensorMap&, const Output&, int) {}

@@ -1,37 +1,37 @@
-// dw += dy^T x, of every matrix with the rows of its group, on Hopper's tensor cores: TMA and wgmma, sums in float32 that are added to
-// float32 where it lies.
+// dw += dy^T x for every matrix with the rows of its group, on Hopper's tensor cores: TMA and wgmma, float32 sums that are added to float32 memory in
+// place.
 //
-// As many blocks as run at once take tiles of all matrices in turn, so that neighbours read one group's rows from the L2. In a block
-// one warp copies 64 rows at once, and two warpgroups multiply, each 64 features by all columns; rows are what is summed over, so both
-// factors are read as they lie. A group may begin at any row: of its last rows those of the next group become zeros in one factor. Each
-// sum is added once, by the L2, which takes numbers too small for float32's full precision as zeros.
+// As many blocks as run at once process tiles of all matrices in turn, so that neighbouring blocks read one group's rows from the L2. In a block one
+// warp copies 64 rows at once, and two warpgroups multiply, each 64 features with all columns. The sum is over rows, so both operands are read as
+// stored. A group may start at any row: in its last rows, those of the next group are zeroed in one operand. Each sum is added once, in the L2, which
+// flushes denormal numbers to zero.
 #include "hopper.cuh"
 #include "scalar.cuh"
 
-constexpr int FEATURES = 128;   // of dy in a tile
-constexpr int COLUMNS = 256;    // of x in a tile
-constexpr int STEP = 64;        // rows of a stage
+constexpr int FEATURES = 128;   // of dy per tile
+constexpr int COLUMNS = 256;    // of x per tile
+constexpr int STEP = 64;        // rows per stage
 constexpr int STAGES = 4;
 constexpr int CONSUMERS = 256;  // threads that multiply
 
 struct Gradient {
     const int* ends;  // of the groups
     float* dw;        // [E, features, columns]
-    long long expert, row;  // between two of them
+    long long expert, row;  // strides between experts and between rows
     int experts, features, columns;
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-constexpr int BOX = 64;                      // columns of a box
+constexpr int BOX = 64;                      // columns per box
 constexpr int BOX_BYTES = STEP * ROW_BYTES;  // 64 rows of 64 columns
 constexpr int DY_BYTES = FEATURES / BOX * BOX_BYTES, STAGE_BYTES = DY_BYTES + COLUMNS / BOX * BOX_BYTES;
 
-struct Rows {};  // both factors have in a row what is summed over in a column
+struct Rows {};  // layout of both operands: a row contains what is summed over in a column
 
 MULTIPLY_KIND(Rows, "k16.f32.bf16.bf16", ", 1, 1", 256, 128, 128, 129, 130)
 
-// Of boxes that follow one another, each of 64 columns, eight rows 1024 bytes apart.
+// Descriptor of consecutive boxes, each of 64 columns, eight rows 1024 bytes apart.
 __device__ __forceinline__ unsigned long long boxes_descriptor(unsigned at) {
     return descriptor(at) & ~(0x3fffull << 16) | static_cast<unsigned long long>(BOX_BYTES / 16) << 16;
 }
@@ -84,7 +84,7 @@ __device__ __forceinline__ void produce(const TensorMap& dy, const TensorMap& x,
     }
 }
 
-// Rows of a warpgroup's box from `count` on become zeros.
+// Zeroes the rows of a warpgroup's box from `count` on.
 __device__ __forceinline__ void clear_rows(unsigned box, int count, int group) {
     for (int at = count * ROW_BYTES + threadIdx.x % GROUP * 16; at < BOX_BYTES; at += GROUP * 16)
         asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(box + at), "r"(0) : "memory");
@@ -96,7 +96,7 @@ __device__ __forceinline__ void add_4(float* to, float a, float b, float c, floa
     asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }
 
-// Two neighbours exchange halves of two blocks of eight columns, so that each has four columns of one of them.
+// Two neighbouring lanes exchange halves of two blocks of eight columns, so that each has four consecutive columns of one of them.
 __device__ __forceinline__ void add_sums(const float (&d)[128], const Gradient& to, const Item& item, int group) {
     const int lane = threadIdx.x % 32, odd = lane % 2;
     const int row = item.feature + group * 64 + threadIdx.x % GROUP / 32 * 16 + lane / 4;
@@ -120,7 +120,7 @@ __device__ __forceinline__ void add_sums(const float (&d)[128], const Gradient& 
     }
 }
 
-// A warpgroup's half of all tiles.
+// Computes a warpgroup's half of all tiles.
 __device__ __forceinline__ void consume(const Gradient& to, Pipe pipe, int group) {
     const int items = Item::count(to);
     float d[128];
@@ -172,7 +172,7 @@ __device__ __forceinline__ void accumulate(const TensorMap& dy, const TensorMap&
     }
 }
 
-#else  // another chip: not asked for there
+#else  // other GPUs: never launched there
 
 __device__ __forceinline__ void accumulate(const TensorMap&, const TensorMap&, const Gradient&) {}
 

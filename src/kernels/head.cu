@@ -1,4 +1,4 @@
-// From a chunk of logits to log-probabilities and entropies, and back to the gradient of the logits, one block a row.
+// Computes log-probabilities and entropies from a chunk of logits, and the gradient of the logits; one block per row.
 #include "scalar.cuh"
 
 constexpr int THREADS = 512;
@@ -24,7 +24,7 @@ struct Statistics {
     }
 };
 
-// The same in every thread, in a fixed order.
+// Merges the statistics of all threads in a fixed order; equal in every thread.
 __device__ __forceinline__ Statistics block_merge(Statistics own) {
     __shared__ Statistics warps[32];
     for (int step = 16; step > 0; step /= 2) {
@@ -41,14 +41,14 @@ __device__ __forceinline__ Statistics block_merge(Statistics own) {
     return all;
 }
 
-// N neighbours a load, UNROLL loads on their way at once.
+// N consecutive elements per load, UNROLL loads in flight.
 template <int N, int UNROLL>
 __device__ __forceinline__ void forward(
     const float* __restrict__ logits,       // [c, V]
     const long long* __restrict__ targets,  // [c]
     float* __restrict__ logprobs,           // [c]
     float* __restrict__ entropy,            // [c]
-    float* __restrict__ lse,                // [c], log-sum-exp of the logits over the temperature
+    float* __restrict__ lse,                // [c], log-sum-exp of logits / temperature
     long long vocabulary,
     float inverse_temperature
 ) {
@@ -87,9 +87,9 @@ __device__ __forceinline__ void forward(
     }
 }
 
-// d_logits = (dlogprobs * (onehot - p) - dentropy * p * (log p + entropy)) / temperature, over the logits' own memory: row r
-// begins where the logits' row r does. Narrower elements overtake no logit that is still to be read, since all threads have
-// read their part of a stretch before any of it is written.
+// d_logits = (dlogprobs * (onehot - p) - dentropy * p * (log p + entropy)) / temperature, in the logits' own memory: row r starts where the logits'
+// row r does. Narrower elements overwrite no logit that is still to be read, because all threads have read their part of a stretch before any of it
+// is written.
 template <typename T, int N, int UNROLL>
 __device__ __forceinline__ void backward(
     float* logits,                           // [c, V]

@@ -1,7 +1,7 @@
-// From the fused projection to queries, keys and values, and back: norm of every query and key head (where the model has
-// one), then the rotation (arXiv 2104.09864) of pairs (x[i], x[i + turned]) for i < turned: hd/2, or less where heads are turned in
-// part. Norms scale by centre + weight. Slots of a token's row, hd wide each: [G query
-// heads of group g, k_g, v_g] for g = 0, 1, ..; S = Hkv (G + 2) of them. A team of 1 to 32 lanes has one head.
+// From the fused projection to queries, keys and values, and back: norm of every query and key head (if the model has one), then the rotary embedding
+// (arXiv 2104.09864) of pairs (x[i], x[i + turned]) for i < turned: hd/2, or less if heads are rotated in part. Norms multiply by centre + weight.
+// Slots of a token's row, hd wide each: [G query heads of group g, k_g, v_g] for g = 0, 1, ..; S = Hkv (G + 2) of them. A team of 1 to 32 lanes has
+// one head.
 #include "scalar.cuh"
 
 struct Slot {
@@ -16,7 +16,7 @@ __device__ __forceinline__ Slot slot_of(long long token, int slot, int groups, i
     return {group, member, member == queries + 1, head};
 }
 
-// Columns of pair i < half: turned pairs, then those that stay as they are.
+// The columns of pair i < half: rotated pairs first, then those that are not rotated.
 struct Pair {
     int at[2];
     bool is_turned;
@@ -47,7 +47,7 @@ __device__ __forceinline__ float head_rstd(const T* x, int half, int lane, int l
     return rsqrtf(team_sum(squares, lanes) / static_cast<float>(2 * half) + eps);
 }
 
-// A norm's weights at both columns of a pair and of the N - 1 behind it; they may begin anywhere.
+// Loads a norm's weights at both columns of a pair and of the N - 1 following pairs; they may be misaligned.
 template <typename T, int N>
 __device__ __forceinline__ void load_weights(Pack<T, N> (&to)[2], const T* weight, const Pair& pair) {
     const bool is_aligned = reinterpret_cast<unsigned long long>(weight) % sizeof(Pack<T, N>) == 0;
@@ -68,7 +68,7 @@ __device__ __forceinline__ void forward(
     const T* __restrict__ q_weight,  // [hd], or null: no norms
     const T* __restrict__ k_weight,  // [hd], or null
     const float* __restrict__ cos,   // [T, 2 turned]
-    const float* __restrict__ sin,   // [T, 2 turned], the second half the sines themselves
+    const float* __restrict__ sin,   // [T, 2 turned]: -sin, then sin
     T* __restrict__ q,               // [T, H, hd]
     T* __restrict__ k,               // [T, Hkv, hd]
     T* __restrict__ v,               // [T, Hkv, hd]
@@ -105,7 +105,7 @@ __device__ __forceinline__ void forward(
     }
 }
 
-// A team keeps its slot and strides over tokens; its lanes sum the columns that are theirs.
+// A team keeps its slot and strides over tokens; its lanes sum their own columns.
 template <typename T, int N, int ITEMS>
 __device__ __forceinline__ void backward(
     const T* __restrict__ dq,          // [T, H, hd]
@@ -140,7 +140,7 @@ __device__ __forceinline__ void backward(
         const T* dy = pick(slot, queries, dq, dk, dv) + slot.head * 2 * half;
         const long long row = (token * slots + own) * 2 * half;
         float d[2][ITEMS][N] = {}, projection = 0.0f, scale = 1.0f;
-        Pack<T, N> from[ITEMS][2];  // the head, where there are norms
+        Pack<T, N> from[ITEMS][2];  // the head, if there are norms
         if (q_weight) scale = head_rstd<T, N>(qkv + row, half, lane, lanes, eps);
 #pragma unroll
         for (int item = 0; item < ITEMS; ++item) {

@@ -1,4 +1,4 @@
-// Hopper's ways to copy and to multiply: TMA into shared memory, barriers that count its bytes, wgmma.
+// Hopper's instructions for copies and multiplications: TMA into shared memory, barriers that count its bytes, wgmma.
 #pragma once
 #include "cluster.cuh"
 
@@ -6,15 +6,15 @@ struct alignas(64) TensorMap {
     unsigned long long words[16];
 };
 
-constexpr int ROW_BYTES = 128;  // of K at once, as rows are swizzled in shared memory
+constexpr int ROW_BYTES = 128;  // of K at once, the swizzled row in shared memory
 constexpr int GROUP = 128;      // threads of a warpgroup
 
-// Kinds of factors. An instruction multiplies 32 bytes of K.
+// Types of operands. An instruction multiplies 32 bytes of K.
 struct Bf16 {
     static constexpr int STEP = 64;  // elements of K at once
     static constexpr bool IS_SCALED = false;
 };
-struct E4m3 {  // a row has a scale
+struct E4m3 {  // has one scale per row
     static constexpr int STEP = 128;
     static constexpr bool IS_SCALED = true;
 };
@@ -46,7 +46,7 @@ __device__ __forceinline__ void arrive_at(unsigned barrier, int rank) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(peer_address(barrier, rank)) : "memory");
 }
 
-// The box at (k, row) to shared memory.
+// Copies the box at (k, row) to shared memory.
 __device__ __forceinline__ void copy(
     unsigned to, const TensorMap* map, int k, int row, unsigned barrier, unsigned long long policy
 ) {
@@ -57,7 +57,7 @@ __device__ __forceinline__ void copy(
         : "memory");
 }
 
-// The box at (k, row) to the same place in the cluster's `blocks`, a bit each, whose barriers count it.
+// Copies the box at (k, row) to the same place in the cluster's `blocks` (one bit each), whose barriers count it.
 __device__ __forceinline__ void copy_to(
     unsigned to, const TensorMap* map, int k, int row, unsigned barrier, short blocks, unsigned long long policy
 ) {
@@ -68,7 +68,7 @@ __device__ __forceinline__ void copy_to(
         : "memory");
 }
 
-// Of a matrix by sixteens of rows, their eight gates before their eight ups.
+// Copies, for a matrix in groups of sixteen rows, their eight gates before their eight ups.
 __device__ __forceinline__ void copy_pairs(
     unsigned to, const TensorMap* map, int k, int sixteen, unsigned barrier, unsigned long long policy
 ) {
@@ -79,7 +79,7 @@ __device__ __forceinline__ void copy_pairs(
         : "memory");
 }
 
-// How long the L2 cache is to keep what is copied.
+// L2 policies: how long the cache keeps what is copied.
 __device__ __forceinline__ unsigned long long copied_once() {
     unsigned long long policy;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -91,8 +91,8 @@ __device__ __forceinline__ unsigned long long copied_often() {
     return policy;
 }
 
-// Fills `count` stages with steps begin .. end of a product, each time when `empty` says that nobody reads the stage any more: with weights
-// by `copy_w`, the first of them while the work before still runs, and with x by `copy_x`. One thread.
+// Fills `count` stages with steps begin .. end of a GEMM, each when `empty` signals that the stage is no longer read: weights by `copy_w`, the first
+// of them while the preceding kernel still runs, and x by `copy_x`. One thread.
 template <typename W, typename X>
 __device__ __forceinline__ void fill(int begin, int end, int count, unsigned empty, const W& copy_w, const X& copy_x) {
     const int early = min(end - begin, count);
@@ -111,7 +111,7 @@ __device__ __forceinline__ void fill(int begin, int end, int count, unsigned emp
     }
 }
 
-// Of rows of 128 swizzled bytes, eight rows 1024 bytes apart.
+// Descriptor of rows of 128 swizzled bytes, eight rows 1024 bytes apart.
 __device__ __forceinline__ unsigned long long descriptor(unsigned at) {
     return (static_cast<unsigned long long>(at & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
@@ -149,7 +149,7 @@ __device__ __forceinline__ unsigned long long descriptor(unsigned at) {
     D72, D4(72), D4(76), D4(80), D4(84), D4(88), D4(92), D4(96), D4(100), D4(104), D4(108), D4(112), D4(116), \
     D4(120), D4(124)
 
-// d = a b^T, or d += a b^T to `add`; 64 rows of a, N of b, 32 bytes of K. TRANSPOSED: how the kind says that neither is.
+// d = a b^T, or d += a b^T if `add`; 64 rows of a, N of b, 32 bytes of K. TRANSPOSED: how the type states that neither operand is transposed.
 #define MULTIPLY_KIND(KIND, NAME, TRANSPOSED, N, SUMS, A, B, ADD)                                                 \
     __device__ __forceinline__ void multiply(                                                                     \
         KIND, float (&d)[SUMS], unsigned long long a, unsigned long long b, int add                               \

@@ -1,4 +1,4 @@
-// What rows leave out: inner products of adapters that are not theirs, and ids that their structures do not allow.
+// Masks for rows: inner products with other rows' adapters, and token ids that a row's output structure forbids.
 #include "scalar.cuh"
 
 constexpr int THREADS = 256;

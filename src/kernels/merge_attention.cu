@@ -1,6 +1,6 @@
-// Two attentions of the same queries to disjoint keys as one: lse = log(e^lse_a + e^lse_b), o = e^(lse_a - lse) o_a +
-// e^(lse_b - lse) o_b. One pass, rounded once. `o_a` and `o_b` [T, H, hd] are contiguous, hd = 8 packs; a log-sum-exp [T, H]
-// has a stride for rows and one for heads. n = T H packs.
+// Merges two attention results of the same queries over disjoint keys: lse = log(e^lse_a + e^lse_b), o = e^(lse_a - lse) o_a + e^(lse_b - lse) o_b.
+// One pass, rounded once. `o_a` and `o_b` [T, H, hd] are contiguous, hd = 8 * packs; a log-sum-exp [T, H] has a stride for rows and one for heads. n
+// is the number of packs.
 #include "scalar.cuh"
 
 extern "C" __global__ void __launch_bounds__(256) merge_attention_bf16(

@@ -1,15 +1,15 @@
-// out = x w^T + bias, or silu(gate) * up of its columns g0 u0 g1 u1 .., of up to eight rows in e4m3 with a scale for each row, on Hopper's
-// tensor cores: TMA and wgmma, sums in float32.
+// out = x w^T + bias, or silu(gate) * up of its columns g0 u0 g1 u1 .., for up to eight rows in e4m3 with one scale per row, on Hopper's tensor
+// cores: TMA and wgmma, float32 sums.
 //
-// Weights are the left factor, so that an instruction multiplies 64 features by eight rows and nearly all of shared memory is for weights
-// under way. A cluster has a tile of features. Its blocks have a part of K each and read one another's sums from shared memory, in the order
-// of K. In a block one warp copies and a warpgroup multiplies. Blocks take a processor each, so those of the next product begin where these
-// end, with the small kernels between them waiting already: all let the next kernel be brought to the processors before they wait. So
-// weights, their scales and the bias must be written by no kernel since one that has waited first.
+// Weights are the left operand, so that an instruction multiplies 64 features with eight rows, and nearly all shared memory is for weights in flight.
+// A cluster has a tile of features. Its blocks have a part of K each and read one another's sums from shared memory, in the order of K. In a block
+// one warp copies and a warpgroup multiplies. Each block occupies a multiprocessor, so blocks of the next GEMM start where these end, while the small
+// kernels between them are already scheduled: all let the next kernel be scheduled before they wait. So weights, their scales and the bias must have
+// been written before a kernel that has itself waited for its inputs.
 #include "product.cuh"
 
 constexpr int ROWS = 8;   // of x
-constexpr int UNIT = 64;  // features of an instruction and of a box
+constexpr int UNIT = 64;  // features per instruction and per box
 constexpr int STAGES_BYTES = 208 * 1024;
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -28,11 +28,11 @@ struct Shape {
     static constexpr int FEATURES = FEATURES_, UNITS = FEATURES / UNIT;
     static constexpr int X_BYTES = ROWS * ROW_BYTES, W_BYTES = FEATURES * ROW_BYTES, STAGE_BYTES = X_BYTES + W_BYTES;
     static constexpr int STAGES = STAGES_BYTES / STAGE_BYTES;
-    static constexpr int PITCH = FEATURES + 4;  // of sums in shared memory: no two of a warp's writes share a bank
+    static constexpr int PITCH = FEATURES + 4;  // pitch of sums in shared memory, such that a warp's writes use different banks
     static_assert(ROWS * PITCH * 4 <= STAGES * STAGE_BYTES, "sums take the place of the stages");
 };
 
-// Copies a part's steps; one thread.
+// Copies the steps of a part; one thread.
 template <typename S>
 __device__ __forceinline__ void produce(
     const TensorMap& x_map, const TensorMap& w_map, unsigned stages, unsigned full, unsigned empty, const TilePart& part
@@ -86,7 +86,7 @@ __device__ __forceinline__ void narrow_product(const TensorMap& x_map, const Ten
         wait_for_inputs();
         float d[S::UNITS][4];
         consume<S>(d, stages, full, empty, part.end - part.begin);
-        asm volatile("bar.sync 1, %0;" ::"n"(GROUP) : "memory");  // nobody reads the stages any more: sums take their place
+        asm volatile("bar.sync 1, %0;" ::"n"(GROUP) : "memory");  // the stages are no longer read: sums take their place
         const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
 #pragma unroll
         for (int unit = 0; unit < S::UNITS; ++unit)
@@ -98,10 +98,10 @@ __device__ __forceinline__ void narrow_product(const TensorMap& x_map, const Ten
         sync_cluster();
         add_parts<Form, E4m3, S::FEATURES, S::PITCH, GROUP>(out, stages, part.tile, part.rank, part.parts);
     }
-    sync_cluster();  // others read the sums here
+    sync_cluster();  // other blocks read the sums here
 }
 
-#else  // another chip: not asked for there
+#else  // other GPUs: never launched there
 
 template <int>
 struct Shape {};

@@ -1,7 +1,7 @@
-// A step's token ids, of which the host may not know those that the step before has sampled.
+// A step's token ids, some of which the previous step has sampled and the host does not know yet.
 
 extern "C" __global__ void __launch_bounds__(256) next_tokens(
-    const int* __restrict__ from,     // [S]: an id, or the complement of a row of `sampled`
+    const int* __restrict__ from,     // [S]: an id, or the bitwise complement of a row of `sampled`
     const int* __restrict__ sampled,  // [rows]
     int* __restrict__ token_ids,      // [S]
     long long count

@@ -1,8 +1,8 @@
-// NF4 weights (QLoRA, arXiv 2305.14314) back to the kind of the network: code * scale, the scale itself an 8-bit code.
+// Dequantizes NF4 weights (QLoRA, arXiv 2305.14314) to the network's type: code * scale, where the scale itself is an 8-bit code.
 #include "scalar.cuh"
 
-// 16 codes a thread, the first of two in the high half of its byte. 64 weights share a scale, 256 scales a group's maximum.
-// Row r of the matrix [rows, columns] goes to row r / period * stride + r % period of y.
+// 16 codes per thread, the first of two in the upper half of its byte. 64 weights share a scale, 256 scales share a maximum. Row r of the matrix
+// [rows, columns] is written to row r / period * stride + r % period of y.
 template <typename T>
 __device__ __forceinline__ void dequantize(const uint2* __restrict__ codes, const unsigned char* __restrict__ scales,
                                            const float* __restrict__ maxima, const float* __restrict__ offset,

@@ -1,5 +1,5 @@
-// Sum of squares of a flat range in float64, for the norm of gradients. Each block leaves a partial sum; the grid does not
-// depend on the GPU, so that the sums have the same bits everywhere.
+// Sum of squares of a flat range in float64, for gradient norms. Each block writes a partial sum; the grid does not depend on the GPU, so that the
+// sums have the same bits everywhere.
 #include "scalar.cuh"
 
 constexpr int THREADS = 512;

@@ -1,9 +1,8 @@
-// Counter-based numbers, as `RandomKey` draws them on the host: standard normal ones (Box-Muller in f64), and the masks of
-// dropout.
+// Counter-based random numbers, equal to those of `RandomKey` on the host: standard normal numbers (Box-Muller in f64), and dropout masks.
 #include "philox.cuh"
 #include "scalar.cuh"
 
-// The words of a block of a row.
+// The random words of a block of a row.
 __device__ __forceinline__ void draw(unsigned long long key, unsigned long long block, unsigned long long row,
                                      unsigned words[4]) {
     const unsigned halves[2] = {static_cast<unsigned>(key), static_cast<unsigned>(key >> 32)};
@@ -20,7 +19,7 @@ __device__ __forceinline__ void box_muller(unsigned a, unsigned b, float* out) {
     out[1] = static_cast<float>(radius * sine);
 }
 
-// Entries 0 .. n of row 0, times scale.
+// Numbers 0 .. n of row 0, times scale.
 template <typename T>
 __device__ __forceinline__ void fill(T* out, long long n, unsigned long long key, float scale) {
     const long long stride = static_cast<long long>(gridDim.x) * blockDim.x;
@@ -41,7 +40,7 @@ extern "C" __global__ void normal_bf16(bf16* out, long long n, unsigned long lon
     fill(out, n, key, scale);
 }
 
-// y = x * scale, or 0 where the word of (row, column) is below the threshold; 4 columns a thread.
+// y = x * scale, or 0 if the word of (row, column) is below the threshold; 4 columns per thread.
 template <typename T>
 __device__ __forceinline__ void drop(const T* x, T* y, long long rows, long long columns, unsigned long long key,
                                      long long threshold, float scale) {

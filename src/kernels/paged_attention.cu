@@ -1,19 +1,17 @@
-// Attention of one new token per sequence over its context in the paged cache, o = softmax(scale q k^T) v, in bf16 on tensor
-// cores. Query heads of one key/value head share what is read: up to 8 of them are half the rows of the m16n8k16 products
-// that give scores and the columns of those that give outputs, so that weights pass from one to the other in place. Keys and
-// values of a row's own go from memory straight to registers in the products' layout: the order of head columns within a
-// product and of outputs within a tile is free, so 16-byte loads fit.
+// Attention of one new token per sequence over its context in the paged cache, o = softmax(scale q k^T) v, in bf16 on tensor cores. Query heads of
+// one key/value head share loads: up to 8 of them are half of the rows in the m16n8k16 multiplications that give scores, and the columns in those
+// that give outputs, so that weights stay in their registers. A row's own keys and values are loaded from memory directly into registers, in the
+// layout of the multiplications: the order of head columns within a multiplication and of outputs within a tile is free, so 16-byte loads fit.
 //
-// `plan_attention` cuts all contexts of a step into items, once for all layers; blocks of four warps take items as they
-// become free. The warps of an item either have every fourth 16 tokens of one row (its own part), or two rows each of a group
-// whose contexts begin alike (the shared part: its tokens pass once through shared memory for all of them). In plans of a fixed
-// split a shared part is a whole split of every row, and each row gets the bits of its own part.
-// A row of several items leaves partial results; the last item to finish merges them in item order.
-// The cache is bf16, or e4m3 or whole numbers of eight bits, with a scale for each token and head.
+// `plan_attention` divides all contexts of a step into items, once for all layers; blocks of four warps take items as they become free. The warps of
+// an item either process every fourth unit of 16 tokens of one row (its own part), or two rows each of a group with a common prefix (the shared part,
+// whose tokens pass once through shared memory for all of them). In plans with a fixed split, a shared part is a whole split of every row, and each
+// row gets the same bits as from an own part. A row of several items has partial results; the last item to finish merges them in item order. The
+// cache is bf16, or e4m3 or int8 with one scale per token and head.
 #include "attention_fp8.cuh"
 #include "attention_item.cuh"
 
-// The warp for a cache of E.
+// The warp class for a cache of type E.
 template <typename E, int HD, int M, int U>
 struct WarpOf {
     using type = Warp<HD, M, U>;
@@ -27,21 +25,21 @@ struct WarpOf<signed char, HD, M, U> {
     using type = EightBitWarp<HD, M, U, signed char>;
 };
 
-// Counts this block, or warp, in: what its threads wrote is there for who counts after it. Returns the count before.
+// Signals this block's or warp's arrival: its writes are visible to those that arrive later. Returns the number of arrivals before.
 __device__ __forceinline__ int arrive(int* counter) {
     int before;
     asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
     return before;
 }
 
-// The count so far; what those who counted wrote is there.
+// Number of arrivals so far; the writes of those that arrived are visible.
 __device__ __forceinline__ int look(const int* counter) {
     int now;
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
     return now;
 }
 
-// Of heads of 256 columns a warp holds one unit, and of one row: shared parts are for narrower ones.
+// For heads of width 256 a warp holds one unit of one row; shared parts are for narrower heads only.
 template <int HD>
 constexpr bool IS_WIDE = HD > 128;
 
@@ -51,7 +49,7 @@ union Pool {
     typename WarpOf<E, HD, MEMBERS, 1>::type::Stage stages[IS_WIDE<HD> ? 1 : STAGES];
 };
 
-// Keys and then values of an item that rows share, for ItemWarp through a ring in shared memory, by all warps of a block together: keys a
+// Streams keys and then values of an item that rows share, for ItemWarp, through a ring in shared memory, by all warps of a block together: keys one
 // unit at a time, values as many bytes of 64 columns.
 template <int HD>
 struct ItemStream {
@@ -60,11 +58,11 @@ struct ItemStream {
     Slot (&ring)[RING];
     const Cache<bf16>& cache;
     const Geometry& shape;
-    int blocks;    // of unit threadIdx.x % 32
-    int kv_head, offset;  // of the item within a block
-    int fetched = 0, read = -1, of_slot = 0;  // slots, and units of values in that which is read
+    int blocks;    // for unit threadIdx.x % 32
+    int kv_head, offset;  // offset of the item within a block
+    int fetched = 0, read = -1, of_slot = 0;  // slots fetched and read, and units of values in the slot that is read
 
-    // Tokens of unit n, in the order in which they are taken.
+    // Tokens of unit n, in the order in which they are processed.
     __device__ __forceinline__ static int unit_of(int n) { return n / (STEPS * UNITS) + n % (STEPS * UNITS) * WARPS; }
 
     __device__ __forceinline__ ItemStream(Slot (&ring)[RING], const Cache<bf16>& cache, const int* table, const Geometry& shape,
@@ -84,7 +82,7 @@ struct ItemStream {
         if (fetched < SLOTS) {
             bf16* to = ring[fetched % RING];
             const int values = fetched - KEYS;
-            constexpr int PIECES = UNIT * HD / 8 / THREADS;  // of 16 bytes, of a thread
+            constexpr int PIECES = UNIT * HD / 8 / THREADS;  // of 16 bytes, per thread
             const long long first = values < 0 ? place(unit_of(fetched)) : place(unit_of(values * TOGETHER % KEYS));
             const long long second = values < 0 || TOGETHER == 1 ? first : place(unit_of(values * TOGETHER % KEYS + 1));
 #pragma unroll
@@ -110,7 +108,7 @@ struct ItemStream {
         }
         of_slot = 0, ++read;
         wait_copies<RING - 2>();
-        __syncthreads();  // the slot is there for all, and the one before it is free
+        __syncthreads();  // the slot is complete, and the previous one is free
         fetch();
     }
     __device__ __forceinline__ const bf16* key(int, int row, int chunk) const { return ring[read % RING] + row * HD + (chunk ^ mix(row)) * 8; }
@@ -119,7 +117,7 @@ struct ItemStream {
     }
 };
 
-// A layer, and of it one column: up to 8 query heads of one key/value head. With SINKS each query head has a logit without a key.
+// One column of a layer: up to 8 query heads of one key/value head. With SINKS each query head has a logit without a key.
 template <int HD, typename E, bool SINKS>
 struct Column {
     const bf16* __restrict__ q;             // [S, H, hd]
@@ -132,7 +130,7 @@ struct Column {
     const bf16* __restrict__ sinks;         // [H], or null
     const Geometry& shape;
     int columns;                  // Hkv chunks
-    int at, kv_head, chunk, heads;  // the column, its key/value head, which chunk of that one's query heads, and how many
+    int at, kv_head, chunk, heads;  // index of the column, its key/value head, its chunk of query heads, and their number
 
     __device__ __forceinline__ void move_to(int column) {
         const int chunks = shape.chunks();
@@ -149,18 +147,18 @@ struct Column {
         return partials + static_cast<long long>(own.first) * columns + at;
     }
 
-    // Adds a head's sink to its sum; a row without keys has none.
+    // Adds a head's sink to its sum; a row without keys has no sink.
     template <int N>
     __device__ __forceinline__ void add_sink(Part<N>& part, int head) const {
         const float sink = widen(sinks[kv_head * shape.group + chunk * COLUMNS + head]) * LOG2E;
         if (part.sum != 0.0f) part.sum += exp2_fast(sink - part.peak);
     }
 
-    // The rows of a shared part that a warp has.
+    // A warp's rows of a shared part.
     __device__ __forceinline__ static void rows_of(const Item& item, int (&rows)[MEMBERS]) {
         const int warp = threadIdx.x / 32;
 #pragma unroll
-        for (int k = 0; k < PARTY; ++k)  // every index known when it is compiled: the item stays in registers
+        for (int k = 0; k < PARTY; ++k)  // all indices are compile-time constants, so the item stays in registers
             if (k / MEMBERS == warp) rows[k % MEMBERS] = item.rows[k];
     }
 
@@ -181,7 +179,7 @@ struct Column {
         }
     }
 
-    // The same with the bits of own parts, of a whole split.
+    // A shared part of a whole split, with the same bits as own parts.
     __device__ __forceinline__ void attend_split(const Item& item, Pool<HD, E>& pool) const {
         using Work = ItemWarp<HD, MEMBERS>;
         int rows[MEMBERS];
@@ -226,7 +224,7 @@ struct Column {
             if (rows[m] >= 0) complete(rows[m]);
     }
 
-    // Counts a part of a row in, by one warp, which merges all parts if it was the last.
+    // Signals that a part of a row is done; by one warp, which merges all parts if it was the last.
     __device__ __forceinline__ void complete(int row) const {
         const int lane = threadIdx.x % 32;
         const Pieces own = pieces[row];
@@ -243,7 +241,7 @@ struct Column {
         if (lane == 0) arrived[row * columns + at] = 0;
     }
 
-    // An own part: the warps have every fourth unit. `meanwhile` is done between their work and what follows it.
+    // An own part: the warps process every fourth unit. `meanwhile` is called between their work and the merge.
     template <typename Meanwhile>
     __device__ __forceinline__ void attend_own(const Item& item, Pool<HD, E>& pool, const Meanwhile& meanwhile) const {
         __shared__ float peaks[WARPS][COLUMNS], sums[WARPS][COLUMNS];
@@ -256,12 +254,12 @@ struct Column {
         work.load_query(0, q + query_of(row), heads);
         work.attend(cache, table_of(row), shape, kv_head, item.begin, item.end, warp, WARPS);
         work.store(0, pool.outs[warp][0], HD + 8, peaks[warp], sums[warp]);
-        // Where all other pieces are there by now, this one need not leave the block.
+        // If all other pieces are already done, this one need not leave the block.
         int* counter = &arrived[row * columns + at];
         if (threadIdx.x == 0) is_last = own.count > 1 && look(counter) == own.count - 1;
         __syncthreads();
         meanwhile();
-        constexpr int N = COLUMNS * HD / THREADS;  // columns of a thread
+        constexpr int N = COLUMNS * HD / THREADS;  // columns per thread
         const int head = threadIdx.x / (HD / N), column = threadIdx.x % (HD / N) * N;
         bf16* to = o + query_of(row) + head * HD + column;
         Part<N> part;
@@ -287,7 +285,7 @@ struct Column {
     }
 };
 
-// IS_FIXED: items are of a plan with a fixed split.
+// IS_FIXED: the plan has a fixed split.
 template <int HD, typename E, bool SINKS, bool IS_FIXED>
 __device__ __forceinline__ void paged_attention(Column<HD, E, SINKS> column, Header* header, const Item* __restrict__ items) {
     __shared__ alignas(16) Pool<HD, E> pool;
@@ -295,7 +293,7 @@ __device__ __forceinline__ void paged_attention(Column<HD, E, SINKS> column, Hea
     if constexpr (sizeof(E) == 1) let_next_begin();
     wait_for_inputs();
     int index = blockIdx.x;
-    Item item = items[index / column.columns];  // there is one for every block, if not of this step
+    Item item = items[index / column.columns];  // every block can read one, even if it is not of this step
     const int total = header->num_items * column.columns;
     while (index < total) {
         if (threadIdx.x == 0) next = gridDim.x + atomicAdd(&header->next, 1);

@@ -1,11 +1,11 @@
-// Attention of one new token per sequence over its context in the paged cache, o = softmax(scale q k^T) v, for the shapes
-// and kinds that paged_attention.cu has no tensor-core kernel for.
+// Attention of one new token per sequence over its context in the paged cache, o = softmax(scale q k^T) v, for shapes and types without a tensor-core
+// kernel in paged_attention.cu.
 #include "fp8.cuh"
 #include "scalar.cuh"
 
 constexpr int THREADS = 128;
 
-// An entry of the cache; what is widened of e4m3 or of a whole number is multiplied by its token's scale.
+// Converts an entry of the cache; for e4m3 and int8 the result must be multiplied by the token's scale.
 __device__ __forceinline__ float widen(signed char number) { return static_cast<float>(number); }
 __device__ __forceinline__ float widen(unsigned char bits) {
     float value = 0.0f;
@@ -18,14 +18,14 @@ __device__ __forceinline__ float widen(unsigned char bits) {
     return value;
 }
 
-// Any kind, head width and group; a block has one query head of one row and goes through its context by 128 tokens. Slow.
+// Any type, head width and group; a block has one query head of one row and processes its context 128 tokens at a time. Slow.
 template <typename T, typename E>
 __device__ __forceinline__ void attend(
     const T* __restrict__ q,                // [S, H, hd]
     const E* __restrict__ k_cache,          // [blocks, Hkv, block_size, hd]
     const E* __restrict__ v_cache,          // like k_cache
     const int* __restrict__ block_tables,   // [S, max_blocks]
-    const int* __restrict__ context_lens,   // [S], the new token included; 0: no sequence, o is 0
+    const int* __restrict__ context_lens,   // [S], including the new token; 0: no sequence, o is 0
     T* __restrict__ o,                      // [S, H, hd]
     int heads, int kv_heads, int dim, int block_size, int max_blocks, int window, float scale,
     const T* __restrict__ sinks,  // [H], logits without keys; or null
@@ -33,7 +33,7 @@ __device__ __forceinline__ void attend(
     const float* __restrict__ v_scales = nullptr   // like k_scales
 ) {
     wait_for_inputs();
-    constexpr int MOST = 4;  // columns of o that one thread has
+    constexpr int MOST = 4;  // columns of o per thread
     extern __shared__ float query[];  // [hd]
     __shared__ float weights[THREADS];
     __shared__ long long entries[THREADS];
@@ -45,7 +45,7 @@ __device__ __forceinline__ void attend(
     for (int start = begin; start < end; start += THREADS) {
         const int token = start + threadIdx.x;
         float score = -INFINITY;
-        __syncthreads();  // the query is there; readers of the last round are done
+        __syncthreads();  // the query is complete; data of the last round has been read
         if (token < end) {
             const long long block = block_tables[static_cast<long long>(row) * max_blocks + token / block_size];
             const long long entry = ((block * kv_heads + kv_head) * block_size + token % block_size) * dim;
@@ -57,7 +57,7 @@ __device__ __forceinline__ void attend(
         const float new_peak = fmaxf(peak, block_max(score)), shrink = expf(peak - new_peak);
         const float weight = expf(score - new_peak);
         weights[threadIdx.x] = v_scales && token < end ? weight * v_scales[entries[threadIdx.x] / dim] : weight;
-        sum = sum * shrink + block_sum(weight);  // a barrier for the weights, too
+        sum = sum * shrink + block_sum(weight);  // also a barrier for the weights
         peak = new_peak;
         const int count = min(THREADS, end - start);
 #pragma unroll

@@ -1,7 +1,7 @@
-// Counter-based random words: Philox4x32-10, as src/ops/random.rs has it.
+// Counter-based random words: Philox4x32-10, as in src/ops/random.rs.
 #pragma once
 
-// Four words of a counter under a key.
+// Four random words for a counter and a key.
 __device__ __forceinline__ void philox(const unsigned (&key)[2], unsigned c0, unsigned c1, unsigned c2, unsigned c3,
                                        unsigned words[4]) {
     unsigned k0 = key[0], k1 = key[1];

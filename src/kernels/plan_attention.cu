@@ -1,12 +1,12 @@
-// Cuts all contexts of a step into items for paged_attention.cu, once for all layers.
+// Divides all contexts of a step into items for paged_attention.cu, once for all layers.
 #include "attention.cuh"
 #include "scalar.cuh"
 
 constexpr int PLANNERS = 256;  // threads of plan_attention
-constexpr int CLASSES = 16;    // of items by length
-constexpr int STEP = WARPS * UNITS * UNIT;  // tokens that a block has at once of an own part
+constexpr int CLASSES = 16;    // classes of items by length
+constexpr int STEP = WARPS * UNITS * UNIT;  // tokens of an own part that a block processes at once
 
-// Exclusive sum over the block of `value`, and the total.
+// Exclusive prefix sum of `value` over the block, and the total.
 __device__ __forceinline__ int scan(int value, int& total) {
     __shared__ int warps[32];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -15,7 +15,7 @@ __device__ __forceinline__ int scan(int value, int& total) {
         const int other = __shfl_up_sync(~0u, sum, step);
         if (lane >= step) sum += other;
     }
-    __syncthreads();  // readers of an earlier scan are done
+    __syncthreads();  // an earlier scan has been read
     if (lane == 31) warps[warp] = sum;
     __syncthreads();
     int before = 0;
@@ -27,15 +27,15 @@ __device__ __forceinline__ int scan(int value, int& total) {
     return before + sum - value;
 }
 
-constexpr int MOST_STEPS = 8;          // of an item's own part, unless contexts are very long,
-constexpr int MANY_STEPS = 36;         // or a block has so many: then items of twice as many still end together
+constexpr int MOST_STEPS = 8;          // per item of an own part, unless contexts are very long
+constexpr int MANY_STEPS = 36;         // if blocks have more steps than this, items of twice the length still end together
 constexpr int MOST_PIECES = 32;        // of a row, which one block merges, unless the split is fixed
-constexpr int LEAST_SHARED_UNITS = 4;  // of an item's shared part, and the most:
+constexpr int LEAST_SHARED_UNITS = 4;  // fewest units of an item's shared part; then the most:
 constexpr int MOST_SHARED_UNITS = 32;
 
 __device__ __forceinline__ int pieces_of(int tokens, int split) { return (tokens + split - 1) / split; }
 
-// Items of a step. One block; a thread has neighbouring rows, and the groups of the same numbers.
+// Creates the items of a step. One block; a thread has consecutive rows, and the groups with the same numbers.
 extern "C" __global__ void __launch_bounds__(PLANNERS) plan_attention(
     const int* __restrict__ context_lens,   // [S]
     const int* __restrict__ groups,         // [S] or null
@@ -43,10 +43,10 @@ extern "C" __global__ void __launch_bounds__(PLANNERS) plan_attention(
     Header* header, Item* items, Pieces* pieces,
     int* scratch,                           // [4, S]
     long long num_rows, long long block_size, long long window,
-    long long columns,                      // of items: key/value heads times chunks of query heads
-    long long num_blocks,                   // of threads, that take items
-    long long fixed_split,                  // tokens of a piece; 0: chosen here
-    long long capacity                      // partial results of a column
+    long long columns,                      // per item: key/value heads times chunks of query heads
+    long long num_blocks,                   // thread blocks that take items
+    long long fixed_split,                  // tokens per piece; 0: chosen here
+    long long capacity                      // partial results per column
 ) {
     wait_for_inputs();
     const int rows = static_cast<int>(num_rows), per_thread = (rows + PLANNERS - 1) / PLANNERS;
@@ -63,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(PLANNERS) plan_attention(
         if (group >= 0) atomicMin(&prefix[group], min(shared_blocks[s] * block, (len - 1) / block * block));
     }
     __syncthreads();
-    const int whole = fixed_split > 0 ? static_cast<int>(fixed_split) : 1;  // of a fixed split whole ones are shared
+    const int whole = fixed_split > 0 ? static_cast<int>(fixed_split) : 1;  // with a fixed split, only whole splits are shared
     const auto shared_by = [&](int group) { return members[group] > 1 ? prefix[group] / whole * whole : 0; };
     const auto shared_of = [&](int s) { return rank[s] < 0 ? 0 : shared_by(groups[s]); };
     const auto begin_of = [&](int s) {
@@ -71,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(PLANNERS) plan_attention(
     };
     const auto parties_of = [&](int group) { return (members[group] + PARTY - 1) / PARTY; };
 
-    // Steps of all own parts, units of the shared parts as often as they are read, and as often as rows see them.
+    // Steps of all own parts; units of the shared parts, counted once per read, and counted once per row that uses them.
     int own_steps = 0, read_units = 0, seen_units = 0, total_steps, total_read, total_seen;
     for (int s = first_row; s < end_row; ++s) {
         const int own = pieces_of(context_lens[s] - begin_of(s), STEP);
@@ -81,21 +81,21 @@ extern "C" __global__ void __launch_bounds__(PLANNERS) plan_attention(
     for (int g = first_row; g < end_row; ++g)
         if (shared_by(g) > 0) read_units += shared_by(g) / UNIT * parties_of(g);
     scan(own_steps, total_steps), scan(read_units, total_read), scan(seen_units, total_seen);
-    // One item a block where that keeps them short; shared parts, which go first, for about half of the blocks.
+    // One item per block if that keeps items short; shared parts, which come first, for about half of the blocks.
     const int blocks = static_cast<int>(num_blocks), per_block = pieces_of(total_steps * static_cast<int>(columns), blocks);
     const int most = per_block < MANY_STEPS ? MOST_STEPS : 2 * MOST_STEPS;
     int per_item = max(max(1, min(most, per_block)), pieces_of(longest, MOST_PIECES));
     const int wanted = pieces_of(2 * total_read * static_cast<int>(columns), blocks);
     int shared_units = LEAST_SHARED_UNITS;
     while (shared_units < min(wanted, MOST_SHARED_UNITS)) shared_units *= 2;
-    if (fixed_split == 0)  // the capacity for a fixed one may be below 2 a row, which no split here would meet
+    if (fixed_split == 0)  // the capacity for a fixed split may be below 2 per row, which no split here could satisfy
         while (2 * rows + total_steps / per_item + total_seen / shared_units > capacity) per_item *= 2, shared_units *= 2;
     const int split = fixed_split > 0 ? static_cast<int>(fixed_split) : per_item * STEP;
     const int shared_split = fixed_split > 0 ? split : shared_units * UNIT;
 
     const auto prefix_pieces = [&](int group) { return pieces_of(shared_by(group), shared_split); };
     const auto own_pieces = [&](int s) { return max(1, pieces_of(context_lens[s] - begin_of(s) / UNIT * UNIT, split)); };
-    // Own parts are taken by falling length, so that the blocks end together.
+    // Own parts are sorted by descending length, so that the blocks end together.
     const auto length_class = [&](int tokens) { return min(CLASSES - 1, (split - tokens) * CLASSES / split); };
     const auto last_class = [&](int s, int own) {
         return length_class(context_lens[s] - begin_of(s) / UNIT * UNIT - (own - 1) * split);

@@ -1,9 +1,9 @@
-// out = x w^T + bias, or silu(gate) * up of its columns g0 u0 g1 u1 .., of few rows and a large w, on Hopper's tensor cores: TMA
-// and wgmma, sums in float32.
+// out = x w^T + bias, or silu(gate) * up of its columns g0 u0 g1 u1 .., for few rows and a large w, on Hopper's tensor cores: TMA and wgmma, float32
+// sums.
 //
-// A cluster has a tile of features and all rows. Its blocks have a part of K each and read one another's sums from shared memory,
-// in the order of K. In a block one warp copies and two warpgroups multiply, each half of the features. Weights are on their way
-// before the work before this ends: the kernel before must not write them. Factors are bf16, or e4m3 with a scale for each row.
+// A cluster has a tile of features and all rows. Its blocks have a part of K each and read one another's sums from shared memory, in the order of K.
+// In a block one warp copies and two warpgroups multiply, each half of the features. Weights are loaded before the preceding kernel ends, so it must
+// not write them. Operands are bf16, or e4m3 with one scale per row.
 #include "product.cuh"
 
 constexpr int ROWS = 64;            // of x
@@ -18,7 +18,7 @@ struct Shape {
     static constexpr int FEATURES = FEATURES_, N = FEATURES / 2;
     static constexpr int X_BYTES = ROWS * ROW_BYTES, W_BYTES = FEATURES * ROW_BYTES, STAGE_BYTES = X_BYTES + W_BYTES;
     static constexpr int STAGES = STAGES_BYTES / STAGE_BYTES;
-    static constexpr int PITCH = FEATURES + 8;  // of sums in shared memory: no two of a warp's writes share a bank
+    static constexpr int PITCH = FEATURES + 8;  // pitch of sums in shared memory, such that a warp's writes use different banks
     static_assert(ROWS * PITCH * 4 <= STAGES * STAGE_BYTES, "sums take the place of the stages");
 };
 
@@ -31,7 +31,7 @@ __device__ __forceinline__ void store_shared(unsigned at, float low, float high)
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(low), "f"(high) : "memory");
 }
 
-// Copies a part's steps; one thread.
+// Copies the steps of a part; one thread.
 template <typename S>
 __device__ __forceinline__ void produce(
     const TensorMap& x_map, const TensorMap& w_map, unsigned stages, unsigned full, unsigned empty, const TilePart& part
@@ -83,7 +83,7 @@ __device__ __forceinline__ void product(const TensorMap& x_map, const TensorMap&
         const int group = static_cast<int>(threadIdx.x) / GROUP, thread = threadIdx.x % GROUP;
         float d[S::N / 2];
         consume<S>(d, stages, full, empty, group, part.end - part.begin);
-        asm volatile("bar.sync 1, 256;" ::: "memory");  // nobody reads the stages any more: sums take their place
+        asm volatile("bar.sync 1, 256;" ::: "memory");  // the stages are no longer read: sums take their place
 #pragma unroll
         for (int i = 0; i < S::N / 2; i += 2) {
             const int row = thread / 32 * 16 + thread % 32 / 4 + i / 2 % 2 * 8;
@@ -93,10 +93,10 @@ __device__ __forceinline__ void product(const TensorMap& x_map, const TensorMap&
         sync_cluster();
         add_parts<Form, typename S::Kind, S::FEATURES, S::PITCH, CONSUMERS>(out, stages, part.tile, part.rank, part.parts);
     }
-    sync_cluster();  // others read the sums here
+    sync_cluster();  // other blocks read the sums here
 }
 
-#else  // another chip: not asked for there
+#else  // other GPUs: never launched there
 
 template <typename, int>
 struct Shape {};

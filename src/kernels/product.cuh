@@ -1,4 +1,4 @@
-// What products of few rows on Hopper have in common: where results go, and how a cluster's blocks add up the sums of their parts of K.
+// Shared by the Hopper GEMMs with few rows: how results are written, and how a cluster's blocks add the sums of their parts of K.
 #pragma once
 #include "cluster.cuh"
 #include "hopper.cuh"
@@ -7,15 +7,15 @@
 
 struct Output {
     bf16* at;
-    const bf16* bias;  // [N] or null; never of SwiGLU
+    const bf16* bias;  // [N] or null; never with SwiGLU
     long long leading;
     int rows, features;
-    const float *x_scales, *w_scales;  // [R], [N]; of e4m3
+    const float *x_scales, *w_scales;  // [R], [N]; for e4m3
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// What a block has: a tile, from its first feature on, and steps begin .. end over K.
+// A block's work: a tile, from its first feature on, and the steps begin .. end over K.
 struct TilePart {
     int rank, parts, tile, begin, end;
     __device__ __forceinline__ TilePart(int features, int steps)
@@ -23,7 +23,7 @@ struct TilePart {
           tile(static_cast<int>(blockIdx.x) / parts * features), begin(rank * steps / parts), end((rank + 1) * steps / parts) {}
 };
 
-// Barriers of stages that one thread fills and `readers` groups empty; by one thread.
+// Initializes barriers of stages that one thread fills and `readers` groups empty; one thread.
 template <int STAGES>
 __device__ __forceinline__ void init_stages(unsigned full, unsigned empty, int readers) {
     for (int stage = 0; stage < STAGES; ++stage) {
@@ -33,7 +33,7 @@ __device__ __forceinline__ void init_stages(unsigned full, unsigned empty, int r
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Multiplies stage after stage as it is filled. A stage is given back, by the thread that `releases`, once the next step's product is queued.
+// Multiplies stage after stage as they are filled. The thread that `releases` frees a stage once the next step's multiplication is queued.
 template <int STAGES, class Multiply>
 __device__ __forceinline__ void over_steps(unsigned full, unsigned empty, int steps, bool releases, const Multiply& multiply) {
     int stage = 0, parity = 0, before = 0;
@@ -52,7 +52,7 @@ __device__ __forceinline__ void over_steps(unsigned full, unsigned empty, int st
     wait_products<0>();
 }
 
-// Eight neighbours of a row as they were summed, to their values.
+// Scales eight consecutive sums of a row.
 template <typename Kind>
 __device__ __forceinline__ void rescale(float (&v)[8], const Output& out, int row, int feature) {
     if constexpr (Kind::IS_SCALED) {
@@ -63,7 +63,7 @@ __device__ __forceinline__ void rescale(float (&v)[8], const Output& out, int ro
     }
 }
 
-// Eight neighbours of a row.
+// Writers of eight consecutive elements of a row.
 struct Plain {  // out [R, N]
     __device__ __forceinline__ static void emit(const float (&v)[8], const Output& out, int row, int feature) {
         float bias[8] = {};
@@ -85,11 +85,11 @@ struct SwiGlu {  // out [R, N / 2]
     }
 };
 
-// Adds up the parts' sums [R, FEATURES] of a tile, which stand `PITCH` numbers a row at `sums` in every block's shared memory, and emits the
-// block's share.
+// Adds the parts' sums [R, FEATURES] of a tile, which are at `sums` in every block's shared memory with `PITCH` numbers per row, and writes this
+// block's share of the results.
 template <typename Form, typename Kind, int FEATURES, int PITCH, int THREADS>
 __device__ __forceinline__ void add_parts(const Output& out, unsigned sums, int tile, int rank, int parts) {
-    constexpr int EIGHTS = FEATURES / 8;  // of a row
+    constexpr int EIGHTS = FEATURES / 8;  // per row
     const int eights = out.rows * EIGHTS, end = (rank + 1) * eights / parts;
     for (int eight = rank * eights / parts + threadIdx.x; eight < end; eight += THREADS) {
         const int row = eight / EIGHTS, column = eight % EIGHTS * 8, feature = tile + column;
@@ -107,7 +107,7 @@ __device__ __forceinline__ void add_parts(const Output& out, unsigned sums, int 
     }
 }
 
-#else  // another chip: not asked for there
+#else  // other GPUs: never launched there
 
 struct Plain {};
 struct SwiGlu {};

@@ -1,8 +1,8 @@
-// RMSNorm of a token's queries over all heads, and of its keys, in two steps: sums of squares, which ranks of a tensor-parallel group
-// add up in between, and the products in place. One block a token; sums have a fixed order.
+// RMSNorm of a token's queries over all heads together, and of its keys, in two steps: sums of squares, which the ranks of a tensor-parallel group
+// add in between, and the multiplication in place. One block per token; sums have a fixed order.
 #include "scalar.cuh"
 
-// Strides in elements; heads of q are [Hkv, columns], those of k [Hkv, hd].
+// Strides in elements; query heads are [Hkv, columns], key heads [Hkv, hd].
 struct Layout {
     long long q_row, q_group, k_row, k_group;
     int kv_heads, q_columns, k_columns;
@@ -47,7 +47,7 @@ __device__ __forceinline__ void qk_scale(T* q, T* k, const T* q_norm, const T* k
     scale_all(k + token * stride.k_row, k_norm, stride.k_group, stride.kv_heads, stride.k_columns, of_k);
 }
 
-// The host's counts are `long long`.
+// Converts the host's arguments, which are `long long`.
 __device__ __forceinline__ Layout layout(long long q_row, long long q_group, long long k_row, long long k_group, long long kv_heads,
                                          long long q_columns, long long k_columns) {
     return {q_row, q_group, k_row, k_group, static_cast<int>(kv_heads), static_cast<int>(q_columns), static_cast<int>(k_columns)};

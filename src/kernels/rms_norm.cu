@@ -1,6 +1,6 @@
-// y = x * rstd * (centre + weight) with rstd = 1 / sqrt(mean(x^2) + eps) over rows of D (arXiv 1910.07467), and its backward.
-// One block a row, or a run of rows in the backward. Wide: N neighbours a thread, kept in registers. Narrow: any D, a row's
-// second reading comes out of the cache. x may be wider (X) than all else (T).
+// y = x * rstd * (centre + weight) with rstd = 1 / sqrt(mean(x^2) + eps) over rows of D (arXiv 1910.07467), and its backward. One block per row, or
+// per several rows in the backward. Wide: N consecutive elements per thread, kept in registers. Narrow: any D; a row's second reading comes from the
+// cache. x may have a wider type (X) than the other tensors (T).
 #include "fp8.cuh"
 #include "scalar.cuh"
 
@@ -44,10 +44,10 @@ __device__ __forceinline__ void forward_narrow(const X* x, const T* weight, T* y
         narrow(widen(x[start + i]) * scale * (centre + widen(weight[i])), y[start + i]);
 }
 
-constexpr int MOST = 4;  // packs of a row that one thread of the forward in FP8 has: with fewer warps a row waits less at barriers
+constexpr int MOST = 4;  // packs of a row per thread in the FP8 forward: with fewer warps a row waits less at barriers
 
-// y rounded to bf16 and then to e4m3; itself it is written where it is asked for. Sums are in the order of the wide forward, in which every pack
-// has a thread: over the pack, over 32 packs, and over those in their order.
+// y rounded to bf16 and then quantized to e4m3; y itself is only written if requested. Sums have the order of the wide forward, in which every pack
+// has a thread: within the pack, over 32 packs, and over these groups in order.
 template <typename X>
 __device__ __forceinline__ void forward_fp8(
     const X* __restrict__ x,          // [R, D]
@@ -56,7 +56,7 @@ __device__ __forceinline__ void forward_fp8(
     int dim,
     float eps,
     float centre,
-    const Fp8Row& rounded  // of the first row
+    const Fp8Row& rounded  // destination of the first row
 ) {
     __shared__ float of_warps[32 * MOST];
     wait_for_inputs();
@@ -97,8 +97,8 @@ __device__ __forceinline__ void forward_fp8(
     write_fp8(normed, packs, {rounded.values + first, rounded.scale + blockIdx.x});
 }
 
-// dx = residual + rstd * (dy * w) - x * rstd^3 * mean(dy * w * x), w with its centre; each block sums dy * x * rstd of its rows into its own
-// partial sum. The next row is on its way while this one's sum is made.
+// dx = residual + rstd * (dy * w) - x * rstd^3 * mean(dy * w * x), where w includes the centre; each block sums dy * x * rstd of its rows into its
+// own partial sum. The next row is loaded while this one's sum is computed.
 template <typename X, typename T, int N>
 __device__ __forceinline__ void backward_wide(
     const T* __restrict__ dy,        // [R, D]

@@ -1,14 +1,15 @@
-// What stands between the query-key-value product and attention: norm of every query and key head (optional),
-// rotary embedding in the half-rotation convention (arXiv 2104.09864), and the write into the paged cache. Every step
-// rounds to T, as the trainer's does. A team of lanes has one head of one token; it moves N neighbours at once.
+// From the QKV GEMM to attention: norm of every query and key head (optional), rotary embedding in the half-rotation convention (arXiv 2104.09864),
+// and the write into the paged cache. Every step rounds to T, as in the trainer. A team of lanes has one head of one token; a lane moves N
+// consecutive elements at once.
 #include "fp8.cuh"
 #include "scalar.cuh"
 
-// What the cache holds: T; e4m3; or whole numbers of eight bits, whose keys, and the queries, are turned by a Hadamard matrix first. That leaves
-// their products as they are and spreads columns that are larger than the others.
+// The cache's format: T, e4m3 or int8. For int8, keys and queries are first multiplied by a Hadamard matrix. That leaves their dot products unchanged
+// and spreads columns that are larger than the others.
 enum Code { PLAIN, FP8, INT8 };
 
-// An entry's scale, by which its largest absolute value becomes 127, and what its values are multiplied by before they are rounded.
+// The scale of an int8 entry, such that its largest absolute value becomes 127, and the number by which values are multiplied before they are
+// rounded.
 struct WholeScale {
     float scale, factor;
 
@@ -19,7 +20,7 @@ struct WholeScale {
         factor = peak > 0.0f ? fminf(__fdiv_rn(127.0f, peak), 3.4028235e38f) : 0.0f;
     }
 
-    // To nearest, ties to even.
+    // Rounds to nearest, ties to even.
     __device__ __forceinline__ unsigned of(bf16 value) const {
         return static_cast<unsigned>(max(-127, min(127, __float2int_rn(__fmul_rn(widen(value), factor))))) & 0xffu;
     }
@@ -39,7 +40,7 @@ struct WholeScale {
 
 template <Code CODE>
 struct ScaleOf {
-    using type = WholeScale;  // of e4m3 on a chip that has none, which is refused before a launch
+    using type = WholeScale;  // e4m3 on a GPU without it, where launches are refused
 };
 #if __CUDA_ARCH__ >= 890
 template <>
@@ -48,7 +49,7 @@ struct ScaleOf<FP8> {
 };
 #endif
 
-// A lane's pack of a head as its product with Hadamard matrices of `block` neighbours. All lanes of `members` together.
+// Multiplies a lane's pack of a head by Hadamard matrices of `block` columns. All lanes of `members` together.
 template <typename T, int N>
 __device__ __forceinline__ void turn_by_hadamard(Pack<T, N>& pack, int block, int lanes, unsigned members) {
     float x[N];
@@ -73,13 +74,13 @@ __device__ __forceinline__ void turn_by_hadamard(Pack<T, N>& pack, int block, in
     for (int j = 0; j < N; ++j) narrow(x[j] * scale, pack.at[j]);
 }
 
-// Strides in elements; heads of q are [Hkv, G].
+// Strides in elements; query heads are [Hkv, G].
 struct Layout {
     long long q_row, q_group, q_head, kv_row, kv_group;
 };
 
-// T tokens, H = Hkv G query heads of 2 half columns. The first 2 turned of them are turned, in pairs (i, i + turned); the others lie
-// behind, in two halves again.
+// T tokens, H = Hkv G query heads of 2 * half columns. The first 2 * turned columns are rotated, in pairs (i, i + turned); the others follow, again
+// in two halves.
 template <typename T, int N, Code CODE = PLAIN>
 __device__ __forceinline__ void rope_write_kv(
     const T* __restrict__ q,            // [T, Hkv, G, hd]
@@ -92,29 +93,29 @@ __device__ __forceinline__ void rope_write_kv(
     const int* __restrict__ positions,  // [T]
     const int* __restrict__ slots,      // [T], -1: not written
     T* __restrict__ q_out,              // [T, H, hd]
-    void* __restrict__ k_cache,         // [blocks, Hkv, block_size, hd], of T or a code
+    void* __restrict__ k_cache,         // [blocks, Hkv, block_size, hd], of T or 8-bit
     void* __restrict__ v_cache,         // like k_cache
     int tokens, int kv_heads, int group, int half, int turned, int block_size, int lanes, float eps, float centre,
-    float* __restrict__ k_scales = nullptr,  // [blocks, Hkv, block_size], of a code
+    float* __restrict__ k_scales = nullptr,  // [blocks, Hkv, block_size], for an 8-bit cache
     float* __restrict__ v_scales = nullptr,  // like k_scales
-    int block = 0                            // of Hadamard matrices: a power of two that divides half and turned
+    int block = 0                            // size of Hadamard matrices: a power of two that divides half and turned
 ) {
     constexpr bool CODED = CODE != PLAIN;
-    constexpr int MOST = N == 1 ? 4 : 1;  // packs of a half that one lane has
+    constexpr int MOST = N == 1 ? 4 : 1;  // packs of a half per lane
     if constexpr (CODED) let_next_begin();
     const int team = (blockIdx.x * blockDim.x + threadIdx.x) / lanes, lane = threadIdx.x % lanes;
     const int heads = kv_heads * (group + 2), token = team / heads;
-    // What no kernel of a step writes comes while the work before ends.
+    // Data that no kernel of a step writes is loaded while the preceding kernel ends.
     const bool is_token = token < tokens;
     const int slot = is_token ? slots[token] : -1;
     const float* turn = table + (is_token ? static_cast<long long>(positions[token]) : 0) * 2 * turned;
-    float cosines[CODED ? MOST : 1][N], sines[CODED ? MOST : 1][N];  // of codes, whose steps are shorter
+    float cosines[CODED ? MOST : 1][N], sines[CODED ? MOST : 1][N];  // for 8-bit caches, whose steps are shorter
     if constexpr (CODED) {
 #pragma unroll
         for (int m = 0; m < MOST; ++m) {
             const int at = (lane + m * lanes) * N;
             if (!is_token || at >= min(half, turned)) continue;
-            const auto read = [&](const float* from, float (&to)[N]) {  // as the table is on multiples of a pack
+            const auto read = [&](const float* from, float (&to)[N]) {  // the table is aligned to packs
                 constexpr int AT_ONCE = N % 4 == 0 ? 4 : 1;
 #pragma unroll
                 for (int j = 0; j < N; j += AT_ONCE) {
@@ -127,7 +128,7 @@ __device__ __forceinline__ void rope_write_kv(
             read(turn + turned + at, sines[m]);
         }
     }
-    // What follows from places alone is made before the wait for inputs: divisions take their time.
+    // Indices are computed before the wait for inputs, because divisions take time.
     const int kv_head = team % heads / (group + 2), place = team % (group + 2), dim = 2 * half;
     const bool is_query = place < group, is_value = place == group + 1;
     const long long entry = (static_cast<long long>(slot / block_size) * kv_heads + kv_head) * block_size + slot % block_size;
@@ -137,7 +138,7 @@ __device__ __forceinline__ void rope_write_kv(
     wait_for_inputs();
     if (!is_token) return;  // whole teams
 
-    // Where pack `at` of a half stands: a turned half is followed by its other one, and the rest by its other half.
+    // The column of pack `at` of a half: a rotated half is followed by its other half, and so are the remaining columns.
     const auto column = [&](int at, int side) {
         return at < turned ? at + side * turned : at + (side == 0 ? turned : half);
     };
@@ -158,7 +159,7 @@ __device__ __forceinline__ void rope_write_kv(
         }
     }
     const unsigned members = (lanes == 32 ? ~0u : (1u << lanes) - 1) << (threadIdx.x % 32 / lanes * lanes);
-    if (norm) {  // the same for all lanes of a team
+    if (norm) {  // equal for all lanes of a team
         for (int step = lanes / 2; step > 0; step /= 2) squares += __shfl_xor_sync(members, squares, step, lanes);
         const float scale = rsqrtf(squares / static_cast<float>(dim) + eps);
 #pragma unroll
@@ -175,7 +176,7 @@ __device__ __forceinline__ void rope_write_kv(
         }
     }
 
-    unsigned bits = 0;  // of the largest absolute value, NaN above all
+    unsigned bits = 0;  // of the largest absolute value, with NaN above all
 #pragma unroll
     for (int m = 0; m < MOST; ++m) {
         const int at = (lane + m * lanes) * N;
@@ -193,7 +194,7 @@ __device__ __forceinline__ void rope_write_kv(
         }
     }
     if constexpr (CODE == INT8) {
-        if (!is_value) {  // the same for all lanes of a team; those behind the head turn what is not used
+        if (!is_value) {  // equal for all lanes of a team; lanes beyond the head process unused data
 #pragma unroll
             for (int m = 0; m < MOST; ++m)
 #pragma unroll

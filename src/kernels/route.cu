@@ -1,17 +1,16 @@
-// Which experts a step's tokens go to, and which rows every expert has, in one launch: logits of the router in float32, their softmax,
-// the k highest probabilities, and all choices sorted by expert. Logits may have biases, and sigmoids stand in the place of the softmax.
+// Routes a step's tokens to experts and sorts the rows by expert, in one launch: logits of the router in float32, their softmax, the k highest
+// probabilities, and all choices sorted by expert. Logits may have biases, and sigmoids may replace the softmax.
 //
-// T tokens, E experts, k of them a token, D hidden. Eight blocks multiply 16 tokens by a part of D each. They add the parts up in their
-// order and choose for two tokens each: from sm_90 on they are a cluster, whose blocks read one another's sums; before, the last of
-// them does it for all. One block of all sorts, as soon as every choice has come to its mailbox. No order depends on which block is
-// first, nor on how many tokens there are.
+// T tokens, E experts, k of them per token, D hidden. Eight blocks multiply 16 tokens by a part of D each. They add the parts in order and choose for
+// two tokens each. From sm_90 on they are a cluster, whose blocks read one another's sums; before, the last of them does it for all. One block of all
+// sorts, as soon as every choice has arrived in its mailbox. No order depends on which block is first, nor on the number of tokens.
 //
-// The router's weights are read before the kernel before has ended, which must not write them, and must itself have waited for any that does.
+// The router's weights are read before the preceding kernel has ended; it must not write them, and must itself have waited for any kernel that does.
 #include "cluster.cuh"
 #include "mma.cuh"
 #include "route.cuh"
 
-// The sum of a token of this block with an expert, of this block's columns.
+// Stores the sum of a token of this block with an expert, over this block's columns.
 template <int J>
 __device__ __forceinline__ void note_sum(const Router& to, Room<J>& room, int part, int token, int expert, float sum) {
 #if __CUDA_ARCH__ >= 900
@@ -23,7 +22,7 @@ __device__ __forceinline__ void note_sum(const Router& to, Room<J>& room, int pa
 #endif
 }
 
-// A warp's weights of two times 8 experts and up to COLUMNS columns, a lane's columns as in `multiply_part`.
+// Loads a warp's weights of two times 8 experts and up to COLUMNS columns; a lane's columns are those of `multiply_part`.
 __device__ __forceinline__ void load_weights(uint4 (&b)[STEPS][2], const Router& to, const bf16* w, int first, int from, int end) {
     const int line = threadIdx.x % 32 / 4, quad = threadIdx.x % 4;
 #pragma unroll
@@ -38,12 +37,12 @@ __device__ __forceinline__ void load_weights(uint4 (&b)[STEPS][2], const Router&
     }
 }
 
-// Sums of a block's tokens with all experts over its columns.
+// Computes sums of a block's tokens with all experts over its columns.
 template <int J>
 __device__ __forceinline__ void multiply_part(
     const Router& to, Room<J>& room, const bf16* __restrict__ x, const bf16* __restrict__ w, int first_row, int part
 ) {
-    constexpr int TILES = J * 4 / WARPS;  // of 8 experts, a warp's
+    constexpr int TILES = J * 4 / WARPS;  // of 8 experts, per warp
     static_assert(TILES % 2 == 0, "");
     __shared__ alignas(16) unsigned char rows_of_x[ROWS * X_PITCH];
     const int warp = threadIdx.x / 32, quad = threadIdx.x % 4, line = threadIdx.x % 32 / 4;
@@ -68,7 +67,7 @@ __device__ __forceinline__ void multiply_part(
             if (pair > 0 || from > begin) load_weights(b, to, w, warp + pair * WARPS, from, end);
 #pragma unroll
             for (int step = 0; step < STEPS; ++step) {
-                const unsigned char* at = rows_of_x + line * X_PITCH + (step * 32 + quad * 8) * 2;  // the same columns in both factors
+                const unsigned char* at = rows_of_x + line * X_PITCH + (step * 32 + quad * 8) * 2;  // the same columns in both operands
                 const uint4 a0 = *reinterpret_cast<const uint4*>(at), a1 = *reinterpret_cast<const uint4*>(at + 8 * X_PITCH);
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
@@ -103,7 +102,7 @@ __device__ __forceinline__ void multiply_part(
     }
 }
 
-// A token's logits, of the experts l, l + 32, .. in lane l: the sums of all parts, in their order, and the biases.
+// Adds up a token's logits: the sums of all parts, in order, and the biases. Lane l has the experts l, l + 32, ..
 template <int J, Scores S, typename T>
 __device__ __forceinline__ void gather(float (&p)[J], const Router& to, const Scoring<T>& scoring, const Room<J>& room, int row) {
     constexpr int AT_ONCE = J > 4 ? 2 : PARTS;  // parts that are read at once
@@ -141,7 +140,7 @@ __device__ __forceinline__ void gather(float (&p)[J], const Router& to, const Sc
 }
 
 #if __CUDA_ARCH__ < 900
-// Whether this block is the last of `all` that come to the counter, which then is 0 again. What the others wrote before, it may read.
+// Whether this block is the last of `all` that reach the counter, which is then reset to 0. It may read what the others wrote before.
 __device__ __forceinline__ bool is_last(int* counter, int all) {
     __shared__ bool last;
     __threadfence();
@@ -163,14 +162,14 @@ __device__ __forceinline__ void route(const Router& to, const Scoring<T>& scorin
     multiply_part<J>(to, room, x, w, cluster * ROWS, part);
     float p[J];
 #if __CUDA_ARCH__ >= 900
-    constexpr int EACH = ROWS / PARTS;  // tokens of a block
+    constexpr int EACH = ROWS / PARTS;  // tokens per block
     sync_cluster();
     const int row = cluster * ROWS + part * EACH + warp;
     const bool has = warp < EACH && row < to.rows;
     if (has) gather<J, S>(p, to, scoring, room, row);
     arrive_cluster();
     if (has) choose<J, S>(to, scoring, p, row);
-    wait_cluster();  // nobody reads this block's sums any more
+    wait_cluster();  // this block's sums are no longer read
     if (part != 0) return;
 #else
     if (!is_last(to.counters + cluster, PARTS)) return;

@@ -1,50 +1,50 @@
-// What a router does with a token's logits, and with all choices: what route.cu is told, choosing and sorting. Scores are the softmax of
-// logits, which may have biases, or sigmoids: to these a correction is added where experts are chosen, and weights are made without it.
+// The router's processing of logits and choices: parameters of route.cu, selection and sorting. Scores are the softmax of logits, which may have
+// biases, or sigmoids. For sigmoids a correction is added when experts are selected; weights do not include it.
 #pragma once
 #include "scalar.cuh"
 #include "tiles.cuh"
 
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
-constexpr int ROWS = 16;      // tokens of a cluster
-constexpr int PARTS = 8;      // of D, a block of the cluster each
-constexpr int COLUMNS = 256;  // of a part that are in shared memory at once
+constexpr int ROWS = 16;      // tokens per cluster
+constexpr int PARTS = 8;      // of D, one per block of the cluster
+constexpr int COLUMNS = 256;  // of a part, in shared memory at once
 constexpr int STEPS = COLUMNS / 32;
-constexpr int X_PITCH = 2 * COLUMNS + 64;  // bytes between rows of x: no two lanes read one bank
+constexpr int X_PITCH = 2 * COLUMNS + 64;  // bytes between rows of x, such that lanes use different banks
 constexpr unsigned ALL = 0xffffffffu;
 
 struct Router {
-    const short* recorded;  // of row t from t * stride on, -1: none; or null
-    const int* slots;       // [T], -1: padding, which has no experts; or null
+    const short* recorded;  // row t starts at t * stride, -1: none; or null
+    const int* slots;       // [T], -1: padding, which is not routed; or null
     float* logits;          // [PARTS, T, E], before sm_90
     int* experts;           // [T, k], -1: none
     float* weights;         // [T, k]
-    short* record;          // of row t from t * stride on; or null
+    short* record;          // row t starts at t * stride; or null
     int* order;             // [T k], choices (t * k + rank) sorted by expert
-    Tile* tiles;            // the number of tiles as the first one's expert, then all of them
-    int* counters;          // [T / 16 + T k], 0 before and after: blocks that have come, before sm_90; mailboxes of choices
+    Tile* tiles;            // the number of tiles (as the first one's expert), then the tiles
+    int* counters;          // [T / 16 + T k], 0 before and after: arrived blocks, before sm_90; mailboxes of choices
     long long stride;
     int rows, dim, experts_of_all, choices, first_expert, own_experts, rows_of_tile;
     bool normalised;
 
     __device__ __forceinline__ int clusters() const { return (rows + ROWS - 1) / ROWS; }
-    // A choice's expert + 2 when it has been made, else 0.
+    // A choice's mailbox: its expert + 2 when it has been made, else 0.
     __device__ __forceinline__ int* mailbox(int choice) const { return counters + clusters() + choice; }
-    // Columns of a part: the last parts may have fewer or none.
+    // Number of columns in a part; the last parts may have fewer or none.
     __device__ __forceinline__ int width() const { return (dim + PARTS * 32 - 1) / (PARTS * 32) * 32; }
 };
 
 enum Scores { SOFTMAX, BIASED, SIGMOID };
 
-// What scores are made of beside logits.
+// Inputs of the scores in addition to logits.
 template <typename T>
 struct Scoring {
-    const T* numbers;  // the biases of logits [E]; or of sigmoids the corrections in three summands [3, E]
-    int num_groups, groups_per_token;  // of sigmoids: groups of consecutive experts, of which a token may choose so many
-    float scale;                       // of sigmoids: of all weights
+    const T* numbers;  // biases of logits [E]; or for sigmoids the corrections in three summands [3, E]
+    int num_groups, groups_per_token;  // for sigmoids: groups of consecutive experts, and from how many a token may choose
+    float scale;                       // for sigmoids: multiplier of all weights
 };
 
-// Whole numbers in the order of finite ones; 0 is none's.
+// Maps finite numbers to integers in the same order; 0 means none.
 __device__ __forceinline__ unsigned ordered(float x) {
     const unsigned bits = __float_as_uint(x);
     return max(bits & 0x80000000u ? ~bits : bits | 0x80000000u, 1u);
@@ -53,14 +53,14 @@ __device__ __forceinline__ float of_ordered(unsigned key) {
     return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
 }
 
-// Room for what a block has summed, and later for its counts.
+// Shared memory for a block's sums, and later for its counts.
 template <int J>
 struct Room {
     static constexpr int PITCH = J * 32 + 8;  // floats between rows
     float sums[ROWS * PITCH];
 };
 
-// Probabilities of a token's logits, and whole numbers in their order; 0: not to be chosen.
+// Computes probabilities of a token's logits, and integer keys in their order; key 0: not selectable.
 template <int J>
 __device__ __forceinline__ void probabilities(const Router& to, float (&p)[J], unsigned (&keys)[J]) {
     const int lane = threadIdx.x % 32;
@@ -93,7 +93,7 @@ __device__ __forceinline__ float score_of(const float (&p)[J], int chosen) {
     return __shfl_sync(ALL, own, chosen & 31);
 }
 
-// Leaves the keys of a token's best groups alone, a group being as good as the sum of its two best experts.
+// Keeps only the keys of a token's best groups; a group is scored by the sum of its two best experts.
 template <int J, typename T>
 __device__ __forceinline__ void close_groups(unsigned (&keys)[J], const Scoring<T>& scoring, int experts) {
     const int lane = threadIdx.x % 32, size = experts / scoring.num_groups;
@@ -126,11 +126,12 @@ __device__ __forceinline__ void close_groups(unsigned (&keys)[J], const Scoring<
     }
 }
 
-// One token's experts and their weights, by a warp, from its logits: those of the experts l, l + 32, .. in lane l. Then lane l has choice l.
+// Selects one token's experts and their weights, by a warp, from its logits: lane l has those of the experts l, l + 32, .. Afterwards lane l has
+// choice l.
 template <int J, Scores S, typename T>
 __device__ __forceinline__ void choose(const Router& to, const Scoring<T>& scoring, float (&p)[J], int row) {
     const int lane = threadIdx.x % 32;
-    unsigned keys[J];  // in the order of scores; 0: not to be chosen
+    unsigned keys[J];  // in the order of scores; 0: not selectable
     if constexpr (S == SIGMOID) {
 #pragma unroll
         for (int j = 0; j < J; ++j) {
@@ -167,7 +168,7 @@ __device__ __forceinline__ void choose(const Router& to, const Scoring<T>& scori
                 if (keys[j] > best) best = keys[j], at = j * 32 + lane;
             }
             const unsigned top = __reduce_max_sync(ALL, best);
-            const int chosen = __reduce_min_sync(ALL, best == top ? at : INT_MAX);  // of equal ones the first
+            const int chosen = __reduce_min_sync(ALL, best == top ? at : INT_MAX);  // ties go to the first
 #pragma unroll
             for (int j = 0; j < J; ++j) {
                 if (chosen == j * 32 + lane) keys[j] = 0;
@@ -191,18 +192,18 @@ __device__ __forceinline__ void choose(const Router& to, const Scoring<T>& scori
     }
 }
 
-// Choices by expert, those of one expert in their own order, and tiles of them; by a block, which empties the mailboxes.
+// Sorts choices by expert, and in their own order within an expert, and creates tiles; by one block, which empties the mailboxes.
 template <int J>
 __device__ __forceinline__ void sort(const Router& to, Room<J>& room) {
-    constexpr int AT_ONCE = 8;                              // of a thread's choices
-    constexpr int OWN = J * 32 > THREADS ? J * 32 / THREADS : 1;  // experts of a thread
+    constexpr int AT_ONCE = 8;                              // choices per thread
+    constexpr int OWN = J * 32 > THREADS ? J * 32 / THREADS : 1;  // experts per thread
     static_assert(WARPS <= ROWS, "counts have the room of sums");
-    __shared__ int before[2][WARPS];  // of each warp: rows and tiles
-    auto& counts = *reinterpret_cast<int (*)[WARPS][J * 32]>(room.sums);  // of a warp's share of the choices; then where these go
+    __shared__ int before[2][WARPS];  // per warp: rows and tiles
+    auto& counts = *reinterpret_cast<int (*)[WARPS][J * 32]>(room.sums);  // counts of a warp's share of the choices; then their positions
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int all = to.rows * to.choices, share = (all + THREADS - 1) / THREADS * 32;
     const int begin = min(all, warp * share), end = min(all, begin + share);
-    int own[AT_ONCE];  // this rank's experts of some of the warp's choices, -1: none
+    int own[AT_ONCE];  // this rank's experts among some of the warp's choices, -1: none
     const auto read = [&](int from) {
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
@@ -227,7 +228,7 @@ __device__ __forceinline__ void sort(const Router& to, Room<J>& room) {
         }
     }
     __syncthreads();
-    int rows[OWN] = {}, sums[2] = {};  // of rows and tiles: up to this thread's experts
+    int rows[OWN] = {}, sums[2] = {};  // rows and tiles: up to this thread's experts
 #pragma unroll
     for (int e = 0; e < OWN; ++e) {
         const int expert = threadIdx.x * OWN + e;

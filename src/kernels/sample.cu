@@ -1,14 +1,14 @@
-// Exact sampling by Gumbel-max from a shard of the vocabulary: argmax over ids of (processed logit + noise), ties to the
-// lowest id, with the log-sum-exp of the raw logits. Noise as in src/ops/random.rs: a function of key, position and
-// vocabulary id. A block has one part of one row; `combine` decides among the parts of all ranks.
+// Exact sampling by Gumbel-max from a shard of the vocabulary: argmax over ids of (processed logit + noise), ties to the lowest id, with the
+// log-sum-exp of the raw logits. Noise is as in src/ops/random.rs: a function of key, position and vocabulary id. A block has one part of one row;
+// `combine` decides among the parts of all ranks.
 #include "philox.cuh"
 #include "sample.cuh"
 
 constexpr int THREADS = 512;
-constexpr int RUN = 8;  // ids of one step: two blocks of random words
+constexpr int RUN = 8;  // ids per step: two blocks of random words
 constexpr float LEAST = -1e30f;
 
-// What is drawn in a row, and how.
+// Parameters of one row's draw.
 struct Draw {
     unsigned key[2];
     unsigned position;
@@ -26,7 +26,7 @@ struct Best {
     }
 };
 
-// u = (word + 1/2) / 2^32, kept away from 1.
+// u = (word + 1/2) / 2^32, kept below 1.
 __device__ __forceinline__ float unit_of(unsigned word) {
     return fminf((__uint2float_rn(word) + 0.5f) * 2.3283064365386963e-10f, 1.0f - 5.9604644775390625e-8f);
 }
@@ -40,7 +40,7 @@ __device__ __noinline__ float gumbel(unsigned word) {
     return -static_cast<float>(log(static_cast<double>(rate)));
 }
 
-// RUN logits of ids first .. first + RUN; -inf outside of the shard.
+// Loads RUN logits of ids first .. first + RUN; -inf outside of the shard.
 template <bool ALIGNED>
 __device__ __forceinline__ void load(const float* __restrict__ logits, long long column, long long width, float out[RUN]) {
     if (ALIGNED) {
@@ -59,13 +59,13 @@ __device__ __forceinline__ void load(const float* __restrict__ logits, long long
     }
 }
 
-// Running maximum, sum of exp(raw - peak) and best id of a thread over its ids.
+// A thread's running maximum, sum of exp(raw - peak) and best id.
 struct State {
     float peak = LEAST, sum = 0.0f;
     Best best = {-INFINITY, 0.0f, INT_MAX};
 };
 
-// Masses below the smallest normal number are 0: they change no sum and win nothing.
+// Masses below the smallest normal number become 0: they change no sum and cannot win.
 __device__ __forceinline__ float exp_fast(float x) { return exp2_fast(x * 1.4426950408889634f); }
 
 // The block's best perturbed value so far, rounded down.
@@ -84,8 +84,8 @@ __device__ __forceinline__ void random_words(const Draw& draw, int first, unsign
     }
 }
 
-// What the best id of a run has at least, so that the first run, too, takes few logarithms: with noise g = -ln(-ln(1 - u)) and
-// -ln(1 - u) <= u / (1 - u), g is at least ln((1 - u) / u). A little is allowed for rounding.
+// A lower bound of the best perturbed value of a run, so that also the first run needs few logarithms: with noise g = -ln(-ln(1 - u)) and -ln(1 - u)
+// <= u / (1 - u), g is at least ln((1 - u) / u). A margin covers rounding.
 template <bool PROCESSED>
 __device__ __forceinline__ float least_of(const float (&logits)[RUN], int first, const Draw& draw, const Process& process) {
     unsigned words[RUN];
@@ -100,7 +100,7 @@ __device__ __forceinline__ float least_of(const float (&logits)[RUN], int first,
     return most;
 }
 
-// Rounded wherever it is used: a product within a sum may not be, and a peak's distance to itself would not be 0.
+// Rounded explicitly: a fused multiplication would not be rounded, and a peak's distance to itself would not be 0.
 __device__ __forceinline__ float scaled(float logit, const Draw& draw) { return __fmul_rn(logit, draw.scale); }
 
 template <bool GREEDY, bool PROCESSED>
@@ -112,7 +112,7 @@ __device__ __forceinline__ void take(
     for (int k = 0; k < RUN; ++k) top = fmaxf(top, scaled(logits[k], draw));
     if (top > state.peak) state.sum *= __expf(state.peak - top), state.peak = top;
     const float standing = standing_of(bar);
-    // Noise lifts a value v over s only if u < exp(v - s): few need the logarithms. A little is allowed for rounding.
+    // Noise lifts a value v over s only if u < exp(v - s), so few values need the logarithms. A margin covers rounding.
     const float lift = 1.01f * __expf(fminf(state.peak - standing, 80.0f));
     unsigned words[RUN];
     if (!GREEDY) random_words(draw, first, words);
@@ -125,7 +125,7 @@ __device__ __forceinline__ void take(
         if (GREEDY) {
             may_win |= value >= standing;
         } else {
-            // Processed, a value may lie farther below the raw peak than a float's exponent reaches.
+            // A processed value may be farther below the raw peak than a float's exponent can represent.
             const float rise = PROCESSED ? 1.01f * exp_fast(fminf(value - standing, 80.0f)) : mass * lift;
             const float unit = unit_above_one(words[k]);
             may_win |= unit <= 1.0f + rise;
@@ -149,7 +149,7 @@ __device__ __forceinline__ void take(
     }
 }
 
-// A thread's runs of those from .. to, every one of THREADS. The next one's logits are on their way.
+// Processes a thread's runs among from .. to, one of every THREADS. The next run's logits are in flight.
 template <bool GREEDY, bool ALIGNED, bool PROCESSED>
 __device__ __forceinline__ void take_all(
     State& state, const float* __restrict__ row, long long from, long long to, long long first_id, long long width,
@@ -173,7 +173,7 @@ __device__ __forceinline__ void take_all(
     }
 }
 
-// The block's (best, log-sum-exp), in thread 0.
+// Reduces to the block's (best, log-sum-exp), in thread 0.
 __device__ __forceinline__ void reduce(State& state, double* out) {
     __shared__ Best winners[THREADS / 32];
     const float peak = block_max(state.peak);
@@ -199,7 +199,7 @@ template <bool ALIGNED, bool PROCESSED>
 __device__ __forceinline__ void sample(
     const float* __restrict__ logits,        // [S, V of this rank], `stride` from row to row
     const unsigned* __restrict__ keys,       // [S, 2]
-    const int* __restrict__ positions,       // [S] tokens so far; 0: nothing is drawn
+    const int* __restrict__ positions,       // [S] tokens so far; 0: no draw
     const float* __restrict__ temperatures,  // [S]
     const float* __restrict__ penalties,     // [S] or null
     const unsigned* __restrict__ seen,       // [S, words] or null
@@ -253,8 +253,8 @@ SAMPLE(sample_x8, true, false)
 SAMPLE(sample_processed_x1, false, true)
 SAMPLE(sample_processed_x8, true, true)
 
-// A warp decides one draw: the best of all parts, and ln softmax(logits / temperature) of its id. Where the log-sum-exp is not
-// finite or no id is left, the id is -1 and the log-probability not a number.
+// A warp decides one draw: the best of all parts, and ln softmax(logits / temperature) of its id. If the log-sum-exp is not finite or no id is left,
+// the id is -1 and the log-probability NaN.
 extern "C" __global__ void __launch_bounds__(32) combine(
     const double* __restrict__ candidates,  // [parts, S, 4]
     int* __restrict__ token_ids,            // [S]
@@ -267,7 +267,7 @@ extern "C" __global__ void __launch_bounds__(32) combine(
     Best best = {-INFINITY, 0.0f, INT_MAX};
     for (long long part = threadIdx.x; part < parts; part += 32) {
         const double* one = candidates + (part * draws + s) * 4;
-        // A log-sum-exp that is not a number must not hide behind a finite maximum.
+        // A NaN log-sum-exp must not be hidden by a finite maximum.
         peak = isnan(one[2]) || one[2] > peak ? one[2] : peak;
         if (one[3] >= 0 && best.yields_to(one[0], static_cast<int>(one[3])))
             best = {one[0], static_cast<float>(one[1]), static_cast<int>(one[3])};

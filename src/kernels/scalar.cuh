@@ -1,4 +1,4 @@
-// Scalars of the kernels: float, and bf16 as its bits, since CUDA's own header for it is not at hand everywhere.
+// Scalar types of the kernels: float, and bf16 as its bits, because CUDA's own bf16 header is not available everywhere.
 #pragma once
 
 #define INFINITY __int_as_float(0x7f800000)
@@ -17,7 +17,7 @@ __device__ __forceinline__ void narrow(float value, bf16& to) {
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(to.bits) : "f"(value));  // to nearest, ties to even
 }
 
-// Two by one instruction, as single values that are used at once go through a slower unit of sm_90 (F2F beside F2FP).
+// Converts two values in one instruction, because single conversions use a slower unit on sm_90 (F2F instead of F2FP).
 __device__ __forceinline__ void narrow(float first, float second, float& to, float& next) { to = first, next = second; }
 __device__ __forceinline__ void narrow(float first, float second, bf16& to, bf16& next) {
     unsigned both;
@@ -25,23 +25,22 @@ __device__ __forceinline__ void narrow(float first, float second, bf16& to, bf16
     to.bits = static_cast<unsigned short>(both), next.bits = static_cast<unsigned short>(both >> 16);
 }
 
-// 2^x; below the smallest normal number it is 0.
+// 2^x; 0 below the smallest normal number.
 __device__ __forceinline__ float exp2_fast(float x) {
     float out;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
     return out;
 }
 
-// N neighbours, moved as one access, or 16 bytes at a time: the host looks for addresses that are multiples of 16, not of more.
+// N consecutive elements, moved as one access, or 16 bytes at a time: the host checks that addresses are multiples of 16, not of more.
 template <typename T, int N>
 struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Pack {
     T at[N];
 };
 static_assert(alignof(Pack<bf16, 2>) == 4 && alignof(Pack<bf16, 8>) == 16 && alignof(Pack<float, 8>) == 16, "");
 
-// Of kernels that are launched while the one before still runs: what that one writes, and all that they write themselves, comes
-// after this. The next one may then be brought to the processors, too. Both do nothing in an ordinary launch, which is the only kind
-// before sm_90.
+// For kernels that are launched while the preceding one still runs: reads of that kernel's results, and all own writes, must come after this call.
+// The next kernel may then be scheduled too. Does nothing in an ordinary launch, the only kind before sm_90.
 __device__ __forceinline__ void wait_for_inputs() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -49,16 +48,16 @@ __device__ __forceinline__ void wait_for_inputs() {
 #endif
 }
 
-// The next kernel may be brought to the processors before this one's inputs are there, which hides the launches of several small kernels in
-// a row. Then what the next one reads before its own wait must have been written before a kernel that has waited first, not only before this
-// one: of a step's kernels only those of FP8 do this, whose weights no kernel of a step writes. Does nothing where `wait_for_inputs` does not.
+// Lets the next kernel be scheduled before this one's inputs are ready, which hides the launches of several small kernels in a row. What the next
+// kernel reads before its own wait must then have been written before a kernel that has itself waited, not just before this one. Only FP8 kernels of
+// a step use this, as no kernel of a step writes their weights. Does nothing where `wait_for_inputs` does nothing.
 __device__ __forceinline__ void let_next_begin() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// A word that other blocks read while they run, or write; by itself it says nothing of other words.
+// Stores a word that other blocks read or write concurrently; it does not order other accesses.
 __device__ __forceinline__ void store_relaxed(int* to, int value) {
     asm volatile("st.relaxed.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
@@ -68,7 +67,7 @@ __device__ __forceinline__ int load_relaxed(const int* from) {
     return value;
 }
 
-// All of a pack.
+// Converts all elements of a pack.
 template <typename T, int N>
 __device__ __forceinline__ void narrow(const float (&values)[N], Pack<T, N>& to) {
     if constexpr (N == 1) {
@@ -88,7 +87,7 @@ __device__ __forceinline__ void store(T* to, const Pack<T, N>& values) {
     *reinterpret_cast<Pack<T, N>*>(to) = values;
 }
 
-// Over the warp, the same in every lane.
+// Maximum over the warp, equal in every lane.
 __device__ __forceinline__ float warp_max(float value) {
     for (int step = 16; step > 0; step /= 2) value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, step));
     return value;
@@ -99,11 +98,11 @@ __device__ __forceinline__ float warp_sum(float value) {
     return value;
 }
 
-// Maximum over the block, the same in every thread. Blocks of whole warps.
+// Maximum over the block, equal in every thread. Blocks must consist of whole warps.
 __device__ __forceinline__ float block_max(float value) {
     __shared__ float warps[32];
     value = warp_max(value);
-    __syncthreads();  // readers of an earlier maximum are done
+    __syncthreads();  // an earlier maximum has been read
     if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
     __syncthreads();
     float peak = warps[0];
@@ -111,11 +110,11 @@ __device__ __forceinline__ float block_max(float value) {
     return peak;
 }
 
-// Sum over the block, the same in every thread. Blocks of whole warps; a fixed order, so the same bits every time.
+// Sum over the block, equal in every thread. Blocks must consist of whole warps; the order is fixed, so the bits are reproducible.
 __device__ __forceinline__ float block_sum(float value) {
     __shared__ float warps[32];
     value = warp_sum(value);
-    __syncthreads();  // readers of an earlier sum are done
+    __syncthreads();  // an earlier sum has been read
     if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
     __syncthreads();
     float sum = 0.0f;
@@ -123,13 +122,13 @@ __device__ __forceinline__ float block_sum(float value) {
     return sum;
 }
 
-// `block_sum`, the same bits: sums of 16 warps are read at once, zeros where there is no warp, so that threads wait for shared memory
-// once. For kernels with registers to spare.
+// `block_sum` with the same bits: sums of 16 warps are read at once, with zeros for absent warps, so that threads wait for shared memory once. For
+// kernels with registers to spare.
 __device__ __forceinline__ float block_sum_at_once(float value) {
     __shared__ alignas(16) float warps[32];
     const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32, count = blockDim.x / 32;
     value = warp_sum(value);
-    __syncthreads();  // readers of an earlier sum are done
+    __syncthreads();  // an earlier sum has been read
     if (lane == 0) warps[warp] = value;
     if (warp == 0 && lane >= count) warps[lane] = 0.0f;
     __syncthreads();

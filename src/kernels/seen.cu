@@ -1,5 +1,5 @@
-// Which ids a draw has before it, for the repetition penalty. Token ids stand in a paged history of their own, at the slots of
-// their keys and values: it is shared, copied and computed again as they are.
+// Finds the ids that precede a draw, for the repetition penalty. Token ids are kept in a paged history, at the slots of their keys and values, so it
+// is shared, copied and recomputed like these.
 #include "scalar.cuh"
 
 constexpr int THREADS = 512;

@@ -1,12 +1,12 @@
-// Products in e4m3 of few rows an expert, for rows that route.cu has sorted into tiles of up to 32, on Hopper: gate and up with SwiGLU of
-// a token's row, in sorted order; down of a sorted row, which is rounded here, to the place of its choice. The bits of experts.cu's.
+// e4m3 GEMMs with few rows per expert, for rows that route.cu has sorted into tiles of up to 32, on Hopper: gate and up with SwiGLU of a token's row,
+// in sorted order; down of a sorted row, which is quantized here, to the position of its choice. Computes the same bits as experts.cu.
 //
-// As many blocks as run at once share all features of all tiles out evenly, in order, so that a block has most of one expert. It keeps
-// that one's rows in shared memory, and weights stream past them: one warp copies stages of up to 128 features and 128 columns, and two
-// warpgroups multiply 64 features each. What a block will most likely begin with is copied before the work before has ended, on the
-// assumption that every expert has one tile, and dropped where that is wrong.
+// As many blocks as run at once divide all features of all tiles evenly, in order, so that most of a block's work belongs to one expert. It keeps
+// that expert's rows in shared memory and streams weights past them: one warp copies stages of up to 128 features and 128 columns, and two warpgroups
+// multiply 64 features each. A block's most likely first weights are copied before the preceding kernel has ended, on the assumption that every
+// expert has one tile, and dropped if that is wrong.
 //
-// Weights are read before the kernel before has ended, which must not write them, and must itself have waited for any that does.
+// Weights are read before the preceding kernel has ended; it must not write them, and must itself have waited for any kernel that does.
 #include "async.cuh"
 #include "fp8.cuh"
 #include "hopper.cuh"
@@ -14,28 +14,28 @@
 #include "tiles.cuh"
 
 constexpr int GROUPS = 2;      // warpgroups
-constexpr int FEATURES = 64;   // of a warpgroup
-constexpr int ROWS = 32;       // of a tile
+constexpr int FEATURES = 64;   // per warpgroup
+constexpr int ROWS = 32;       // per tile
 constexpr int CONSUMERS = 128 * GROUPS;
 constexpr int UNIT_BYTES = FEATURES * ROW_BYTES, STAGE_BYTES = GROUPS * UNIT_BYTES, STEP_BYTES = ROWS * ROW_BYTES;
 constexpr int MOST_STAGES = 10;
-constexpr int MOST_PACKS = 8;  // of a row of down that a lane has
+constexpr int MOST_PACKS = 8;  // of a row of down, per lane
 
 struct Product {
-    const void* x;         // [T, K] e4m3; of down [T k, K] bf16
-    const float* x_scales; // [T]; of down null
+    const void* x;         // [T, K] e4m3; for down [T k, K] bf16
+    const float* x_scales; // [T]; for down null
     const float* w_scales; // [E, features]
-    bf16* out;             // [T k, features / 2]; of down [T k, features]
+    bf16* out;             // [T k, features / 2]; for down [T k, features]
     const int* order;      // choices in sorted order
-    const Tile* tiles;     // their number, then all of them
-    int k, features, choices, sure, stages;  // sure: experts that most likely have one tile each; 0: one cannot know
+    const Tile* tiles;     // the number of tiles, then the tiles
+    int k, features, choices, sure, stages;  // sure: experts that most likely have one tile each; 0: unknown
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 MULTIPLY(32, 16, 16, 17, 18)
 
-// What is left of a block's share of the units of 64 features of all tiles, of which it takes up to two of one tile at once.
+// The rest of a block's share of the units of 64 features in all tiles; it takes up to two units of one tile at once.
 struct Share {
     int unit, end, per_tile;
     __device__ __forceinline__ Share(const Product& of, int tiles) : per_tile((of.features + FEATURES - 1) / FEATURES) {
@@ -62,7 +62,7 @@ struct Pipe {
 
 __device__ __forceinline__ int steps_of(const Product& of) { return (of.k + ROW_BYTES - 1) / ROW_BYTES; }
 
-// The first steps of a share, up to `most`.
+// The number of first steps of a share, up to `most`.
 __device__ __forceinline__ int first_steps(const Product& of, Share share, int most) {
     int number = 0;
     for (const int steps = steps_of(of); share.has() && number < most; share.next()) number += steps;
@@ -96,7 +96,7 @@ __device__ __forceinline__ void feed(
     }
 }
 
-// Whether the first `early` steps of a share were those of the tiles that there are.
+// Whether the first `early` steps of a share were guessed right, given the actual tiles.
 __device__ __forceinline__ bool were_right(const Product& of, Share guess, int early) {
     if (early == 0) return true;
     bool right = of.tiles[0].expert == of.sure;
@@ -105,7 +105,7 @@ __device__ __forceinline__ bool were_right(const Product& of, Share guess, int e
     return right;
 }
 
-// A tile's rows and their scales to shared memory, by the threads that multiply.
+// Copies a tile's rows and their scales to shared memory, by the threads that multiply.
 template <bool DOWN>
 __device__ __forceinline__ void take_rows(const Product& of, const Tile& tile, unsigned x, float* scales, int steps) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -154,7 +154,7 @@ __device__ __forceinline__ void take_rows(const Product& of, const Tile& tile, u
 
 __device__ __forceinline__ void sync_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
 
-// A warpgroup's sums of 64 features and all rows, scaled, to where they go: of pairs of features, as `copy_pairs` lays them.
+// Writes a warpgroup's scaled sums of 64 features and all rows; features are in pairs, in the order of `copy_pairs`.
 template <bool DOWN>
 __device__ __forceinline__ void write(
     const float (&d)[16], const Product& of, const Tile& tile, const float* scales, int feature, const float2& of_pair
@@ -188,14 +188,14 @@ __device__ __forceinline__ void consume(const Product& of, Pipe pipe, Share shar
     for (; share.has(); share.next()) {
         if (share.tile() != current) {
             current = share.tile(), tile = of.tiles[1 + current];
-            sync_consumers();  // nobody reads the rows before any more
+            sync_consumers();  // the previous rows are no longer read
             take_rows<DOWN>(of, tile, x, scales, steps);
             sync_consumers();
         }
         const int feature = (share.column() + group) * FEATURES + own;
         const long long pair = static_cast<long long>(tile.expert) * of.features + min(feature, of.features - 2);
         const float2 of_pair = *reinterpret_cast<const float2*>(of.w_scales + pair);
-        float d[16] = {};  // of a warpgroup without features: of whatever its half of the stages has
+        float d[16] = {};  // a warpgroup without features computes with arbitrary data
         int before = 0;
         for (int step = 0; step < steps; ++step, pipe.next()) {
             wait(pipe.full + 8 * pipe.stage, pipe.parity);
@@ -248,7 +248,7 @@ __device__ __forceinline__ void product(const TensorMap& w, const Product& of) {
     }
 }
 
-#else  // another chip: not asked for there
+#else  // other GPUs: never launched there
 
 template <bool>
 __device__ __forceinline__ void product(const TensorMap&, const Product&) {}

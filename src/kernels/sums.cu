@@ -1,17 +1,17 @@
-// Sums in a fixed order, where atomics would come in any: rows by their index, and the columns of partial sums.
+// Sums in a fixed order, which atomics would not have: rows by index, and the columns of partial sums.
 #include "scalar.cuh"
 
-// to[index[i]] += sum of from[order[i]] over each run of equal indexes: one block a run, its rows in order.
+// to[index[i]] += sum of from[order[i]] over each run of equal indices: one block per run, its rows in order.
 template <typename From, typename To, int N>
 __device__ __forceinline__ void add_rows(
     const From* __restrict__ from,         // [R, D]
     const long long* __restrict__ index,   // [R], ascending
-    const long long* __restrict__ order,   // [R], the row of `from` behind each index
+    const long long* __restrict__ order,   // [R], the row of `from` for each index
     To* __restrict__ to,                   // [.., D]
     long long rows,
     long long dim
 ) {
-    constexpr int UNROLL = 4;  // rows on their way at once
+    constexpr int UNROLL = 4;  // rows in flight
     const long long first = blockIdx.x, own = index[first];
     if (first > 0 && index[first - 1] == own) return;
     for (long long column = threadIdx.x * N; column < dim; column += blockDim.x * N) {
@@ -38,7 +38,7 @@ __device__ __forceinline__ void add_rows(
     }
 }
 
-// to[d] += sum over rows of from[., d]: 32 columns a block, 8 runs of rows each.
+// to[d] += sum over rows of from[., d]: 32 columns per block, in 8 groups of rows each.
 template <typename To>
 __device__ __forceinline__ void add_columns(
     const float* __restrict__ from,  // [R, D]

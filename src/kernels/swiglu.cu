@@ -1,19 +1,18 @@
-// y = a(gate) * up on the interleaved layout g0 u0 g1 u1 .., one pass, rounded once, where a is SiLU (swiglu) or GELU's approximation by
-// tanh (geglu); or with gate and up cut to a range, a steeper SiLU and up + 1 (clamped). The backward makes y again on its way: the next
-// weight's gradient needs it.
+// y = a(gate) * up on the interleaved layout g0 u0 g1 u1 .., in one pass, rounded once, where a is SiLU (swiglu) or GELU's tanh approximation
+// (geglu); or with clamped gate and up, a steeper SiLU and up + 1 (clamped). The backward also recomputes y, which the next weight's gradient needs.
 #include "clamped.cuh"
 #include "fp8.cuh"
 
-// The function of a gate, and its slope.
+// The activation of a gate, and its derivative.
 struct Activated {
     float value, slope;
 };
 
-// What an activated gate multiplies is up itself.
+// The activated gate is multiplied by up itself.
 struct PlainUp {
     static __device__ __forceinline__ float factor(float up) { return up; }
 
-    // The gradient of up, from that of the factor.
+    // The gradient of up, given that of the multiplier.
     static __device__ __forceinline__ float passed(float d, float) { return d; }
 };
 
@@ -51,7 +50,7 @@ struct Clamped {
     static __device__ __forceinline__ float passed(float d, float up) { return fabsf(up) > SWISH_LIMIT ? 0.0f : d; }
 };
 
-// n outputs, N a thread at once.
+// n outputs, N per thread at once.
 template <typename Act, typename T, int N>
 __device__ __forceinline__ void forward(const T* __restrict__ gate_up, T* __restrict__ y, long long n) {
     wait_for_inputs();
@@ -102,8 +101,8 @@ __device__ __forceinline__ void backward(
     }
 }
 
-// The same of y times a weight that each row has: y is weighted, and a row's weight gets its gradient, the sum of y dy without it. A
-// block has a row.
+// The backward of y times a weight per row: returns the weighted y, and the gradient of each row's weight, the sum of y dy without the weight. One
+// block per row.
 template <typename Act, typename T, int N>
 __device__ __forceinline__ void weighted_backward(
     const T* __restrict__ dy, const float* __restrict__ weights, const T* gate_up, T* d_gate_up, T* __restrict__ y,
@@ -158,13 +157,14 @@ GATED_ALL(swiglu, Silu)
 GATED_ALL(geglu, GeluTanh)
 GATED_ALL(clamped, Clamped)
 
-// Kernels whose results are rounded to bf16 and then to e4m3: a block has a row, which waits in shared memory until its largest value is known.
+// Kernels whose results are rounded to bf16 and then quantized to e4m3: a block has a row, which stays in shared memory until its largest value is
+// known.
 
-// The block's row, once its inputs are there.
+// The block's row, once its inputs are ready.
 struct RowOfBlock {
     Pack<bf16, 8>* waiting;  // in shared memory
-    int packs;               // of F
-    long long first;         // element of [T, F]
+    int packs;               // in F
+    long long first;         // index of the element in [T, F]
     const Pack<bf16, 8>* pairs;
 };
 

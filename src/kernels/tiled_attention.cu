@@ -1,26 +1,25 @@
-// Causal attention of neighbouring rows, o = softmax(scale q k^T) v, with the bits of paged_attention.cu for every row in plans of a
-// fixed split: of the rows of a packed micro-batch over its keys and values, and of prompts in an engine over the paged cache. A block has
-// rows of one sequence and up to 8 query heads of one key/value head, so that a context is read once for all of its rows. Items that a
-// row does not have are left out.
+// Causal attention of consecutive rows, o = softmax(scale q k^T) v, with the same bits for every row as paged_attention.cu with a fixed split: for
+// the rows of a packed micro-batch over its keys and values, and for prompts in an engine over the paged cache. A block has rows of one sequence and
+// up to 8 query heads of one key/value head, so that a context is read once for all of its rows. Items that a row does not have are skipped.
 #include "attention_item.cuh"
 
 constexpr int TILE_WARPS = 8;
 constexpr int TILE_THREADS = 32 * TILE_WARPS;
-constexpr int TILE_MEMBERS = 2;  // rows of a warp, an even number
+constexpr int TILE_MEMBERS = 2;  // rows per warp, an even number
 
-// Neighbouring rows of one sequence, whose items begin at the same token.
+// Consecutive rows of one sequence, whose items start at the same token.
 struct alignas(16) Tile {
     int first, count;  // rows
-    int len;           // tokens that the first one sees, itself included; the next one sees one more
+    int len;           // tokens that the first row attends to, including itself; each further row attends to one more
     int prompt;        // row of the sequence's first token,
-    int prompt_len;    // and how many rows from there on are its first tokens
-    int own;           // row of the token behind them; over a cache the sequence's block table
+    int prompt_len;    // number of rows from there on that are its first tokens
+    int own;           // row of the token after them; for a paged cache the sequence's block table
     int reserved[2];
 
     __device__ __forceinline__ int last_len() const { return len + count - 1; }
 };
 
-// Where the tokens of a tile's sequence are among the rows of a micro-batch.
+// Positions of a sequence's tokens among the rows of a micro-batch.
 struct PackedPlaces {
     int kv_heads;
     __device__ __forceinline__ long long operator()(const Tile& tile, int token, int kv_head) const {
@@ -29,7 +28,7 @@ struct PackedPlaces {
     }
 };
 
-// The same in a paged cache [blocks, Hkv, block_size, hd].
+// Positions of a sequence's tokens in a paged cache [blocks, Hkv, block_size, hd].
 struct CachePlaces {
     const int* __restrict__ tables;  // [B, max_blocks]
     int kv_heads, block_shift, max_blocks;
@@ -45,7 +44,7 @@ __device__ __forceinline__ uint4 load_16(const void* from) {
     return out;
 }
 
-// An item's keys or values in shared memory, chunks of 8 columns mixed.
+// An item's keys or values in shared memory, with swizzled chunks of 8 columns.
 template <int HD>
 struct WholeItem {
     const bf16 (&tokens)[SPLIT][HD];
@@ -54,15 +53,15 @@ struct WholeItem {
     __device__ __forceinline__ const bf16* value(int unit, int row, int chunk) const { return key(unit, row, chunk); }
 };
 
-// Rows of a warp, and what became of their items so far.
+// Rows of a warp, and the results of their items so far.
 template <int HD, int M>
 struct TileWarp : ItemWarp<HD, M> {
     using Base = ItemWarp<HD, M>;
     using Kept = float4[M * HD / 16][32];
     using Base::len, Base::PARTS, Base::SLICES;
-    float peak[M], sum[M];  // of head lane / 4, of all items so far
+    float peak[M], sum[M];  // for head lane / 4, over all items so far
 
-    // Takes an item's weights and sums in, then its outputs.
+    // Adds an item's weights and sums, then its outputs.
     __device__ __forceinline__ void take(const WholeItem<HD>& values, Kept& kept, int start, bool is_first) {
         Fold folds[M];
 #pragma unroll
@@ -89,7 +88,7 @@ struct TileWarp : ItemWarp<HD, M> {
         });
     }
 
-    // Outputs of row m.
+    // Writes the outputs of row m.
     __device__ __forceinline__ void write(int m, const Kept& kept, bf16* o, int heads) const {
         const int c = Base::lane % 4;
         const float sums[2] = {of_head(sum[m], 0), of_head(sum[m], 1)};
@@ -166,11 +165,11 @@ __device__ __forceinline__ void tiled_attention(const bf16* __restrict__ q, cons
                 query[m][j] = work.len[m] > start && work.lane / 4 < heads ? load_16(from + 32 * j) : uint4{0, 0, 0, 0};
         }
         wait_copies<0>();
-        __syncthreads();  // keys are there, and the last values are no longer read
+        __syncthreads();  // keys are complete, and the last values are no longer read
         fetch(memory.values, v, start);
         if (start < work.most) work.score(keys, query, start, window, scale * LOG2E);
         wait_copies<0>();
-        __syncthreads();  // values are there, and keys are no longer read
+        __syncthreads();  // values are complete, and keys are no longer read
         if (start + SPLIT < last_len) fetch(memory.keys, k, start + SPLIT);
         if (start < work.most) work.take(values, memory.kept[warp], start, start == base);
     }

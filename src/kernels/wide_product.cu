@@ -1,10 +1,10 @@
-// out = x w^T + bias, or silu(gate) * up of its columns g0 u0 g1 u1 .., of 65 to 256 rows in e4m3 with a scale for each row, on Hopper's
-// tensor cores: TMA and wgmma, sums in float32.
+// out = x w^T + bias, or silu(gate) * up of its columns g0 u0 g1 u1 .., for 65 to 256 rows in e4m3 with one scale per row, on Hopper's tensor cores:
+// TMA and wgmma, float32 sums.
 //
-// Weights are the left factor, so that one instruction multiplies 64 features and all rows of a tile. A cluster has a tile. Its blocks
-// have a part of K each and read one another's sums from shared memory, in the order of K; where K is whole, sums go out from registers. In a
-// block one warp copies and G warpgroups multiply, each 64 features. Weights are on their way before the work before this ends: the kernel
-// before must not write them, nor their scales or the bias.
+// Weights are the left operand, so that one instruction multiplies 64 features and all rows of a tile. A cluster has a tile. Its blocks have a part
+// of K each and read one another's sums from shared memory, in the order of K; if K is not split, sums are written from registers. In a block one
+// warp copies and G warpgroups multiply, each 64 features. Weights are loaded before the preceding kernel ends: it must not write them, nor their
+// scales or the bias.
 #include "product.cuh"
 
 constexpr int MOST_STAGES = 32;
@@ -20,10 +20,10 @@ struct Shape {
     static constexpr int ROWS = R, GROUPS = G, FEATURES = 64 * G, CONSUMERS = 128 * G;
     static constexpr bool SWIGLU = SWIGLU_;
     static constexpr int X_BYTES = ROWS * ROW_BYTES, W_BYTES = FEATURES * ROW_BYTES, STAGE_BYTES = X_BYTES + W_BYTES;
-    static constexpr int SUMS = ROWS / 2;  // of a thread
+    static constexpr int SUMS = ROWS / 2;  // per thread
 };
 
-// What a block has: a tile, from its first feature and row on, and steps begin .. end over K. Tiles of the same features are neighbours.
+// A block's work: a tile, from its first feature and row on, and the steps begin .. end over K. Tiles with the same features are neighbours.
 struct Part {
     int rank, parts, tile, row, begin, end;
     __device__ __forceinline__ Part(int features, int rows, int row_tiles, int steps)
@@ -50,7 +50,7 @@ __device__ __forceinline__ void produce(
     fill(part.begin, part.end, count, empty, copy_w, copy_x);
 }
 
-// A warpgroup's sums over the part's steps, of 64 features and the tile's rows.
+// A warpgroup's sums over the part's steps, for 64 features and the tile's rows.
 template <typename S>
 __device__ __forceinline__ void consume(
     float (&d)[S::SUMS], unsigned stages, unsigned full, unsigned empty, const Part& part, int count
@@ -76,8 +76,8 @@ __device__ __forceinline__ void consume(
     wait_products<0>();
 }
 
-// What a thread's two features are scaled by and what is added to them: eight apart, or of SwiGLU a gate and its up. Not of the work
-// before: it is read early.
+// Scales and biases of a thread's two features: eight apart, or with SwiGLU a gate and its up. They are read early, so the preceding kernel must not
+// write them.
 template <bool SWIGLU>
 struct Features {
     int first;  // of the warp's sixteen
@@ -93,7 +93,8 @@ struct Features {
     }
 };
 
-// Sums of two neighbours of eight rows, from row `local` of the tile on: of a thread's first feature (x and y) and of its second (z and w).
+// Writes results from sums of two consecutive rows of eight, from row `local` of the tile on: for a thread's first feature (x and y) and for its
+// second (z and w).
 template <bool SWIGLU>
 __device__ __forceinline__ void emit(
     float4 v, const Output& out, const float* row_scales, int tile_row, int local, const Features<SWIGLU>& of
@@ -116,13 +117,13 @@ __device__ __forceinline__ void emit(
     if (row < out.rows && feature + 8 < out.features) to[4] = right;
 }
 
-// A thread's sums of eight rows.
+// A thread's sums for eight rows.
 template <int SUMS>
 __device__ __forceinline__ float4 sums_of(const float (&d)[SUMS], int eight) {
     return make_float4(d[4 * eight], d[4 * eight + 1], d[4 * eight + 2], d[4 * eight + 3]);
 }
 
-// Adds the parts' sums up, of the block's share of the rows.
+// Adds the parts' sums, for the block's share of the rows.
 template <typename S, int PARTS>
 __device__ __forceinline__ void reduce(
     const Output& out, const float* row_scales, unsigned sums, const Part& part, const Features<S::SWIGLU>& features
@@ -169,7 +170,7 @@ __device__ __forceinline__ void wide_product(
             row_scales[i] = part.row + i < out.rows ? out.x_scales[part.row + i] : 0.0f;
         float d[S::SUMS];
         consume<S>(d, stages, full, empty, part, count);
-        asm volatile("bar.sync 1, %0;" ::"n"(S::CONSUMERS) : "memory");  // nobody reads the stages any more: sums take their place
+        asm volatile("bar.sync 1, %0;" ::"n"(S::CONSUMERS) : "memory");  // the stages are no longer read: sums take their place
         if (part.parts == 1) {
 #pragma unroll
             for (int eight = 0; eight < S::ROWS / 8; ++eight)
@@ -189,10 +190,10 @@ __device__ __forceinline__ void wide_product(
             }
         }
     }
-    if (part.parts > 1) sync_cluster();  // others read the sums here
+    if (part.parts > 1) sync_cluster();  // other blocks read the sums here
 }
 
-#else  // another chip: not asked for there
+#else  // other GPUs: never launched there
 
 template <int, int, bool>
 struct Shape {};

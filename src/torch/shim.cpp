@@ -18,8 +18,8 @@
 #include <vector>
 
 namespace {
-// Keeps libtorch from printing stack traces about sockets while there is a store: what matters is in the exceptions.
-// TORCH_CPP_LOG_LEVEL brings them back.
+// Keeps libtorch from printing stack traces about sockets while a store exists, because the exceptions have all relevant information.
+// TORCH_CPP_LOG_LEVEL turns them on again.
 class Quiet {
  public:
   Quiet() {
@@ -88,9 +88,8 @@ at::Tensor tensor(const void* pointer) {
   return *static_cast<const at::Tensor*>(pointer);
 }
 
-// Aligned memory from malloc. libtorch's own CPU allocator calls posix_memalign, which before glibc 2.38 asks for more than it
-// leaves: a freed tensor's place is too small for the next one of its size once a small allocation lies beside it, and the heap
-// grows at every step.
+// Aligned memory from malloc. libtorch's own CPU allocator calls posix_memalign, which before glibc 2.38 requests more than it keeps: the place of a
+// freed tensor is then too small for the next one of its size once a small allocation follows it, and the heap grows at every step.
 class HeapAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
@@ -116,7 +115,7 @@ class HeapAllocator final : public c10::Allocator {
   }
 
  private:
-  // The block of malloc stands before the memory that was aligned in it.
+  // The pointer to malloc's block is stored in front of the aligned memory.
   static void release(void* aligned) {
     if (aligned != nullptr) {
       std::free(static_cast<void**>(aligned)[-1]);
