@@ -227,7 +227,7 @@ fn current_weights<'a>(
     let mut rounds = 0..num_rounds;
     let mut next = |unit: Unit| {
         let found = rounds.next().map(&wanted).map(|wanted| policy.wanted_weights(&wanted)).transpose()?.flatten();
-        Ok(found.unwrap_or_else(|| panic!("the {unit} is one that the rank wants")))
+        Ok(found.unwrap_or_else(|| panic!("no weights arrived for the {unit}, which this rank needs")))
     };
     let weights = slices.of_units(table, version, &mut next, adapters, quantized)?;
     for round in rounds {

@@ -81,7 +81,9 @@ fn share_nccl(torch: &Path) -> Result<()> {
         let made = std::os::unix::fs::symlink(&nccl, &draft).and_then(|()| std::fs::rename(&draft, &link));
         made.map_err(|error| {
             let (link, nccl) = (link.display(), nccl.display());
-            environment(&format!("{link}: {error}; make it a link to {nccl}, once, as a user who may write there"))
+            environment(&format!(
+                "cannot create the symbolic link {link} to {nccl}: {error}; create it once as a user who may write there"
+            ))
         })?;
     }
     // SAFETY: opens what the link above leads to, already loaded.

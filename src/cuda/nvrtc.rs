@@ -335,7 +335,7 @@ mod tests {
     }
 
     #[test]
-    fn every_kernel_compiles_for_every_chip_and_is_listed() {
+    fn every_kernel_compiles_for_every_gpu_and_is_listed() {
         tch::set_num_threads(1); // links libtorch; NVRTC is found beside it
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/kernels");
         let mut known: Vec<_> = SOURCES.iter().map(|source| source.file.to_owned()).collect();

@@ -28,7 +28,7 @@ impl Placement {
         let on_cuda = device != config::Device::Cpu && !devices()?.is_empty();
         if device == config::Device::Cuda && !on_cuda {
             return Err(environment(
-                "device = cuda, but no GPU is visible: look at the NVIDIA driver and CUDA_VISIBLE_DEVICES, or set device = cpu",
+                "device = cuda, but no GPU is visible: check the NVIDIA driver and CUDA_VISIBLE_DEVICES, or set device = cpu",
             ));
         }
         if on_cuda {
@@ -47,7 +47,7 @@ impl Placement {
         let on_cuda = actual.is_cuda();
         if (device == config::Device::Cuda && !on_cuda) || (device == config::Device::Cpu && on_cuda) {
             let message = format!(
-                "device = {}, but this process joined its world on {actual:?}; set device = auto or join with the other backend",
+                "device = {}, but this process group was created on {actual:?}; set device = auto, or create it with the other backend",
                 device.name()
             );
             return Err(Error::Environment { message });
@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn a_world_on_another_device_is_refused() {
+    fn a_process_group_on_another_device_is_refused() {
         let refused = |device, actual| Placement::in_world(device, Dtype::Auto, actual).is_err();
         assert!(refused(config::Device::Cuda, Device::Cpu) && refused(config::Device::Cpu, Device::Cuda(0)));
         assert!(!refused(config::Device::Cuda, Device::Cuda(3)));

@@ -52,7 +52,7 @@ impl Stages {
         if sizes.len() != num_stages || sizes.contains(&0) {
             return refuse(match num_stages {
                 1 => format!("none, or pipeline_parallel_size = {}: by default there is one stage", sizes.len()),
-                _ => format!("layers of {num_stages} stages (pipeline_parallel_size), at least 1 each"),
+                _ => format!("the numbers of layers of {num_stages} stages (pipeline_parallel_size), at least 1 each"),
             });
         }
         let sum = sizes.iter().try_fold(0, |sum: usize, size| sum.checked_add(*size));

@@ -102,7 +102,7 @@ fn segments(decayed: &[Range<i64>], n: usize) -> Result<Vec<(Range<usize>, bool)
     let mut at = 0;
     for range in decayed {
         if range.start < at as i64 || range.end < range.start || range.end > n as i64 {
-            return Err(invalid("adamw", format!("ascending ranges within {n} elements"), decayed));
+            return Err(invalid("adamw", format!("ascending ranges of weight decay within {n} elements"), decayed));
         }
         push(at..range.start as usize, false);
         push(range.start as usize..range.end as usize, true);

@@ -91,7 +91,11 @@ impl RowSums {
         let needed = Self::bytes(rows, dim);
         if memory.bytes() < needed || !Self::serve(Kind::BFloat16, dim, memory.num_ranks()) {
             let got = format!("{} bytes of {} ranks, rows of {dim}", memory.bytes(), memory.num_ranks());
-            return Err(invalid("RowSums::new", format!("{needed} bytes of 2, 4 or 8 ranks"), got));
+            return Err(invalid(
+                "RowSums::new",
+                format!("at least {needed} bytes shared by 2, 4 or 8 ranks, and a supported row size"),
+                got,
+            ));
         }
         Ok(Self { memory, rows, dim })
     }

@@ -161,7 +161,7 @@ pub fn delta_step(
     let (channels, values) = (heads.channels(), num_value_heads * value_dim);
     let (num_tokens, num_runs) = (runs.positions.numel(), runs.pages.numel());
     if runs.bounds.is_none() && num_tokens != num_runs {
-        return Err(invalid(OP, format!("a token for each of {num_runs} sequences"), num_tokens));
+        return Err(invalid(OP, format!("one token for each of {num_runs} sequences"), num_tokens));
     }
     let rows = |tensor: &Tensor, columns: usize| {
         let at = strided(OP, tensor, kind, &[num_tokens as i64, columns as i64], gpu)?;
@@ -182,7 +182,7 @@ pub fn delta_step(
     let states =
         address(OP, pages.states, pages.states.kind(), num_pages * num_value_heads * key_dim * value_dim, gpu)?;
     if !is_aligned(pages.states) {
-        return Err(invalid(OP, "states on multiples of 16 bytes", pages.states.data_ptr()));
+        return Err(invalid(OP, "states at addresses that are multiples of 16 bytes", pages.states.data_ptr()));
     }
     let own_pages = address(OP, runs.pages, Kind::Int, num_runs, gpu)?;
     let positions = address(OP, runs.positions, Kind::Int, num_tokens, gpu)?;
@@ -217,7 +217,11 @@ pub fn delta_step(
     let packed = [&tokens.qkv, &tokens.z].iter().all(|rows| rows.stride()[0] % 8 == 0)
         && [&tokens.qkv, &tokens.z, &weights.conv, pages.rows].into_iter().all(is_aligned);
     if is_known && !packed {
-        return Err(invalid(OP, "rows on multiples of 16 bytes", (tokens.qkv.stride(), tokens.z.stride())));
+        return Err(invalid(
+            OP,
+            "rows at addresses that are multiples of 16 bytes",
+            (tokens.qkv.stride(), tokens.z.stride()),
+        ));
     }
     let kinds = format!("{kind}_{states_kind}_{}", if is_known { "128" } else { "any" });
     let (parts, threads) = (num_runs * num_value_heads, 32 * value_dim.div_ceil(COLUMNS));

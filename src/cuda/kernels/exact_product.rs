@@ -101,7 +101,11 @@ pub fn exact_sum(
         return Err(invalid(OP, "[2, R, N] and rows of stride 1", (parts.size(), out.stride())));
     };
     if features % PACK != 0 || leading % PACK != 0 || ![parts, out].into_iter().all(is_aligned) {
-        return Err(invalid(OP, "rows in multiples of 8 elements and of 16 bytes", (features, leading)));
+        return Err(invalid(
+            OP,
+            "rows of a multiple of 8 elements, at addresses that are multiples of 16 bytes",
+            (features, leading),
+        ));
     }
     let arguments = [
         address(OP, parts, Kind::Float, parts.numel(), gpu)?,

@@ -316,7 +316,8 @@ impl Launch {
             && (kind == Kind::Float
                 || (k % pack(kind) == 0 && features % 8 == 0 && [x, w].into_iter().all(moves_well)));
         if !fits {
-            let expected = "experts of this rank with rows of a multiple of 8 elements, sorted into tiles of this size";
+            let expected =
+                "this rank's experts, with rows of a multiple of 8 elements, and tokens sorted for tiles of this size";
             return Err(invalid(op, expected, (x.size(), w.size(), strides, tile)));
         }
         let choices = routed.experts.size()[1];

@@ -84,7 +84,7 @@ fn round(x: &Tensor, to: &ScaledRows, early: bool) -> Result<()> {
     const OP: &str = "fp8_rows";
     let (gpu, size, strides) = (ordinal(OP, x)?, x.size(), x.stride());
     let (&[rows, columns], &[stride, 1]) = (&size[..], &strides[..]) else {
-        return Err(invalid(OP, "a matrix of contiguous rows", (size, strides)));
+        return Err(invalid(OP, "a matrix with contiguous rows", (size, strides)));
     };
     let [values, scales] = outputs(OP, to, (rows as usize, columns as usize), MOST_LONG_COLUMNS, gpu)?;
     if stride % PACK as i64 != 0 || !is_aligned(x) {

@@ -155,7 +155,7 @@ impl HeadsShape {
                 let (gpu, kind, queries) = (ordinal(op, qkv)?, qkv.kind(), slots - 2);
                 Ok(Self { gpu, kind, tokens, groups, queries, half: head_dim / 2 })
             }
-            _ => Err(invalid(op, format!("[T, Hkv, G + 2, even up to {MOST_HEAD_DIM}]"), qkv.size())),
+            _ => Err(invalid(op, format!("[T, Hkv, G + 2, hd], hd even and at most {MOST_HEAD_DIM}"), qkv.size())),
         }
     }
 
@@ -190,9 +190,11 @@ impl HeadsShape {
     fn turned(&self, op: &'static str, cos: &Tensor) -> Result<i64> {
         match cos.size().last() {
             Some(&columns) if columns % 2 == 0 && columns / 2 <= self.half => Ok(columns / 2),
-            _ => {
-                Err(invalid(op, format!("rotations of an even number of columns up to {}", 2 * self.half), cos.size()))
-            }
+            _ => Err(invalid(
+                op,
+                format!("cosines for the rotation of an even number of columns, at most {}", 2 * self.half),
+                cos.size(),
+            )),
         }
     }
 

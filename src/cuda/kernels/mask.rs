@@ -55,7 +55,7 @@ pub fn mask_logits(
         return Err(invalid(OP, "logits [S, V] and masks [masks, words]", (logits.size(), masks.size())));
     };
     if logits.stride()[1] != 1 || 32 * words < first_id as i64 + vocab {
-        let expected = format!("rows of stride 1 and a bit for each of {} ids", first_id as i64 + vocab);
+        let expected = format!("contiguous rows and a mask bit for each of {} token ids", first_id as i64 + vocab);
         return Err(invalid(OP, expected, (logits.stride(), masks.size())));
     }
     let parts = (vocab as usize).div_ceil(THREADS).clamp(1, MOST_PARTS);

@@ -369,7 +369,7 @@ pub fn paged_attention(
         return unsafe { launch_early(ANY, &name, gpu, grid, &arguments) };
     };
     if ![q, k_cache, v_cache, o].into_iter().chain(scales.into_iter().flatten()).all(is_aligned) {
-        return Err(invalid(OP, "tensors on multiples of 16 bytes", "others"));
+        return Err(invalid(OP, "tensors at addresses that are multiples of 16 bytes", "others"));
     }
     let [header, items, pieces, _, arrived, partials] = buffers.addresses(gpu)?;
     let block_shift = block_size.trailing_zeros() as usize;

@@ -57,7 +57,11 @@ pub fn sample(
     };
     let &[row_stride, column_stride] = &logits.stride()[..] else { unreachable!("a matrix has two strides") };
     if vocab == 0 || rows != num_draws as i64 || column_stride != 1 {
-        return Err(invalid(OP, format!("{num_draws} rows of logits"), (logits.size(), logits.stride())));
+        return Err(invalid(
+            OP,
+            format!("{num_draws} contiguous rows of logits, one per sampled token"),
+            (logits.size(), logits.stride()),
+        ));
     }
     let ([penalties, seen], words) = draws.penalty_arguments(OP, first_id + vocab as usize, gpu)?;
     let arguments = [
@@ -98,7 +102,7 @@ impl Draws<'_> {
         let num_draws = self.positions.numel();
         let words = seen.numel() / num_draws.max(1);
         if 32 * words < num_ids {
-            return Err(invalid(op, format!("a bit for each of {num_ids} ids"), 32 * words));
+            return Err(invalid(op, format!("a bit for each of {num_ids} token ids"), 32 * words));
         }
         let penalties = address(op, penalties, Kind::Float, num_draws, gpu)?;
         Ok(([penalties, address(op, seen, Kind::Int, num_draws * words, gpu)?], words))

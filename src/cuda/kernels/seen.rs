@@ -50,7 +50,11 @@ pub fn mark_seen(
         (&history.size()[..], &block_tables.size()[..], &seen.size()[..])
     else {
         let got = (history.size(), block_tables.size(), seen.size());
-        return Err(invalid(OP, "history [num_blocks, block_size], block tables and bits of every draw", got));
+        return Err(invalid(
+            OP,
+            "history [num_blocks, block_size], block tables [S, max_blocks] and seen bits [S, words]",
+            got,
+        ));
     };
     let arguments = [
         address(OP, history, Kind::Int, history.numel(), gpu)?,

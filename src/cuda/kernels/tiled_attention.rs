@@ -146,14 +146,18 @@ impl TileShape {
     fn of(op: &'static str, [q, k, v, o]: [&Tensor; 4]) -> Result<Self> {
         let (gpu, sizes) = (ordinal(op, q)?, (q.size(), k.size()));
         let (&[tokens, heads, head_dim], Some(&kv_heads)) = (&sizes.0[..], sizes.1.get(1)) else {
-            return Err(invalid(op, "queries [T, H, hd] and keys with heads", sizes));
+            return Err(invalid(op, "queries [T, H, hd] and keys [.., Hkv, .., hd]", sizes));
         };
         let fits = kv_heads > 0 && heads % kv_heads == 0 && sizes.1.last() == Some(&head_dim);
         if !tiled_attention_serves(q.kind(), head_dim) || !fits {
-            return Err(invalid(op, "bfloat16, heads in whole groups of 64 or 128 columns", (q.kind(), sizes)));
+            return Err(invalid(
+                op,
+                "bfloat16, heads of 64 or 128 columns, and the same number of query heads for every key/value head",
+                (q.kind(), sizes),
+            ));
         }
         if ![q, k, v, o].into_iter().all(is_aligned) {
-            return Err(invalid(op, "tensors on multiples of 16 bytes", "others"));
+            return Err(invalid(op, "tensors at addresses that are multiples of 16 bytes", "others"));
         }
         Ok(Self { gpu, tokens, heads, kv_heads, head_dim })
     }

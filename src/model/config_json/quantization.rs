@@ -29,11 +29,14 @@ pub(super) fn check(config: &JsonObject) -> Result<()> {
             if own.get("kv_cache_scheme").is_some() {
                 return Err(own.wrong("kv_cache_scheme", "none: fixed scales for the KV cache are not supported"));
             }
-            let groups = own.object("config_groups")?.ok_or_else(|| own.wrong("config_groups", "groups of weights"))?;
+            let groups = own
+                .object("config_groups")?
+                .ok_or_else(|| own.wrong("config_groups", "an object with the format of each group of weights"))?;
             groups.keys().try_for_each(|group| {
                 let group = groups.object(group)?.ok_or_else(|| groups.wrong(group, "an object"))?;
-                let weights =
-                    group.object("weights")?.ok_or_else(|| group.wrong("weights", "how weights are stored"))?;
+                let weights = group
+                    .object("weights")?
+                    .ok_or_else(|| group.wrong("weights", "an object with the format of the weights"))?;
                 expect(&weights, "type", &["float"])?;
                 expect(&weights, "strategy", &["channel", "tensor", "block"])?;
                 if weights.get("num_bits") != Some(&json!(8)) {

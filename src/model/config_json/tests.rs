@@ -24,7 +24,7 @@ fn with(config: &Value, key: &str, value: Value) -> Value {
 /// The golden file from scripts/golden_keys.py lists the keys of the supported families' configuration classes in transformers, and of its
 /// `GenerationConfig`.
 #[test]
-fn keys_that_transformers_knows_are_known_here() {
+fn every_key_of_transformers_configurations_is_known() {
     let golden: Value = serde_json::from_str(include_str!("../../../tests/golden/keys.json")).unwrap();
     for table in [&keys::CONFIG_KEYS, &keys::GENERATION_KEYS] {
         let theirs: Vec<String> = serde_json::from_value(golden[table.name].clone()).unwrap();

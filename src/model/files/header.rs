@@ -183,7 +183,7 @@ fn fault(header: &[u8]) -> Option<String> {
     let entries: Entries = serde_json::from_slice(header).ok()?;
     let mut tensors: Vec<_> = entries.tensors.iter().map(|(name, info)| (info.data_offsets, name, info)).collect();
     tensors.sort_unstable_by_key(|&(offsets, name, _)| (offsets, name));
-    let (mut end, mut last) = (0, "the data's beginning");
+    let (mut end, mut last) = (0, "the beginning of the data");
     for ((first, next), name, TensorInfo { dtype, shape, .. }) in tensors {
         let bits = shape.iter().try_fold(dtype.bitsize(), |bits, &size| bits.checked_mul(size));
         let bytes = bits.map_or_else(|| "more than 2^64".to_owned(), |bits| bits.div_ceil(8).to_string());

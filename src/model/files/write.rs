@@ -77,7 +77,7 @@ impl WeightWriter {
     /// The errors of [`WeightWriter::create`]; [`Error::InvalidArgument`] for a family whose files fuse several matrices in one tensor.
     pub fn create_fp8(folder: impl AsRef<Path>, spec: Arc<ModelSpec>, kind: Kind, base: Option<&Path>) -> Result<Self> {
         if let Some(tensor) = spec.units().flat_map(|unit| tensors(&spec, unit)).find(HfTensor::is_part) {
-            let expected = "a family of models whose files have every matrix in a tensor of its own".to_owned();
+            let expected = "a model family whose files store every matrix as its own tensor".to_owned();
             return Err(Error::InvalidArgument { op: "WeightWriter::create_fp8", expected, got: tensor.name });
         }
         Self::planned(folder.as_ref(), spec, (kind, MatrixFormat::Fp8Blocks), base, MAX_SHARD_BYTES)

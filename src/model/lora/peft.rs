@@ -344,7 +344,7 @@ mod tests {
 
     /// The golden file from scripts/golden_keys.py lists the fields of PEFT's `LoraConfig`.
     #[test]
-    fn fields_that_peft_knows_are_known_here() {
+    fn every_field_of_pefts_lora_config_is_known() {
         let golden: Value = serde_json::from_str(include_str!("../../../tests/golden/keys.json")).unwrap();
         let theirs: Vec<String> = serde_json::from_value(golden[ADAPTER_KEYS.name].clone()).unwrap();
         let unknown: Vec<_> = theirs.iter().filter(|key| !ADAPTER_KEYS.knows(key)).collect();

@@ -247,7 +247,7 @@ fn every_model_family_matches_autograd() {
 
 /// Uses sequences that fill whole chunks of gated delta nets, so that chunks can be kept, and sequences that do not.
 #[test]
-fn recomputation_changes_no_bit() {
+fn gradient_checkpointing_changes_no_bit() {
     use GradientCheckpointing::{Full, KeepChunks, Selective};
     for (name, spec) in families().into_iter().chain(with_experts()).chain(others()) {
         let table = ParamTable::new(Arc::new(spec), 1);

@@ -54,7 +54,9 @@ pub(super) fn backward(
     let mixed = kernels::delta_mix(&rows.qkv, &weights.conv, tails, layout, sizes)?;
     let (o, kept) = match forward {
         Forward::Kept(DeltaChunks::Kernels(o, kept), _) => (o, kept),
-        Forward::Kept(DeltaChunks::Composed(..), _) => panic!("chunks that the kernels made"),
+        Forward::Kept(DeltaChunks::Composed(..), _) => {
+            panic!("the forward pass kept chunks of the composed operations, not of the kernels")
+        }
         Forward::Again(initial) => {
             let states = initial.map(|state| &state.rule);
             let DeltaScan { o, kept, .. } = scan(&mixed, (rows, weights), states, sequences, options, true)?;

@@ -224,7 +224,9 @@ fn backward(
     let tokens = heads.tokens(rows, weights)?;
     let (o, kept) = match forward {
         Forward::Kept(DeltaChunks::Composed(o, kept), _) => (o, kept),
-        Forward::Kept(DeltaChunks::Kernels(..), _) => panic!("chunks of libtorch's operations"),
+        Forward::Kept(DeltaChunks::Kernels(..), _) => {
+            panic!("the forward pass kept chunks of the kernels, not of libtorch's operations")
+        }
         Forward::Again(initial) => {
             let states = initial.map(|state| &state.rule);
             let (o, _, kept) = rule::forward(&tokens, states, &sequences.chunks, true)?;
