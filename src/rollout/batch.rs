@@ -1,4 +1,4 @@
-//! A step's tokens as the network takes them.
+//! The input tensors of one engine step.
 
 use std::ops::Range;
 
@@ -10,12 +10,13 @@ use crate::error::Result;
 use crate::ops::delta_net::StoredAndRows;
 use crate::torch;
 
-/// T tokens of B runs, of which L sample. Of a decode step each token is a run.
+/// Inputs of one step: T tokens in B runs, of which L rows are sampled from. A run is consecutive tokens of one sequence; in a decode step without
+/// draft tokens each run is one token.
 #[derive(Debug)]
 pub(super) struct StepBatch {
-    /// One token a run.
+    /// Whether this is a decode step: every run is one token.
     pub(super) is_decode: bool,
-    /// No run has keys and values in the cache from an earlier step.
+    /// Whether no run has keys and values in the cache from an earlier step.
     pub(super) is_uncached: bool,
     pub(super) token_ids: Tensor,      // [T] i64
     pub(super) positions: Tensor,      // [T] i64
@@ -24,16 +25,17 @@ pub(super) struct StepBatch {
     pub(super) context_lens: Vec<i64>, // [B], tokens in the cache after this step
     pub(super) block_tables: Tensor,   // [B, longest table] i64, padded with 0
     pub(super) last_rows: Tensor,      // [L] i64, rows that are sampled from
-    /// Pages of states of the step's runs, of a model that has some. Of a decode step with drafts several tokens share one.
+    /// State page of each run, for a model with gated delta nets. In a decode step with draft tokens, several tokens share one page.
     pub(super) state_pages: Tensor, // i64
-    /// Where a decode step has drafts, or states that take stored ones in: the tokens of each page.
+    /// Number of stored and new tokens of each state page. Set for a decode step with draft tokens, or with states that still have to process stored
+    /// tokens.
     pub(super) drafted: Option<Vec<StoredAndRows>>,
-    /// Where requests choose among adapters: the number of each row's, -1 for the base model.
+    /// Adapter number of each row, -1 for the base model. Set if requests choose among several LoRA adapters.
     pub(super) adapters: Option<Tensor>, // [T] i32
 }
 
 impl StepBatch {
-    /// The rows of `step`; with adapters to choose among, those of the rows.
+    /// Builds the input tensors of `step`, with the adapter of each row if `has_adapters`.
     pub(super) fn new(
         step: &Step,
         sequences: &[EngineSequence],
@@ -78,7 +80,7 @@ impl StepBatch {
     }
 }
 
-/// Blocks that hold the context of each run's last token, [B, longest].
+/// Block table of each run: the KV blocks that hold the context of its last token. [B, longest]
 pub(super) fn block_tables(
     runs: &[(&TokenRun, Range<usize>)],
     sequences: &[EngineSequence],

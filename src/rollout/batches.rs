@@ -1,5 +1,5 @@
-//! Batches of groups: one, which ends when enough of its groups are complete, or several, which end when the first is complete and the
-//! caller asks for an end.
+//! The sampling policy for batches of known groups. A session samples one batch and ends when enough of its groups are complete, or samples several
+//! batches and ends when the first is complete and the caller requests the end.
 
 use std::fmt;
 
@@ -13,36 +13,36 @@ use super::turns::{GroupTurns, SingleTurns};
 use crate::error::Result;
 use crate::types::{Prompt, RolloutGroup, SamplingParams};
 
-/// Engine steps between two questions whether to end.
+/// Engine steps between two calls that ask whether to end the session.
 const STEPS: usize = 16;
 
-/// This rank's groups after [`RolloutEngine::generate_first`], each with its index among those that were passed.
+/// This rank's groups after [`RolloutEngine::generate_first`], each with its index in the passed list.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Rollout {
-    /// The groups that are complete, each with its index.
+    /// The complete groups, each with its index.
     pub complete: Vec<(usize, RolloutGroup)>,
     /// The other groups, for a later rollout to continue.
     pub unfinished: Vec<(usize, RolloutGroup)>,
-    /// The engine's counts since it woke.
+    /// The engine's counters since it woke.
     pub stats: EngineStats,
 }
 
-/// A group of a batch after a session.
+/// A group of a batch after a sampling session.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SampledGroup<D = ()> {
-    /// The group, with what is sampled of it.
+    /// The group with all tokens that have been sampled so far.
     pub group: RolloutGroup,
-    /// The value that `done` of [`Batches`] returned for it; none while a completion has not ended.
+    /// The value that the `done` callback of [`Batches`] returned for the group; `None` while a completion is unfinished.
     pub done: Option<D>,
 }
 
 impl<D> SampledGroup<D> {
-    /// A group that is not complete.
+    /// Wraps a group that is not complete.
     pub fn open(group: RolloutGroup) -> Self {
         Self { group, done: None }
     }
 
-    /// Splits groups by whether they are complete.
+    /// Splits groups into complete and unfinished ones.
     pub fn split(groups: impl IntoIterator<Item = Self>) -> SampledGroups<D> {
         let mut split = SampledGroups::default();
         for Self { group, done } in groups {
@@ -58,14 +58,14 @@ impl<D> SampledGroup<D> {
     }
 }
 
-/// Groups after a session, in their order.
+/// Groups after a session, split by whether they are complete; the order is kept.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SampledGroups<D = ()> {
     /// Groups whose completions have all ended.
     pub complete: Vec<RolloutGroup>,
-    /// The value that `done` of [`Batches`] returned for each of them.
+    /// The value that the `done` callback of [`Batches`] returned for each complete group.
     pub done: Vec<D>,
-    /// Groups that a later session may go on with.
+    /// Unfinished groups, which a later session can continue.
     pub open: Vec<RolloutGroup>,
 }
 
@@ -75,34 +75,34 @@ impl<D> Default for SampledGroups<D> {
     }
 }
 
-/// A function that is called with each complete group of this rank and the number of its batch.
+/// A callback for each complete group of this rank; it receives the number of the group's batch.
 type Done<'p, D> = &'p mut dyn FnMut(usize, &RolloutGroup) -> D;
 
-/// The policy of batches whose groups are known before the first step.
+/// The sampling policy for batches whose groups are all known before the first step.
 pub struct Batches<'p, D = ()> {
     params: &'p SamplingParams,
     groups: Vec<Vec<SampledGroup<D>>>, // this rank's
-    /// This rank's part of the groups of the first batch that must be complete before the session ends.
+    /// How many of this rank's groups in the first batch must be complete before the session ends.
     num_groups: usize,
-    /// Asked every [`STEPS`] steps from then on whether the session ends; without it, it ends at once.
+    /// Called every [`STEPS`] steps once the first batch is complete; the session ends when it returns true. If `None`, the session ends at once.
     asks_to_end: Option<&'p mut dyn FnMut() -> Result<bool>>,
     done: Done<'p, D>,
-    /// All ranks' groups until they are submitted.
+    /// Requests of all ranks' groups that are not yet submitted.
     requests: Vec<(OwnedPlace, Request)>,
-    /// The place of each submitted group, by its number.
+    /// The place of each submitted group, by group number.
     places: Vec<OwnedPlace>,
-    /// Groups of all ranks that the session waits for, and that are not complete.
+    /// Incomplete groups, over all ranks, that the session still waits for.
     num_awaited: usize,
     num_left: usize,
     num_steps: usize,
 }
 
-/// A group's batch, and its place there if it is this rank's.
+/// The number of a group's batch, and the group's index in that batch if it belongs to this rank.
 type OwnedPlace = (usize, Option<usize>);
 
 impl<'p, D> Batches<'p, D> {
-    /// One batch, whose session ends once `num_groups` of the groups are complete, the ranks' numbers added up. `done` is called with
-    /// each of this rank's as soon as its last completion ends.
+    /// Samples one batch. The session ends once `num_groups` groups, summed over the ranks, are complete. `done` is called with each of this rank's
+    /// groups as soon as its last completion ends.
     pub fn first(
         mut groups: Vec<RolloutGroup>,
         num_groups: usize,
@@ -115,10 +115,9 @@ impl<'p, D> Batches<'p, D> {
         Self::new(vec![groups], num_groups, params, done)
     }
 
-    /// Several batches, the earlier ones first, whose session ends when all are complete. Once the groups of the first batch are,
-    /// `asks_to_end` is called every 16 steps, and the session ends where it returns true. `params.step` is the weight version of the tokens
-    /// that are sampled now; random keys have the `first_step` of each group. The ranks of an engine pass equally many batches and must
-    /// get the same answers from `asks_to_end`.
+    /// Samples several batches, the earlier ones first. The session ends when all are complete, or once the first is complete and `asks_to_end`,
+    /// called every 16 steps from then on, returns true. Tokens get `params.step` as their weight version; random keys use each group's own
+    /// `first_step`. All ranks of an engine must pass equally many batches and get the same answers from `asks_to_end`.
     pub fn ahead(
         batches: Vec<Vec<RolloutGroup>>,
         params: &'p SamplingParams,
@@ -137,7 +136,7 @@ impl<'p, D> Batches<'p, D> {
         Self { params, groups, num_groups, asks_to_end: None, done, requests, places, num_awaited, num_left, num_steps }
     }
 
-    /// The groups of each batch as they stand, in the order in which they were passed.
+    /// The groups of each batch in their current state, in the order in which they were passed.
     pub fn into_sampled(self) -> Vec<Vec<SampledGroup<D>>> {
         self.groups
     }
@@ -177,7 +176,7 @@ impl<T: GroupTurns + ?Sized, D> SamplingPolicy<T> for Batches<'_, D> {
     }
 
     fn complete(&mut self, number: usize, turns: &mut T, session: &Session<'_>) -> Result<()> {
-        // What is complete in the same step as the last one that counts is reported again by the rollout that goes on with it.
+        // // Further groups that complete in the same step as the last counted one are reported by the rollout that continues them.
         if self.num_awaited == 0 && self.asks_to_end.is_none() {
             return Ok(());
         }
@@ -203,18 +202,18 @@ impl<T: GroupTurns + ?Sized, D> SamplingPolicy<T> for Batches<'_, D> {
 }
 
 impl RolloutEngine<'_> {
-    /// Samples `num_generations` completions for each of this rank's prompts, in its own order. Collective over the
-    /// tensor-parallel group: the ranks' prompts are gathered and generated from together, with equal `params`.
-    /// `done` is called with each own group as soon as its last completion ends.
+    /// Samples `num_generations` completions for each of this rank's prompts and returns them in the order of the prompts. Collective over the
+    /// tensor-parallel group: the prompts of all ranks are gathered and sampled in one batch, so `params` must be equal. `done` is called with each
+    /// of this rank's groups as soon as its last completion ends.
     ///
-    /// A completion depends on (seed, step, prompt id, sample index) and the prompt's tokens, not on what else is in the
-    /// batch, on preemption or on the tensor-parallel degree, up to floating-point rounding of the logits. Two prompts
-    /// of equal id and tokens therefore get equal completions.
+    /// A completion depends on (seed, step, prompt id, sample index) and the prompt's tokens. Up to floating-point rounding of the logits it does not
+    /// depend on the other requests of the batch, on preemption or on the tensor-parallel degree. Two prompts of equal id and tokens therefore get
+    /// equal completions.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) for parameters or prompts that cannot be served, before anything
-    /// is computed; [`Error::NonFinite`](crate::Error::NonFinite) for logits that are not numbers. Errors are the same on every rank
-    /// of the group, except those of one rank's device.
+    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) for parameters or prompts that the engine does not support, before anything is
+    /// computed; [`Error::NonFinite`](crate::Error::NonFinite) for logits that are NaN or infinite. All ranks of the group return the same error,
+    /// except for errors of one rank's device.
     pub fn generate(
         &mut self,
         prompts: &[Prompt],
@@ -225,7 +224,7 @@ impl RolloutEngine<'_> {
         Ok(sampled.complete)
     }
 
-    /// [`RolloutEngine::generate`] of completions that may have several turns.
+    /// Samples like [`RolloutEngine::generate`], for completions that may have several turns.
     ///
     /// # Errors
     /// The errors of [`RolloutEngine::generate`] and of `turns`.
@@ -244,14 +243,13 @@ impl RolloutEngine<'_> {
         Ok(SampledGroup::split(batch.into_sampled().into_iter().flatten()))
     }
 
-    /// Goes on with groups, begun or not, until the first `num_groups` of them are complete, the ranks' numbers added up. Lengths
-    /// alone decide which ones these are, and so how many of this rank's. A completion goes on as if it had never been interrupted,
-    /// but for the weights; its tokens keep the log-probabilities that they had. Its keys and values are computed again, unless the
-    /// engine keeps them.
+    /// Continues groups, new or partly sampled, until the first `num_groups` of them, summed over the ranks, are complete. Only lengths decide which
+    /// groups finish first, and so how many of them belong to this rank. An interrupted completion continues as if it had never stopped, but with the
+    /// current weights; its earlier tokens keep their log-probabilities. Its keys and values are computed again unless the engine keeps them.
     ///
     /// # Errors
-    /// The errors of [`RolloutEngine::generate`]; [`Error::InvalidArgument`](crate::Error::InvalidArgument) if there are fewer groups, or
-    /// if what has been sampled of one is not `num_generations` completions.
+    /// The errors of [`RolloutEngine::generate`]; [`Error::InvalidArgument`](crate::Error::InvalidArgument) if fewer than `num_groups` groups are
+    /// passed, or if a partly sampled group does not have `num_generations` completions.
     pub fn generate_first(
         &mut self,
         groups: Vec<RolloutGroup>,

@@ -1,8 +1,8 @@
-//! Which KV blocks are free and how many sequences read each of the others. Knows block numbers only, never memory.
+//! Tracks which KV blocks are free and how many sequences read each of the others. It handles block numbers only, never memory.
 
 use crate::error::{Error, Result};
 
-/// Reference-counted blocks `0 .. num_blocks`. All ranks of a tensor-parallel group hand out the same numbers.
+/// Reference-counted blocks `0 .. num_blocks`. All ranks of a tensor-parallel group allocate the same numbers.
 #[derive(Debug)]
 pub(super) struct BlockManager {
     block_size: usize,
@@ -16,7 +16,7 @@ impl BlockManager {
         Self { block_size, free, ref_counts: vec![0; num_blocks] }
     }
 
-    /// Takes over what an earlier manager of as many blocks has given out; before anything else is.
+    /// Marks the blocks in `tables` as used, because an earlier manager with as many blocks allocated them. Call this before any allocation.
     pub(super) fn adopt<'a>(&mut self, tables: impl Iterator<Item = &'a [u32]>) {
         tables.flatten().for_each(|&block| self.ref_counts[block as usize] += 1);
         self.free.retain(|&block| self.ref_counts[block as usize] == 0);
@@ -34,12 +34,12 @@ impl BlockManager {
         self.num_total() - self.num_free()
     }
 
-    /// Blocks that `num_tokens` tokens occupy.
+    /// Number of blocks that `num_tokens` tokens occupy.
     pub(super) fn blocks_for(&self, num_tokens: usize) -> usize {
         num_tokens.div_ceil(self.block_size)
     }
 
-    /// Appends free blocks to `table` until it holds `num_tokens` tokens; `false`, and nothing taken, if there are too few.
+    /// Appends free blocks to `table` until it can hold `num_tokens` tokens. Returns `false`, and takes nothing, if too few are free.
     pub(super) fn grow(&mut self, table: &mut Vec<u32>, num_tokens: usize) -> bool {
         let missing = self.blocks_for(num_tokens).saturating_sub(table.len());
         if missing > self.free.len() {
@@ -52,7 +52,7 @@ impl BlockManager {
         true
     }
 
-    /// One more sequence reads `blocks`.
+    /// Adds one reader to each of `blocks` and returns the table of the new reader.
     pub(super) fn share(&mut self, blocks: &[u32]) -> Vec<u32> {
         for &block in blocks {
             self.ref_counts[block as usize] += 1;
@@ -60,13 +60,13 @@ impl BlockManager {
         blocks.to_vec()
     }
 
-    /// Gives back the blocks at the end of `table` that `num_tokens` tokens do not need; nobody else reads them.
+    /// Frees the blocks at the end of `table` that `num_tokens` tokens do not need. No other sequence may read them.
     pub(super) fn shrink(&mut self, table: &mut Vec<u32>, num_tokens: usize) {
         let mut surplus = table.split_off(self.blocks_for(num_tokens).min(table.len()));
         self.release(&mut surplus);
     }
 
-    /// A sequence gives its table back; blocks that nobody else reads become free.
+    /// Releases all blocks of a sequence's table; blocks that no other sequence reads become free.
     pub(super) fn release(&mut self, table: &mut Vec<u32>) {
         for block in table.drain(..).rev() {
             let count = &mut self.ref_counts[block as usize];
@@ -77,10 +77,10 @@ impl BlockManager {
         }
     }
 
-    /// free + used == total, and every block is read exactly as often as `tables` say.
+    /// Checks that free + used == total, and that each block has exactly as many readers as `tables` imply.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] with the numbers: blocks leaked, or given out twice.
+    /// [`Error::InvalidArgument`] with the numbers if blocks leaked or were allocated twice.
     pub(super) fn check_integrity<'a>(&self, tables: impl Iterator<Item = &'a [u32]>) -> Result<()> {
         let mut expected = vec![0; self.num_total()];
         tables.flatten().for_each(|&block| expected[block as usize] += 1);

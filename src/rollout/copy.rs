@@ -1,5 +1,5 @@
-//! An engine's copy of its blocks' matrices in the format that its products read, made anew at every wake, since weights change in between.
-//! The policy keeps its own weights, norms and the router stay as they are, and so do embedding and head.
+//! The engine's quantized copy of its blocks' weight matrices. It is made again at every wake, because the weights change in between. The policy
+//! keeps its own weights. Norms, routers, the embedding and the head are not copied.
 #![allow(unsafe_code)]
 
 use tch::Tensor;
@@ -10,12 +10,12 @@ use crate::error::Result;
 use crate::memory::Arena;
 use crate::model::{Format, LinearSpec, ModelSpec, Section, Use};
 
-/// Sections of the copy begin at multiples of this, in bytes.
+/// Alignment of each section of the copy, in bytes.
 const ALIGNMENT: usize = 256;
-/// Sections of a matrix, at most: values and scales, of two pieces where ranks share a key/value head.
+/// Maximum number of sections of a matrix: values and scales, of two pieces where ranks share a key/value head.
 const SECTIONS: usize = 4;
 
-/// The memory of the copy, mapped while the engine is awake.
+/// Memory of the quantized weight copy, mapped while the engine is awake.
 #[derive(Debug)]
 pub(super) struct WeightCopy {
     format: &'static dyn Format,
@@ -23,7 +23,7 @@ pub(super) struct WeightCopy {
     arena: Arena,
 }
 
-/// Bytes of one rank's copy in a format, none where products read weights as they are.
+/// Bytes of one rank's weight copy in `format`; 0 if GEMMs read the weights unquantized.
 pub fn weight_copy_bytes(format: &dyn Format, spec: &ModelSpec, tp_size: usize) -> usize {
     if !format.rounds() {
         return 0;
@@ -39,11 +39,11 @@ pub fn weight_copy_bytes(format: &dyn Format, spec: &ModelSpec, tp_size: usize) 
 }
 
 impl WeightCopy {
-    /// Reserves the addresses, if these options ask for a copy.
+    /// Reserves addresses for the copy if these options request one.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`](crate::Error::InvalidValue) for models that the format does not serve and on a chip without
-    /// such products; the errors of [`Arena::reserve`].
+    /// [`Error::InvalidValue`](crate::Error::InvalidValue) for models that the format does not support and for GPUs without GEMMs in it; the errors
+    /// of [`Arena::reserve`].
     pub(super) fn reserve(spec: &ModelSpec, options: &EngineOptions, tp_size: usize) -> Result<Option<Self>> {
         let device = options.device;
         let (format, of) = (options.quantization.format(), Use::Engine { tp_size });
@@ -56,10 +56,10 @@ impl WeightCopy {
         Ok(Some(Self { format, of, arena: Arena::reserve("engine_weight_copy", bytes, device)? }))
     }
 
-    /// Maps the memory and prepares all matrices, on libtorch's current stream.
+    /// Maps the memory and quantizes all matrices into it, on libtorch's current stream.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`](crate::Error::InvalidValue) for blocks that are stored in a format of their own;
+    /// [`Error::InvalidValue`](crate::Error::InvalidValue) if the blocks are already stored in a quantized format;
     /// [`Error::OutOfMemory`](crate::Error::OutOfMemory).
     pub(super) fn fill(&mut self, weights: &mut EngineWeights) -> Result<()> {
         if weights.stored.is_some() {
@@ -77,12 +77,12 @@ impl WeightCopy {
         weights.blocks.iter_mut().try_for_each(|block| block.prepare(self.format, &mut room))
     }
 
-    /// Memory that filling has to map.
+    /// Bytes that [`WeightCopy::fill`] has to map.
     pub(super) fn absent_bytes(&self) -> usize {
         self.arena.absent_bytes()
     }
 
-    /// Gives the memory back. Never fails: the arena keeps an error for the next wake.
+    /// Unmaps the memory. Never fails: the arena keeps an error for the next wake.
     pub(super) fn sleep(&mut self) {
         self.arena.unmap();
     }

@@ -1,25 +1,25 @@
-//! The text of a completion in the making.
+//! Incremental detokenization: the text of a completion while it is sampled.
 
 use crate::error::Result;
 
-/// Text of a growing completion, token by token at constant cost: only the last tokens are decoded again, because a
-/// token's text may depend on those before it (spaces) and on those after it (bytes of one character).
+/// Decodes a growing completion token by token at constant cost. Only the last tokens are decoded again, because a token's text may depend on the
+/// tokens before it (spaces) and after it (bytes of one character).
 #[derive(Debug, Default)]
 pub(super) struct Detokenizer {
-    /// Tokens before `read` whose text is known; decoding restarts at `prefix` for context.
+    /// Start of the tokens that are decoded again for context. The text of all tokens before `read` is known.
     prefix: usize,
     read: usize,
-    /// End of the known text, long enough for a stop string to begin in it.
+    /// End of the known text, long enough to hold the beginning of a stop string.
     tail: String,
 }
 
 impl Detokenizer {
-    /// Reads nothing of a completion's first `len` tokens: those before its newest turn.
+    /// Skips the first `len` tokens of a completion: those before its newest turn.
     pub(super) fn after(len: usize) -> Self {
         Self { prefix: len, read: len, tail: String::new() }
     }
 
-    /// Takes in the tokens that `completion` has gained; whether a stop string has appeared.
+    /// Decodes the tokens that were added to `completion`. Returns whether a stop string has appeared.
     pub(super) fn push(
         &mut self,
         completion: &[u32],

@@ -1,9 +1,10 @@
-//! Drafts by the model's own head, on libtorch's operations: it draws each token with the noise of the position where that would stand.
+//! Draft tokens from the model's own draft head (multi-token prediction), computed with libtorch operations. Each draft token is sampled with the
+//! random noise of the position that it would take.
 //!
-//! The head has a row for every token but the first of a sequence, of the model's final hidden state before the token, and keys and values of
-//! its rows in the cache, in a layer behind the model's. A page of states has the hidden states of the rows of its sequence's newest step.
-//! Before a decode step the head computes the rows of the tokens that the step before gave, by the model's own hidden states; then, one behind
-//! the other, those of tokens that it has drafted, by hidden states of its own.
+//! The head processes a row for every token of a sequence but the first. A row's input is the token and the model's final hidden state at the token
+//! before it. The rows' keys and values are in the KV cache, in one more layer after the model's. A sequence's state page holds the hidden states of
+//! the rows of its newest step. Before a decode step the head first computes the rows of the tokens that the previous step sampled, from the model's
+//! hidden states. Then it computes the rows of its own draft tokens one after another, from its own hidden states.
 
 use tch::{Kind, Tensor, no_grad};
 
@@ -22,7 +23,8 @@ use crate::ops::linear;
 use crate::torch;
 
 impl HostRunner<'_> {
-    /// Lets the head follow a step's tokens, whose final hidden states come from the last layer's output.
+    /// Runs the draft head on the tokens of a step, so that its KV cache follows the model's. `x` is the output of the last layer, before the final
+    /// norm.
     pub(super) fn follow(&self, work: &HeadWork, x: &Tensor /* [T, D] */, states: &StatePages) -> Result<()> {
         let (own, _) = self.spec.norm().forward(x, &self.weights.final_norm)?;
         let of_pages = states.hidden_rows();
@@ -38,9 +40,8 @@ impl HostRunner<'_> {
         Ok(())
     }
 
-    /// The drafts of a decode step that have `depth` others before them, one for each of `draws`, whose rows are those of the runs that
-    /// have so many drafts. Of the first depth all runs are computed: keys and values of their tokens stay. Collective over the
-    /// tensor-parallel group.
+    /// Samples the draft tokens at index `depth` of a decode step, one for each entry of `draws`. Only runs with more than `depth` draft tokens are
+    /// computed; at depth 0 all runs are, because the keys and values of their tokens stay in the cache. Collective over the tensor-parallel group.
     pub(super) fn draft_at(
         &mut self,
         step: &Step,
@@ -93,7 +94,7 @@ impl HostRunner<'_> {
         Ok(drafts)
     }
 
-    /// The head's hidden states of rows, from those before them. Keys and values go to the cache. [R, D]
+    /// Hidden states of the head's rows, from the hidden states at the tokens before them. Keys and values are written to the cache. [R, D]
     fn head_rows(&self, rows: &DraftHeadRows, before: &Tensor /* [R, D] */) -> Result<Tensor> {
         let w = self.weights.draft_head.as_ref().expect("weights of the draft head");
         let spec = self.draft_spec.as_ref().expect("a model with a draft head");
@@ -117,7 +118,7 @@ impl HostRunner<'_> {
     }
 }
 
-/// How rows of the head see the rows of earlier tokens.
+/// Attention of the head's rows to the keys and values of earlier tokens in the cache.
 #[derive(Debug)]
 struct HeadMixer<'a> {
     cache: LayerCache,

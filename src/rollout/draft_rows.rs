@@ -1,4 +1,4 @@
-//! Rows of the head that drafts tokens: which of them a step has, and what it has drafted so far.
+//! The rows of the draft head in a step, and the draft tokens that it has computed so far.
 
 use tch::Tensor;
 
@@ -6,38 +6,38 @@ use super::scheduler::Step;
 use super::sequence::EngineSequence;
 use crate::ops::exact::VisibleKeys;
 
-/// Rows of the head.
+/// Inputs of the draft head: one row per token.
 #[derive(Debug, Default)]
 pub(super) struct DraftHeadRows {
     pub token_ids: Vec<i64>,
     pub positions: Vec<i64>,
     pub slots: Vec<i64>,
-    /// The blocks of their sequences, one behind the other.
+    /// KV blocks of the rows' sequences, concatenated.
     pub blocks: Vec<i64>,
-    /// Keys that each row attends to, among the tokens of `blocks`.
+    /// The keys that each row attends to, as ranges of the tokens in `blocks`.
     pub contexts: Vec<VisibleKeys>,
 }
 
-/// The head's part of a step: its rows of a prompt's tokens, and the hidden states that are kept for its next rows.
+/// The draft head's work in a step: rows for a prompt's tokens, and the hidden states to keep for its next rows.
 #[derive(Debug)]
 pub(super) struct HeadWork {
     pub rows: DraftHeadRows,
-    /// Places of the hidden states before the rows, among those of the step's tokens and then those of all pages.
+    /// For each row, the index of the hidden state at the token before it: first the step's tokens, then the rows of all state pages.
     pub before: Vec<i64>,
-    /// Hidden states that pages keep: the token's row in the step, and the place among those of all pages.
+    /// Hidden states to store in state pages: the token's row in the step, and the destination row among those of all pages.
     pub kept: Vec<(i64, i64)>,
 }
 
-/// What the head has drafted of a step so far.
+/// The draft head's progress within one decode step.
 #[derive(Debug)]
 pub(super) struct HeadDrafts {
-    /// Runs of the step that may have a further draft, and their hidden states.
+    /// Runs of the step that may get a further draft token.
     pub runs: Vec<usize>,
     pub hidden: Tensor, // [runs, D]
 }
 
 impl DraftHeadRows {
-    /// Adds rows of a sequence's tokens at the positions from `first` on, none of which is 0.
+    /// Adds a row for each of `token_ids`, which are a sequence's tokens from position `first` (at least 1) on.
     pub(super) fn add(&mut self, sequence: &EngineSequence, first: usize, token_ids: &[u32], block_size: usize) {
         let (end, start) = (first + token_ids.len(), self.blocks.len() * block_size);
         let blocks = &sequence.block_table[..end.div_ceil(block_size)];
@@ -52,7 +52,7 @@ impl DraftHeadRows {
 }
 
 impl HeadWork {
-    /// The head's part of `step`, where pages keep the hidden states of `num_kept` rows each.
+    /// Collects the draft head's work in `step`; each state page keeps the hidden states of `num_kept` rows.
     pub(super) fn new(step: &Step, sequences: &[EngineSequence], num_kept: usize, block_size: usize) -> Self {
         let (mut rows, mut before, mut kept, mut first_row) = (DraftHeadRows::default(), Vec::new(), Vec::new(), 0);
         let num_tokens = step.num_tokens() as i64;

@@ -1,5 +1,5 @@
-//! The generation engine: persistent, asleep between rollouts. Every rank of an engine runs the same scheduler on the same requests,
-//! so nobody drives.
+//! The generation engine. It persists over the run and sleeps between rollouts. Every rank of an engine runs the same scheduler on the same requests,
+//! so no rank leads.
 
 use std::cell::Cell;
 use std::path::Path;
@@ -26,13 +26,13 @@ use crate::phase::{self, Phase};
 use crate::ranks::Collective;
 use crate::types::Place;
 
-/// The layers of the stage whose ranks take most memory for a KV block.
+/// The part of the model on the pipeline stage whose ranks need the most memory per KV block.
 pub fn fullest_stage(spec: &ModelSpec, stages: &Stages) -> ModelSpec {
     let of_stages = stages.iter().map(|stage| spec.of_layers(&stage.layers));
     of_stages.max_by_key(|own| own.cached_elements(1)).unwrap_or_else(|| spec.clone())
 }
 
-/// Bytes of a rank's KV cache, of several stages so many that all have as many blocks as the one with the largest.
+/// Bytes of this rank's KV cache. With several stages, all get as many blocks as the stage with the largest blocks can hold.
 fn own_cache_bytes(spec: &ModelSpec, ranks: &EngineRanks, options: &EngineOptions) -> Result<usize> {
     if ranks.stages.count() == 1 {
         return Ok(options.kv_cache_bytes);
@@ -48,11 +48,11 @@ fn own_cache_bytes(spec: &ModelSpec, ranks: &EngineRanks, options: &EngineOption
     Ok(options.kv_cache_bytes / most * own)
 }
 
-/// One rank of an engine. Asleep it holds addresses, and no memory unless it keeps it.
+/// One rank of an engine. While asleep it holds addresses but no memory, unless it is configured to keep memory.
 #[derive(Debug)]
 pub struct Engine {
     pub(super) spec: Arc<ModelSpec>,
-    /// The model with the layers of this rank's stage alone.
+    /// The model restricted to the layers of this rank's stage.
     pub(super) own: Arc<ModelSpec>,
     pub(super) tokenizer: Arc<Tokenizer>,
     pub(super) grammars: Arc<GrammarCompiler>,
@@ -62,27 +62,27 @@ pub struct Engine {
     pub(super) eos_token_ids: Vec<u32>,
     pub(super) completion_limit: Option<CompletionLimit>,
     pub(super) gpu: Option<GpuState>,
-    /// The matrices in a format that rounds.
+    /// The quantized copy of the matrices, for a quantized format.
     pub(super) copy: Option<WeightCopy>,
     pub(super) kv_cache: KvCache,
-    /// Pages of states, where the model has gated delta nets.
+    /// State pages, if the model has gated delta nets.
     pub(super) states: Option<StatePages>,
-    pub(super) keeps_memory: bool, // asleep, too
+    pub(super) keeps_memory: bool, // also while asleep
     pub(super) keeps_sequences: bool,
-    /// KV blocks since the last wake.
+    /// Number of KV blocks since the last wake.
     pub(super) num_blocks: Option<usize>,
-    /// In them, sequences to go on with.
+    /// Unfinished sequences whose keys and values are still in the cache.
     pub(super) kept: KeptSequences,
-    /// What earlier sessions have learned of drafts.
+    /// Acceptance statistics of draft tokens from earlier sessions.
     pub(super) speculator: Option<Speculator>,
-    /// Times of this rank's stage in the steps since they were taken last.
+    /// Computing and waiting times of this rank's stage since they were last read.
     stage_times: Cell<StageTimes>,
-    /// Draft tokens of sessions since they were taken last.
+    /// Draft token counts of all sessions since they were last read.
     draft_counts: Cell<DraftCounts>,
 }
 
 impl Engine {
-    /// An engine whose tensor-parallel group has all layers, as [`Engine::in_stages`] makes it.
+    /// Creates an engine whose tensor-parallel group holds all layers; otherwise like [`Engine::in_stages`].
     ///
     /// # Errors
     /// The errors of [`Engine::in_stages`].
@@ -96,11 +96,11 @@ impl Engine {
         Self::in_stages(spec, tokenizer, options, ranks)
     }
 
-    /// Reserves addresses, and on a GPU allocates what stays. Not collective.
+    /// Creates an engine with pipeline stages. Reserves addresses and, on a GPU, allocates the permanent buffers. Not collective.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`] for a size that leaves no room for a block, a sequence or a token, a tensor-parallel
-    /// degree that the model cannot be split by, and options that do not go together.
+    /// [`Error::InvalidValue`] for sizes too small for one block, sequence or token, for a tensor-parallel degree that does not divide the model, and
+    /// for options that exclude each other.
     pub fn in_stages(
         spec: Arc<ModelSpec>,
         tokenizer: Arc<Tokenizer>,
@@ -131,7 +131,7 @@ impl Engine {
         let place = (options.cache_kind(), options.device);
         let bytes = own_cache_bytes(&spec, &ranks, &options)?;
         let kv_cache = KvCache::reserve(&own, tp.size(), options.block_size, bytes, place)?;
-        // Reserved in whole pages, of which every block is used.
+        // // Reserve whole pages, and use every block that fits in them.
         let options = EngineOptions { kv_cache_bytes: kv_cache.reserved_bytes(), ..options };
         let states = StatePages::reserve(&own, tp.size(), options.max_num_seqs, &options)?;
         let speculator = Speculator::new(options.speculation);
@@ -168,65 +168,66 @@ impl Engine {
         })
     }
 
-    /// The ranks that it is shared by, and their layers.
+    /// The ranks that share this engine, and their layers.
     pub fn ranks(&self) -> &EngineRanks {
         &self.ranks
     }
 
-    /// The format in which blocks' matrices are multiplied.
+    /// The format of the blocks' GEMMs.
     pub fn format(&self) -> &'static dyn Format {
         self.options.quantization.format()
     }
 
-    /// Type of weights and activations.
+    /// Dtype of weights and activations.
     pub fn kind(&self) -> Kind {
         self.options.kind
     }
 
-    /// How long this rank computed and waited for other stages since the last call; nothing without several stages.
+    /// Returns how long this rank computed and waited for other stages since the last call. Zero with a single stage.
     pub(crate) fn take_stage_times(&self) -> StageTimes {
         self.stage_times.take()
     }
 
-    /// What became of draft tokens since the last call.
+    /// Returns the draft token counts since the last call.
     pub(crate) fn take_draft_counts(&self) -> DraftCounts {
         self.draft_counts.take()
     }
 
-    /// Keeps the engine's memory mapped while it sleeps.
+    /// Keeps the engine's memory mapped during sleep.
     pub fn keeping_memory(self) -> Self {
         Self { keeps_memory: true, ..self }
     }
 
-    /// Keeps the memory mapped, and in it keys, values and states of sequences that a rollout leaves unfinished: a later one
-    /// goes on from them, as the weights computed them that sampled the tokens.
+    /// Keeps the memory mapped during sleep, with the keys, values and states of unfinished sequences. A later rollout continues from them, although
+    /// older weights computed them.
     pub fn keeping_sequences(self) -> Self {
         Self { keeps_sequences: true, ..self.keeping_memory() }
     }
 
-    /// Bounds the completions of all requests from now on, beside the limits of the requests. Every rank of the engine makes the call.
+    /// Sets a further limit on completions of all requests from now on, in addition to the limits of each request. All ranks of the engine must call
+    /// this.
     pub fn limit_completions(&mut self, limit: CompletionLimit) {
         self.completion_limit = Some(limit);
     }
 
-    /// Takes drafts from `injection` from now on, where the engine drafts. Every rank of the engine makes the call.
+    /// Takes draft tokens from `injection` from now on, if speculative decoding is on. All ranks of the engine must call this.
     pub fn inject_drafts(&mut self, injection: DraftInjection) {
         if let Some(speculator) = &mut self.speculator {
             speculator.inject(injection);
         }
     }
 
-    /// Drops all sequences that are kept in the cache: the weights changed by more than training.
+    /// Drops all sequences that are kept in the cache. Call this when the weights changed by more than training.
     pub fn drop_kept(&mut self) {
         self.kept = KeptSequences::default();
     }
 
-    /// Maps the KV cache and takes this rank's weights for as long as the result lives; dropping that puts the engine to
-    /// sleep. Collective over the engine's ranks, which agree on the smallest number of blocks.
+    /// Maps the KV cache and holds this rank's weights for the lifetime of the result; dropping the result puts the engine to sleep. Collective over
+    /// the engine's ranks, which use the smallest number of blocks that any rank could map.
     ///
     /// # Errors
-    /// [`Error::StaleWeights`] unless the weights have `policy_version`; [`Error::OutOfMemory`] if not even a
-    /// cache for the longest sequence can be mapped; an error that the last sleep kept.
+    /// [`Error::StaleWeights`] unless the weights have `policy_version`; [`Error::OutOfMemory`] if not even a cache for the longest sequence can be
+    /// mapped; an error kept from the last sleep.
     pub fn wake<'a>(&'a mut self, mut weights: EngineWeights<'a>, policy_version: u64) -> Result<RolloutEngine<'a>> {
         let EngineRanks { tp, .. } = &self.ranks;
         if self.options.exact {
@@ -242,8 +243,9 @@ impl Engine {
         Ok(rollout)
     }
 
-    /// Wakes with weights of `version`, runs `work` and sleeps again, each booked to its phase. Collective over the engine's
-    /// ranks. Sleeping waits for the device, which a collective may hold that peers have not come to: `work` posts its failure first.
+    /// Wakes with weights of `version`, runs `work` and sleeps again; the time of each is recorded under its phase. Collective over the engine's
+    /// ranks. On failure `work` must broadcast its error before it returns: sleeping synchronises the device and could deadlock on a collective that
+    /// peers never joined.
     ///
     /// # Errors
     /// The errors of [`Engine::wake`] and of `work`.
@@ -261,8 +263,8 @@ impl Engine {
         })
     }
 
-    /// Memory that the KV cache, states, the buffers and the copy of weights take when the engine wakes; none for the cache while it holds sequences,
-    /// whose blocks would lie elsewhere in a larger one.
+    /// Bytes that waking has to map for the KV cache, the states, the buffers and the weight copy. The cache counts as 0 while it holds sequences,
+    /// because in a larger cache their blocks would be at other addresses.
     pub fn absent_bytes(&self) -> usize {
         let kv_cache = if self.kept.is_empty() { self.kv_cache.absent_bytes() } else { 0 };
         let copy = self.copy.as_ref().map_or(0, WeightCopy::absent_bytes);
@@ -270,7 +272,7 @@ impl Engine {
         kv_cache + copy + states + self.gpu.as_ref().map_or(0, GpuState::absent_bytes)
     }
 
-    /// Physical memory behind the KV cache now; next to nothing while the engine sleeps, unless it keeps sequences.
+    /// Physical memory of the KV cache now, in bytes. Nearly 0 while the engine sleeps, unless it keeps sequences.
     ///
     /// # Errors
     /// The errors of [`Arena::resident_bytes`](crate::memory::Arena::resident_bytes).
@@ -281,7 +283,7 @@ impl Engine {
 
 pub(super) type ProgressCallback<'a> = Box<dyn FnMut(&EngineStats) + 'a>;
 
-/// An engine that is awake. It lives inside `with_rollout` and ends with it.
+/// An engine that is awake. It exists only inside `with_rollout`.
 pub struct RolloutEngine<'a> {
     pub(super) engine: &'a mut Engine,
     pub(super) weights: EngineWeights<'a>,
@@ -296,22 +298,22 @@ impl std::fmt::Debug for RolloutEngine<'_> {
 }
 
 impl<'a> RolloutEngine<'a> {
-    /// Compiles what [`SamplingParams::structure`](crate::types::SamplingParams) asks for, as the engine does.
+    /// The compiler for [`SamplingParams::structure`](crate::types::SamplingParams), as this engine uses it.
     pub(crate) fn grammars(&self) -> Arc<GrammarCompiler> {
         Arc::clone(&self.engine.grammars)
     }
 
-    /// Ids that end a completion.
+    /// Token ids that end a completion.
     pub(crate) fn eos_token_ids(&self) -> &[u32] {
         &self.engine.eos_token_ids
     }
 
-    /// Counts since waking.
+    /// Counters since the engine woke.
     pub fn stats(&self) -> &EngineStats {
         &self.stats
     }
 
-    /// Calls `progress` after every step.
+    /// Calls `progress` after every engine step.
     pub fn on_progress(&mut self, progress: impl FnMut(&EngineStats) + 'a) {
         self.progress = Some(Box::new(progress));
     }

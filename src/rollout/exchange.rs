@@ -1,4 +1,4 @@
-//! Closed batches: all ranks of a tensor-parallel group gather their requests before any is computed.
+//! Closed batches: the ranks of a tensor-parallel group gather all their requests before the first is computed.
 
 use std::sync::Arc;
 
@@ -8,18 +8,18 @@ use crate::error::Result;
 use crate::ranks::{Collective, all_gather_json};
 use crate::types::{RolloutGroup, SamplingParams, Trajectory};
 
-/// The rank of the tensor-parallel group that brought a request, and the request's index there.
+/// The rank of the tensor-parallel group that submitted a request, and the index of the request on that rank.
 pub(super) type Owner = (usize, usize);
 
-/// A request on its way: prompt's id and tokens, first step, completions.
+/// A request as ranks exchange it: prompt id, prompt token ids, first step, completions.
 type SentRequest = (u64, Vec<u32>, u64, Vec<Trajectory>);
 
-/// All ranks' groups in rank order, each rank's surplus behind all others, and how many to complete in all; the same
-/// everywhere. Collective.
+/// Gathers the groups of all ranks and returns, identically on each rank, the requests and how many groups to complete in total. Requests are in rank
+/// order, but groups beyond a rank's own number to complete come last. Collective.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`](crate::Error::InvalidArgument), on every rank together, when ranks disagree on the parameters or an
-/// engine whose model has `ids`, with `limits`, cannot serve one of the requests.
+/// [`Error::InvalidArgument`](crate::Error::InvalidArgument) on every rank together, if ranks disagree on the parameters, or if a request is not
+/// supported by an engine with these `limits` and a model with these `ids`.
 pub(super) fn exchange<'g>(
     groups: impl IntoIterator<Item = &'g RolloutGroup>,
     num_groups: usize,
@@ -55,7 +55,7 @@ pub(super) fn exchange<'g>(
         surplus.extend(groups);
     }
     requests.extend(surplus);
-    params.check()?; // where there are no requests, too
+    params.check()?; // also when there are no requests
     requests.iter().try_for_each(|(_, request)| request.check(ids, 0, limits))?;
     if num_groups > requests.len() {
         let expected = format!("a number of groups to complete of at most {}, the number of requests", requests.len());

@@ -1,12 +1,12 @@
-//! min-p, top-k and top-p: which candidates may be drawn. Each keeps a head of the candidates sorted by falling value, ties
-//! to the lowest id, so a rank can leave out what cannot survive before the ranks meet.
+//! min-p, top-k and top-p: which candidate tokens may be sampled. Each filter keeps the first candidates in falling order of value, ties by the
+//! lowest id. So a rank can drop candidates that cannot survive before the ranks exchange them.
 //!
-//! Exactly `top_k` candidates survive top-k, the lowest ids among ties. transformers and vLLM keep all that tie. A fixed number
-//! breaks ties alike on a CPU, a GPU and a split vocabulary, and bounds what ranks exchange.
+//! Exactly `top_k` candidates survive top-k, ties going to the lowest ids. transformers and vLLM keep all tied candidates. A fixed number breaks ties
+//! equally on a CPU, a GPU and a split vocabulary, and limits what ranks exchange.
 
 use crate::types::SamplingParams;
 
-/// An id that may be drawn.
+/// A token id that may be sampled.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Candidate {
     pub(super) id: u32,
@@ -17,13 +17,13 @@ pub(super) struct Candidate {
 }
 
 impl Candidate {
-    /// Log-probability under the raw distribution.
+    /// Log-probability under the distribution without penalty, at the same temperature.
     pub(super) fn logprob(&self, log_sum_exp: f64) -> f32 {
         (f64::from(self.raw) - log_sum_exp) as f32
     }
 }
 
-/// Whether any filter is on.
+/// Whether any of the filters is enabled.
 pub(super) fn is_active(params: &SamplingParams) -> bool {
     params.top_k > 0 || params.top_p < 1.0 || params.min_p.is_some_and(|min_p| min_p > 0.0)
 }
@@ -37,16 +37,15 @@ pub(super) fn keep_first(candidates: &mut Vec<Candidate>, count: usize) {
     candidates.sort_unstable_by(before);
 }
 
-/// Sorts a rank's candidates and drops those that no filter over the whole vocabulary could keep: beyond the rank's own
-/// top k, or below min-p of its own maximum.
+/// Sorts a rank's candidates and drops those that the filters over the whole vocabulary cannot keep: candidates beyond the rank's own top k, or below
+/// min-p of its own maximum.
 pub(super) fn cut_shard(candidates: &mut Vec<Candidate>, params: &SamplingParams) {
     keep_first(candidates, params.top_k);
     cut_min_p(candidates, params);
 }
 
-/// Sorts all ranks' candidates and keeps, in this order:
-/// min-p, those with p >= min_p * max p (arXiv 2407.01082); top-k, the first k; top-p, the fewest whose mass among what
-/// is left reaches top_p (arXiv 1904.09751).
+/// Sorts the candidates of all ranks and applies the filters in this order: min-p keeps those with p >= min_p * max p (arXiv 2407.01082); top-k keeps
+/// the first k; top-p keeps the fewest whose share of the remaining mass reaches top_p (arXiv 1904.09751).
 pub(super) fn cut(candidates: &mut Vec<Candidate>, params: &SamplingParams) {
     candidates.sort_unstable_by(before);
     cut_min_p(candidates, params);
@@ -74,7 +73,7 @@ fn cut_min_p(sorted: &mut Vec<Candidate>, params: &SamplingParams) {
     sorted.truncate(sorted.partition_point(|candidate| candidate.value >= least));
 }
 
-/// Falling value, then rising id.
+/// Orders candidates by falling value, then rising id.
 fn before(a: &Candidate, b: &Candidate) -> std::cmp::Ordering {
     b.value.total_cmp(&a.value).then(a.id.cmp(&b.id))
 }

@@ -1,8 +1,8 @@
-//! Sequences that stay in the cache between rollouts: keys, values and states of those that a rollout left unfinished.
+//! Unfinished sequences that stay in the cache between rollouts, with their keys, values and states.
 //!
-//! With `carried_kv = keep` they continue at the next wake on keys and values of older weights, as in PipelineRL's in-flight updates
-//! (arXiv 2509.19128); the importance correction covers the difference. Their blocks are given up, and computed again, where blocks
-//! run short, after a failed rollout, when weights are loaded, and in a resumed run, since no checkpoint holds them.
+//! With `carried_kv = keep` they continue at the next wake on keys and values of older weights, as in PipelineRL's in-flight updates (arXiv
+//! 2509.19128); the importance correction covers the difference. Their blocks are freed, and computed again later, if blocks run short, after a
+//! failed rollout, when weights are loaded, and in a resumed run, since no checkpoint holds them.
 
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -10,22 +10,22 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use crate::error::Result;
 use crate::ranks::{Collective, ReduceOp, all_reduce_f64};
 
-/// Where a kept sequence is: what the cache has of its first tokens.
+/// Where a kept sequence is in the cache.
 #[derive(Debug, PartialEq, Eq, Hash)]
 pub(super) struct KeptPlace {
-    /// Blocks of its keys and values.
+    /// KV blocks of the sequence.
     pub(super) block_table: Vec<u32>,
-    /// Page of its states, of a model that has some.
+    /// State page of the sequence, for a model with gated delta nets.
     pub(super) state_page: Option<u32>,
-    /// Tokens that these are of: all but the last, or all where a step that ran ahead has fed the last one, too.
+    /// Number of tokens that the blocks and the page cover: all but the last, or all if a step that ran ahead has already processed the last.
     pub(super) num_computed: usize,
 }
 
-/// Sequences with their places. They are known by their tokens: of those alone, and of the weights that computed them, are keys, values
-/// and states a function. In an order that all ranks of a tensor-parallel group have.
+/// Kept sequences and their places, found by token ids: keys, values and states depend only on the tokens and on the weights that computed them. The
+/// order is equal on all ranks of a tensor-parallel group.
 #[derive(Debug, Default, Hash)]
 pub(super) struct KeptSequences {
-    places: BTreeMap<Vec<u32>, Vec<KeptPlace>>, // by token ids, which samples of a group may have in common
+    places: BTreeMap<Vec<u32>, Vec<KeptPlace>>, // by token ids, which several samples of a group may share
 }
 
 impl KeptSequences {
@@ -33,14 +33,14 @@ impl KeptSequences {
         self.places.entry(token_ids).or_default().push(place);
     }
 
-    /// Takes over all of another.
+    /// Adds all sequences of `other`.
     pub(super) fn extend(&mut self, other: Self) {
         let all = other.places.into_iter();
         let all = all.flat_map(|(ids, places)| places.into_iter().map(move |place| (ids.clone(), place)));
         all.for_each(|(token_ids, place)| self.insert(token_ids, place));
     }
 
-    /// The place of a sequence of these tokens, if there is one; its blocks and page are the caller's.
+    /// Removes and returns the place of a sequence with these tokens, if one is kept. The caller then owns its blocks and page.
     pub(super) fn take(&mut self, token_ids: &[u32]) -> Option<KeptPlace> {
         let places = self.places.get_mut(token_ids)?;
         let place = places.pop();
@@ -50,7 +50,7 @@ impl KeptSequences {
         place
     }
 
-    /// The place of any one sequence.
+    /// Removes and returns the place of any one sequence.
     pub(super) fn take_any(&mut self) -> Option<KeptPlace> {
         let mut last = self.places.last_entry()?;
         let place = last.get_mut().pop();
@@ -72,8 +72,8 @@ impl KeptSequences {
         self.places.values().flatten().filter_map(|place| place.state_page)
     }
 
-    /// The poorest rank's number of blocks, of `num_blocks`; and all is given up unless every rank has kept the same. Collective
-    /// over the tensor-parallel group.
+    /// Returns the smallest number of blocks of any rank. Drops all sequences unless every rank has kept the same ones. Collective over the
+    /// tensor-parallel group.
     pub(super) fn agree(&mut self, num_blocks: usize, tp: &dyn Collective) -> Result<usize> {
         let digest = self.digest();
         let mut least = [num_blocks as f64, digest, -digest];
@@ -89,7 +89,7 @@ impl KeptSequences {
         Ok(least[0] as usize)
     }
 
-    /// A number that tells contents apart, exact as a float.
+    /// A hash of the contents, exact as a float.
     fn digest(&self) -> f64 {
         let mut hasher = DefaultHasher::new(); // without random keys: equal on all ranks
         self.hash(&mut hasher);

@@ -1,4 +1,4 @@
-//! Keys and values of all sequences, in blocks, on an arena of their own.
+//! The paged KV cache: keys and values of all sequences, in blocks, in an arena of its own.
 #![allow(unsafe_code)]
 
 use tch::{Device, Kind, Tensor};
@@ -12,13 +12,14 @@ use crate::model::{AttentionSpec, ModelSpec};
 use crate::ops::attention::KvEntries;
 use crate::torch;
 
-/// Free memory of a GPU beside an engine that is awake, for activations, graphs and libraries.
+/// GPU memory, in bytes, that stays free for activations, graphs and libraries while the engine is awake.
 pub const SPARE_BYTES: usize = 8 << 30;
-/// Least share of the memory that a cache leaves free where it does not fit as a whole: smaller devices have less to spare.
+/// If the cache does not fit as a whole, it leaves at least 1 / `SPARE_SHARE` of the memory free. This matters on devices with less than
+/// [`SPARE_BYTES`] to spare.
 const SPARE_SHARE: usize = 8;
 const GIB: usize = 1 << 30;
 
-/// The type of a cache for weights of `kind`.
+/// The dtype of the cache for weights of `kind`.
 pub fn cache_kind(dtype: KvCacheDtype, kind: Kind) -> Kind {
     match dtype {
         KvCacheDtype::Auto => kind,
@@ -27,7 +28,7 @@ pub fn cache_kind(dtype: KvCacheDtype, kind: Kind) -> Kind {
     }
 }
 
-/// Whether an engine on this device can keep keys and values in a type.
+/// Checks that this device supports the configured cache dtype.
 pub(super) fn check_kv_cache(dtype: KvCacheDtype, device: Device) -> Result<()> {
     let refuse = |reason: String| Err(Error::invalid_value("kv_cache_dtype", dtype.name(), reason));
     let (KvCacheDtype::Fp8, Device::Cuda(ordinal)) = (dtype, device) else { return Ok(()) };
@@ -39,13 +40,13 @@ pub(super) fn check_kv_cache(dtype: KvCacheDtype, device: Device) -> Result<()> 
     refuse(format!("auto: it needs a GPU of compute capability 8.9 or later, and {} has {capability}", context.name()?))
 }
 
-/// Whether entries of a kind have a scale each.
+/// Whether entries of this dtype have scales.
 fn has_scales(kind: Kind) -> bool {
     matches!(kind, Kind::Float8e4m3fn | Kind::Int8)
 }
 
-/// Bytes of one KV block on one rank: keys and values of `block_size` tokens in every layer, and of eight bits a scale for each token and
-/// head of both.
+/// Bytes of one KV block on one rank: keys and values of `block_size` tokens in every layer. 8-bit entries have, in addition, a scale for each token
+/// and head of both.
 pub fn kv_block_bytes(spec: &ModelSpec, tp_size: usize, block_size: usize, kind: Kind) -> usize {
     let elements = spec.cached_elements(tp_size) * block_size;
     let scales = if has_scales(kind) { elements / spec.attention().head_dim * size_of::<f32>() } else { 0 };
@@ -56,7 +57,7 @@ pub fn kv_block_bytes(spec: &ModelSpec, tp_size: usize, block_size: usize, kind:
 #[derive(Debug)]
 pub(super) enum LayerCache {
     Plain([Tensor; 2]),
-    /// With scales [num_blocks, Hkv, block_size].
+    /// 8-bit values with scales [num_blocks, Hkv, block_size].
     Scaled([ScaledRows; 2]),
 }
 
@@ -68,7 +69,7 @@ impl LayerCache {
         }
     }
 
-    /// Attention of one token of each row by the kernels of a GPU, as [`kernels::paged_attention`].
+    /// Attention of one query token per row, by [`kernels::paged_attention`] on a GPU.
     pub(super) fn attend(
         &self,
         plan: &AttentionPlan,
@@ -85,7 +86,7 @@ impl LayerCache {
         kernels::paged_attention(plan, q, cache, block_tables, context_lens, sinks, o)
     }
 
-    /// Queries with their norm and rotation, and keys and values of a step's tokens to their slots, as [`kernels::rope_write_kv`].
+    /// Norms and rotates the queries, and writes keys and values of a step's tokens to their slots, by [`kernels::rope_write_kv`].
     pub(super) fn write(
         &self,
         qkv: &QkvViews,
@@ -99,7 +100,7 @@ impl LayerCache {
         }
     }
 
-    /// All that it lies in.
+    /// All tensors of this layer's cache.
     pub(super) fn tensors(&self) -> Vec<&Tensor> {
         match self {
             Self::Plain([k, v]) => vec![k, v],
@@ -108,12 +109,12 @@ impl LayerCache {
     }
 }
 
-/// The paged cache. Once put to sleep it holds addresses only.
+/// The paged KV cache. While asleep it holds addresses only.
 #[derive(Debug)]
 pub(super) struct KvCache {
     arena: Arena,
     shape: [i64; 4], // Hkv of this rank, block_size, hd, 2 * layers with attention
-    /// The place of every layer with attention among these.
+    /// Index of every layer among the layers with attention; `None` for layers without.
     places: Vec<Option<i64>>,
     kind: Kind,
     block_bytes: usize,
@@ -122,10 +123,10 @@ pub(super) struct KvCache {
 }
 
 impl KvCache {
-    /// Reserves addresses for as many whole blocks as `kv_cache_bytes` hold.
+    /// Reserves addresses for as many whole blocks as fit into `kv_cache_bytes`.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`] if that is not one block.
+    /// [`Error::InvalidValue`] if not even one block fits.
     pub(super) fn reserve(
         spec: &ModelSpec,
         tp_size: usize,
@@ -149,8 +150,8 @@ impl KvCache {
         Ok(Self { arena, shape, places, kind, block_bytes, awake: None, scales: None })
     }
 
-    /// Maps all reserved blocks or, when memory is short, as many as leave `beside_bytes` and some spare memory, and says so.
-    /// Returns how many there are: enough for one sequence of `max_model_length` tokens.
+    /// Maps all reserved blocks. If memory is short, it logs a warning and maps as many as leave `beside_bytes` and some spare memory free. Returns
+    /// the number of blocks, at least enough for one sequence of `max_model_length` tokens.
     pub(super) fn map(&mut self, max_model_length: usize, beside_bytes: usize) -> Result<usize> {
         let num_blocks = self.arena.reserved_bytes() / self.block_bytes;
         let device = self.arena.device();
@@ -163,11 +164,11 @@ impl KvCache {
         all_or_what_fits(counts, self.block_bytes, room, |count| self.arena.map(count * self.block_bytes))
     }
 
-    /// Lays `num_blocks` mapped blocks out.
+    /// Creates the views over `num_blocks` mapped blocks.
     pub(super) fn open(&mut self, num_blocks: usize) -> Result<()> {
         let [num_kv_heads, block_size, head_dim, planes] = self.shape;
         let shape = [planes, num_blocks as i64, num_kv_heads, block_size, head_dim];
-        let stays = self.scales.as_ref().map(|scales| scales.size()[1]); // blocks of a cache that was not put to sleep
+        let stays = self.scales.as_ref().map(|scales| scales.size()[1]); // blocks of a cache that stayed mapped
         // SAFETY: the only view of these bytes; it and what derives from it stay in this room, and `sleep` drops it before
         // the arena is unmapped.
         let entries = unsafe { self.arena.tensor(0, &shape, self.kind) }?;
@@ -175,7 +176,7 @@ impl KvCache {
             // SAFETY: as above, behind the entries.
             let scales = unsafe { self.arena.tensor(entries.numel(), &shape[..4], Kind::Float) }?;
             if stays.is_some_and(|before| before != num_blocks as i64) {
-                // Scales lie elsewhere now: bytes of the one read as the other may be no finite numbers.
+                // // The scales have moved. Bytes of entries that are read as scales may not be finite, so zero both.
                 let _ = entries.view_dtype(Kind::Uint8).f_zero_()?;
                 let _ = scales.shallow_clone().f_zero_()?;
             }
@@ -185,13 +186,13 @@ impl KvCache {
         Ok(())
     }
 
-    /// Gives the memory back. Never fails: the arena keeps an error for the next [`KvCache::map`].
+    /// Unmaps the memory. Never fails: the arena keeps an error for the next [`KvCache::map`].
     pub(super) fn sleep(&mut self) {
         (self.awake, self.scales) = (None, None);
         self.arena.unmap();
     }
 
-    /// Keys and values of one layer; those of the draft head are behind the last one's.
+    /// Keys and values of one layer. The draft head's layer comes after the model's last one.
     ///
     /// # Panics
     /// If the cache is asleep, or the layer has no attention.
@@ -206,7 +207,7 @@ impl KvCache {
         }
     }
 
-    /// Copies whole blocks, all layers at once.
+    /// Copies whole blocks in all layers at once.
     pub(super) fn copy_blocks(
         &self,
         from: &Tensor, // [n] i32
@@ -219,21 +220,21 @@ impl KvCache {
             Ok(())
         };
         let Some(scales) = &self.scales else { return copy(self.cache().shallow_clone()) };
-        copy(self.cache().view_dtype(Kind::Uint8))?; // every operation takes bytes
+        copy(self.cache().view_dtype(Kind::Uint8))?; // every operation supports bytes
         copy(scales.shallow_clone())
     }
 
-    /// Type of its entries.
+    /// Dtype of the entries.
     pub(super) fn kind(&self) -> Kind {
         self.kind
     }
 
-    /// The key/value heads of this rank.
+    /// Number of key/value heads on this rank.
     pub(super) fn num_kv_heads(&self) -> usize {
         self.shape[0] as usize
     }
 
-    /// Bytes of a token in all layers.
+    /// Bytes of one token in all layers.
     pub(super) fn token_bytes(&self) -> f64 {
         (self.block_bytes / self.block_size()) as f64
     }
@@ -243,17 +244,17 @@ impl KvCache {
         self.shape[1] as usize
     }
 
-    /// Most memory behind the cache.
+    /// Maximum bytes of the cache.
     pub(super) fn reserved_bytes(&self) -> usize {
         self.arena.reserved_bytes()
     }
 
-    /// Memory that waking has to map.
+    /// Bytes that waking has to map.
     pub(super) fn absent_bytes(&self) -> usize {
         self.arena.absent_bytes()
     }
 
-    /// Physical memory behind the cache.
+    /// Physical memory of the cache, in bytes.
     pub(super) fn resident_bytes(&self) -> Result<usize> {
         self.arena.resident_bytes()
     }
@@ -263,8 +264,8 @@ impl KvCache {
     }
 }
 
-/// Maps `num_blocks` or, when memory is short, once more as many as `room` holds, if they are at least `least`, and says so. Returns
-/// how many there are. `room` gives the bytes that are left to the cache; of them it takes whole GiB, so that other wakes find as many.
+/// Maps `num_blocks` blocks. If memory is short, it logs a warning and maps as many as `room` bytes hold, if at least `least`. Returns the number of
+/// blocks. `room` is rounded down to whole GiB, so that other wakes find as many.
 fn all_or_what_fits(
     (num_blocks, least): (usize, usize),
     block_bytes: usize,

@@ -1,28 +1,30 @@
-//! Bounds of an engine's steps.
+//! Limits of an engine's steps and sequences.
 
 use crate::error::{Error, Result};
 
-/// Bounds on one step and on one sequence.
+/// Limits on one step and on one sequence.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct StepLimits {
     pub(super) num_blocks: usize,
     pub(super) block_size: usize,
     pub(super) max_num_seqs: usize,
-    /// Rows of a decode step: its sequences and their drafts.
+    /// Maximum rows of a decode step: sequences and their draft tokens.
     pub(super) max_decode_rows: usize,
     pub(super) max_num_batched_tokens: usize,
-    /// Longest prompt and completion together.
+    /// Maximum length of prompt and completion together, in tokens.
     pub(super) max_model_length: usize,
-    /// Sequences have states, one page each: prompts are not shared by blocks alone.
+    /// Whether sequences have state pages. If so, sharing a prompt needs more than sharing its KV blocks.
     pub(super) has_states: bool,
-    /// Stages of layers, each of which can compute a step of its own: with several, a step has a share of the sequences, none that
-    /// another step has which may be on its way through them.
+    /// Number of pipeline stages. Each can compute a different step, so with several stages a step takes a share of the sequences, none of which is
+    /// in another step under way.
     pub(super) num_stages: usize,
-    /// A step can take tokens that the host does not know yet: of P stages those of the P-th step before it, else of the last.
+    /// Whether a step may consume tokens that the host does not know yet: with P stages those of the P-th step before it, with one stage those of the
+    /// last step.
     pub(super) runs_ahead: bool,
 }
 
-/// Rows of the decode step that so many run in, at most `most`: 1, 2, 4, 8, then multiples of 8, of 16 from 32 on and of 32 from 256 on.
+/// Rows of the bucket that a decode step of `num_rows` rows runs in, at most `most`: 1, 2, 4, 8, then multiples of 8, of 16 from 32 on and of 32 from
+/// 256 on.
 pub(super) fn step_rows(num_rows: usize, most: usize) -> usize {
     let rows = match num_rows {
         0..=8 => num_rows.next_power_of_two(),
@@ -34,8 +36,8 @@ pub(super) fn step_rows(num_rows: usize, most: usize) -> usize {
 }
 
 impl StepLimits {
-    /// Whether a prompt and its longest completion fit, alone. A sequence's last token is sampled, never fed, so its keys and values
-    /// take no room.
+    /// Checks that a prompt with its longest completion fits, without other sequences. The last token is sampled but never processed, so its keys and
+    /// values take no space.
     pub(super) fn check(&self, prompt_len: usize, max_completion_length: usize) -> Result<()> {
         let refuse = |expected, got| Err(Error::InvalidArgument { op: "RolloutEngine::generate", expected, got });
         if prompt_len == 0 || prompt_len >= self.max_model_length {

@@ -1,7 +1,7 @@
-//! The memory of a rank's steps: one arena, mapped while the engine is awake. Addresses stay, so graphs do.
+//! The memory of a rank's GPU steps: one arena, mapped while the engine is awake. Its addresses never change, so captured CUDA graphs stay valid.
 //!
-//! R rows of a step, S sequences at most, D hidden, H query and Hkv key/value heads of width hd, F MLP width, V vocabulary, all
-//! of this rank. W is the width of the largest rank's share of V, S' is S rounded up to a multiple of the ranks.
+//! Sizes are those of this rank: R rows of a step, at most S sequences, D hidden size, H query and Hkv key/value heads of width hd, F MLP width, V
+//! vocabulary. W is the largest share of V on any rank; S' is S rounded up to a multiple of the number of ranks.
 #![allow(unsafe_code)]
 
 use tch::{Device, Kind, Tensor};
@@ -16,33 +16,33 @@ use crate::ranks::Collective;
 use crate::rollout::kv_cache::kv_block_bytes;
 use crate::rollout::options::EngineOptions;
 
-/// Blocks that sample at once, at most, where they are more than the draws: `kernels::sample_parts` splits rows so.
+/// Maximum number of thread blocks that sample at once, if there are more than rows to sample; `kernels::sample_parts` splits rows accordingly.
 const MOST_PARTS: usize = 1024;
-/// Rows that are summed over the group other than by NCCL, at most.
+/// Maximum number of rows that are summed over the group without NCCL.
 const MOST_SUMMED_ROWS: usize = 1024;
-/// Rows of logits begin at multiples of this, in elements: `kernels::sample` then takes them fastest.
+/// Alignment of each row of logits, in elements: `kernels::sample` reads aligned rows fastest.
 const ALIGNED_LOGITS: usize = 8;
-/// Sections begin at multiples of this, in bytes.
+/// Alignment of each section of the arena, in bytes.
 const ALIGNMENT: usize = 256;
 
-/// Sizes of one rank's steps.
+/// Maximum sizes of one rank's steps.
 #[derive(Debug, Clone)]
 pub(super) struct StepShape {
     rows: usize,
     pub(super) seqs: usize,
-    /// Entries of a block table.
+    /// Entries of one block table.
     pub(super) blocks: usize,
-    /// Rows that are summed over the group other than by NCCL. Those sums norm their result with the residual stream, not before it.
+    /// Maximum rows that are summed over the group without NCCL. These sums add the residual stream first, then norm the result.
     summed_rows: Option<usize>,
     hidden: usize,
     qkv: usize,
     heads: usize,
-    /// Width of the first sublayer's output before its last product.
+    /// Width of the first sublayer's output before its last GEMM.
     attended: usize,
-    /// Width of the widest MLP that all tokens go to, 0 where there is none.
+    /// Width of the widest dense MLP, or 0 if there is none.
     mlp: usize,
     pub(super) experts: Option<ExpertShape>,
-    /// Columns of the widest matrix whose rows are rounded, and all rows that an expert's matrix has of a token.
+    /// Columns of the widest matrix whose rows are quantized, and number of rows that one token has in an expert's matrix.
     rounded: [usize; 2], // columns, rows of experts
     format: &'static dyn Format,
     vocab: usize,
@@ -52,17 +52,17 @@ pub(super) struct StepShape {
     residual: Kind,
 }
 
-/// Bytes of a GPU that one rank's steps take while the engine is awake, beside weights and cache.
+/// Bytes of GPU memory that one rank's step buffers take while the engine is awake, in addition to weights and cache.
 pub fn engine_buffer_bytes(spec: &ModelSpec, options: &EngineOptions, tp_size: usize) -> usize {
     StepShape::new(spec, options, tp_size).bytes()
 }
 
-/// Bytes of a GPU that one rank's sums over its tensor-parallel group take, asleep or awake, where GPUs map one another's memory.
+/// Bytes of GPU memory for one rank's all-reduces over its tensor-parallel group, awake or asleep, where GPUs map each other's memory.
 pub fn engine_sum_bytes(spec: &ModelSpec, options: &EngineOptions, tp_size: usize) -> usize {
     StepShape::new(spec, options, tp_size).summed_rows.map_or(0, |rows| RowSums::bytes(rows, spec.hidden_size))
 }
 
-/// Tensors over the arena.
+/// Views over the arena, one per buffer.
 #[derive(Debug)]
 pub(super) struct DecodeBuffers {
     pub(super) x: Tensor,          // [R, D], of the residual stream's kind
@@ -87,7 +87,7 @@ pub(super) struct DecodeBuffers {
     pub(super) token_ids: Tensor,  // [S] i32
     /// Sampled ids [S], then the bits of their log-probabilities [S].
     pub(super) sampled: Tensor, // [2 S] i32
-    /// Where some layers have experts.
+    /// Buffers of the experts, if some layers have experts.
     pub(super) experts: Option<ExpertBuffers>,
 }
 
@@ -103,7 +103,7 @@ impl StepShape {
             Mlp::Dense(dense) => Some(dense.intermediate),
             Mlp::Experts(experts) => experts.shared.map(|SharedExpertSpec(shared)| shared.intermediate),
         });
-        // Rows of all choices of a token, as one.
+        // // The rows of all chosen experts of a token, counted as one row.
         let of_experts = spec
             .experts()
             .map_or(0, |experts| experts.router.num_experts_per_tok * experts.tp_slice(tp_size).expert.intermediate);
@@ -140,29 +140,29 @@ impl StepShape {
         }
     }
 
-    /// Experts of a token; 1 where there are none.
+    /// Experts per token; 1 in a model without experts.
     pub(super) fn choices(&self) -> i64 {
         self.experts.map_or(1, |experts| experts.choices() as i64)
     }
 
-    /// Words that describe the largest step, whether it prefills or decodes: a few a row, and block tables.
+    /// 32-bit words that describe the largest step, prefill or decode: a few words per row, and the block tables.
     pub(super) fn input_words(&self) -> usize {
         8 * self.rows + self.seqs * (24 + self.blocks) + 256
     }
 
-    /// Bytes of all buffers.
+    /// Bytes of all buffers together.
     pub(super) fn bytes(&self) -> usize {
         self.sections().iter().map(|(shape, kind)| section_bytes(shape, *kind)).sum()
     }
 
-    /// The decode steps' sums over the group, through memory that its ranks map; none where NCCL has to do it. Collective.
+    /// The all-reduce of decode steps through memory that the ranks map from each other; `None` if NCCL has to do it. Collective.
     pub(super) fn row_sums(&self, tp: &dyn Collective) -> Result<Option<RowSums>> {
         let Some(rows) = self.summed_rows else { return Ok(None) };
         let memory = tp.peer_memory(RowSums::bytes(rows, self.hidden))?;
         memory.map(|memory| RowSums::new(memory, rows, self.hidden)).transpose()
     }
 
-    /// In the order of [`DecodeBuffers`].
+    /// Shapes of all buffers, in the order of the fields of [`DecodeBuffers`].
     fn sections(&self) -> Vec<Section> {
         let matrix = |rows: usize, columns: usize| (vec![rows as i64, columns as i64], self.kind);
         let candidates = |ranks: usize| {
@@ -203,12 +203,12 @@ impl StepShape {
         sections
     }
 
-    /// Reserves the addresses.
+    /// Reserves the addresses of all buffers.
     pub(super) fn reserve(&self, device: Device) -> Result<Arena> {
         Arena::reserve("engine_buffers", self.bytes(), device)
     }
 
-    /// Maps the memory and lays the buffers out.
+    /// Maps the memory and creates the views of all buffers.
     pub(super) fn map(&self, arena: &mut Arena) -> Result<DecodeBuffers> {
         arena.map(self.bytes())?;
         let mut at = 0;
@@ -247,17 +247,17 @@ impl StepShape {
 }
 
 impl DecodeBuffers {
-    /// Room for a sublayer's projections. [T, columns]
+    /// The buffer for the projections of the first sublayer. [T, columns]
     pub(super) fn projected(&self, [rows, columns]: [i64; 2]) -> Tensor {
         self.qkv.narrow(0, 0, rows * columns).view([rows, columns])
     }
 
-    /// Room for what a sublayer's last product reads. [T, columns]
+    /// The buffer for the input of the first sublayer's last GEMM. [T, columns]
     pub(super) fn attended(&self, [rows, columns]: [i64; 2]) -> Tensor {
         self.attended.narrow(0, 0, rows * columns).view([rows, columns])
     }
 
-    /// Room for the rounded rows [T, K] that a product reads: each takes the place of the one before.
+    /// The buffer for the quantized rows [T, K] of the next GEMM. It is reused: each call overwrites the rows of the one before.
     pub(super) fn rounded(&self, format: &dyn Format, size: [i64; 2]) -> ScaledRows {
         let [values, scales] = format.sections(size);
         let within = |room: &Tensor, (shape, _): Section| {
@@ -267,7 +267,7 @@ impl DecodeBuffers {
         ScaledRows { values: within(&self.rounded, values), scales: within(&self.scales, scales) }
     }
 
-    /// The last step's samples: ids [S] i32 and log-probabilities [S] f32.
+    /// Samples of the last step: ids [S] i32 and log-probabilities [S] f32.
     pub(super) fn sampled(&self) -> (Tensor, Tensor) {
         let seqs = self.token_ids.size()[0];
         (self.sampled.narrow(0, 0, seqs), self.sampled.narrow(0, seqs, seqs).view_dtype(Kind::Float))

@@ -1,11 +1,11 @@
-//! Where the projections of a gated delta net lie beside one another.
+//! Column layout of the projections of a gated delta net, which share one buffer.
 
 use crate::ops::delta_net::DeltaHeads;
 
-/// Projections begin at multiples of this, in elements: products then take them fastest.
+/// Alignment of each projection, in elements, for the fastest GEMMs.
 pub(super) const ALIGNED: usize = 8;
 
-/// Columns of the projections of a token.
+/// Column counts of a token's projections in a gated delta net.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct DeltaColumns {
     channels: usize,
@@ -19,12 +19,12 @@ impl DeltaColumns {
         Self { channels: heads.channels(), values: num_value_heads * value_dim, heads: num_value_heads }
     }
 
-    /// Columns of queries, keys and values, of the gate, of write strengths and of decays.
+    /// Columns of: queries, keys and values together; the output gate; write strengths; decays.
     pub(super) fn parts(self) -> [usize; 4] {
         [self.channels, self.values, self.heads, self.heads]
     }
 
-    /// All columns, each projection aligned.
+    /// Total columns, with each projection aligned.
     pub(super) fn all(self) -> usize {
         self.parts().iter().map(|columns| columns.next_multiple_of(ALIGNED)).sum()
     }

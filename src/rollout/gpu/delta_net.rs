@@ -1,5 +1,4 @@
-//! A gated delta net in a step on a GPU: its projections side by side in one buffer, and the kernel that moves the states of the step's
-//! sequences on.
+//! A gated delta net in a step on a GPU: its projections side by side in one buffer, and the kernel that updates the states of the step's sequences.
 //!
 //! T tokens, C = 2 Hk dk + H dv channels, H value heads of width dv.
 
@@ -15,7 +14,8 @@ use crate::ops::delta_net::{DeltaOptions, DeltaRows};
 
 const PROJECTIONS: [Matrix; 4] = [Matrix::DeltaQkv, Matrix::DeltaZ, Matrix::DeltaB, Matrix::DeltaA];
 
-/// The projections from number `first` on as one matrix, where they lie one behind the other, as their columns do, and have no adapters.
+/// Joins the projections from number `first` on into one matrix. `None` unless they and their output columns are contiguous, unquantized and without
+/// adapters.
 fn joined(w: &BlockParams, columns: DeltaColumns, first: usize) -> Option<Tensor> {
     let linears = PROJECTIONS[first..].iter().map(|matrix| w.linear(*matrix)).collect::<Vec<_>>();
     let is_plain = |linear: &&Linear| linear.lora.is_none() && linear.pieces.len() == 1 && !linear.format.rounds();
@@ -31,7 +31,7 @@ fn joined(w: &BlockParams, columns: DeltaColumns, first: usize) -> Option<Tensor
 }
 
 impl DecoderNetwork<'_> {
-    /// Computes the rows that the last projection reads. [T, H dv]
+    /// Computes the input rows of the last projection. [T, H dv]
     pub(super) fn delta_net(
         &self,
         layer: usize,
@@ -53,7 +53,7 @@ impl DecoderNetwork<'_> {
         let part = |number: usize| projected.narrow(1, starts[number], columns.parts()[number] as i64);
         let [qkv, z, b, a] = [0, 1, 2, 3].map(part);
         for (number, part) in [&qkv, &z, &b, &a].into_iter().enumerate() {
-            // All in one product, or of a format that rounds the last two, which it leaves as they are.
+            // // One GEMM for all projections; in a quantized format only for the last two, which stay unquantized.
             if let Some(rest) = joined(w, columns, number) {
                 let out = projected.narrow(1, starts[number], rest.size()[0]);
                 self.product(DecoderOp::Qkv, normed, &rest, None, &out)?;

@@ -1,4 +1,4 @@
-//! The buffers of the tokens of experts in a step on a GPU.
+//! Buffers for the mixture of experts in a step on a GPU.
 //!
 //! R rows of a step, k experts of a token, D hidden, I an expert's width on this rank.
 
@@ -10,17 +10,17 @@ use crate::cuda::kernels::{ExpertTile, RouteSizes, RoutedTokens};
 use crate::error::Result;
 use crate::model::{DenseSpec, ExpertsSpec, ModelSpec, Section};
 
-/// The sizes that experts' buffers follow from.
+/// The sizes that determine the experts' buffers.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ExpertShape {
     spec: ExpertsSpec,
     rows: usize,
-    /// Experts of a token in all layers.
+    /// Chosen experts of a token, summed over all layers.
     per_token: usize,
     kind: Kind,
 }
 
-/// Tensors over the engine's arena, for the rows of its largest step.
+/// Views over the engine's arena, for the rows of its largest step.
 #[derive(Debug)]
 pub(super) struct ExpertBuffers {
     experts: Tensor,           // [R k] i32
@@ -43,7 +43,7 @@ impl ExpertShape {
         Some(Self { spec: experts, rows, per_token: spec.routed_experts_per_token(), kind })
     }
 
-    /// In the order of [`ExpertBuffers`].
+    /// Shapes of the buffers, in the order of the fields of [`ExpertBuffers`].
     pub(super) fn sections(&self) -> Vec<Section> {
         let ExpertsSpec { expert: DenseSpec { hidden, intermediate, .. }, num_experts, router, .. } = self.spec;
         let sizes = RouteSizes::new(self.rows, num_experts, router.num_experts_per_tok);
@@ -63,17 +63,17 @@ impl ExpertShape {
         ]
     }
 
-    /// Experts of a token.
+    /// Chosen experts of a token in one layer.
     pub(super) fn choices(&self) -> usize {
         self.spec.router.num_experts_per_tok
     }
 
-    /// Words of the largest step's recorded experts.
+    /// 32-bit words for the recorded experts of the largest step.
     pub(super) fn record_words(&self) -> usize {
         (self.rows * self.per_token).div_ceil(2)
     }
 
-    /// The buffers over their sections.
+    /// Creates the buffers; `next` returns the view of the next section.
     pub(super) fn buffers(&self, next: &mut dyn FnMut() -> Result<Tensor>) -> Result<ExpertBuffers> {
         Ok(ExpertBuffers {
             experts: next()?,
@@ -92,13 +92,13 @@ impl ExpertShape {
 }
 
 impl ExpertBuffers {
-    /// The experts of the first `tokens` of the last step, in words of two. [words] i32
+    /// The recorded experts of the last step's first `tokens` tokens, two i16 ids to a word. [words] i32
     pub(super) fn recorded(&self, tokens: usize) -> Tensor {
         let words = (tokens * self.per_token).div_ceil(2);
         self.record.narrow(0, 0, 2 * words as i64).view_dtype(Kind::Int)
     }
 
-    /// The experts of the first `tokens` of a step, in tiles of those that are `own`.
+    /// The routing of the first `tokens` tokens of a step, in tiles of the experts in `own`.
     pub(super) fn routed(&self, tokens: i64, spec: ExpertsSpec, own: Range<usize>, tile: ExpertTile) -> RoutedTokens {
         let choices = spec.router.num_experts_per_tok as i64;
         let first = |tensor: &Tensor| tensor.narrow(0, 0, tokens * choices);

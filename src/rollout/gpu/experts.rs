@@ -1,5 +1,5 @@
-//! Experts in a step on a GPU: one layer's router, products and weighted sum. What a layer launches does not depend on where tokens go, so
-//! that a decode step can be recorded.
+//! Experts in a step on a GPU: the router, GEMMs and weighted sum of one layer. The sequence of kernel launches does not depend on the routing, so a
+//! decode step can be captured as a CUDA graph.
 //!
 //! R rows of a step, k experts of a token, D hidden, I an expert's width on this rank.
 
@@ -16,7 +16,7 @@ use crate::ops::router::RouterScores;
 use crate::ops::swiglu::Activation;
 
 impl DecoderNetwork<'_> {
-    /// out = the sum of the chosen experts' outputs, each times its weight, of what this rank has of them.
+    /// Writes to `out` the weighted sum of the chosen experts' outputs, for this rank's part of the experts.
     pub(super) fn experts(
         &self,
         layer: usize,
@@ -69,7 +69,7 @@ impl DecoderNetwork<'_> {
         DecoderOp::Combine.run(|| kernels::experts_combine(&rows, &routed, of_shared, out))
     }
 
-    /// The inner products of the adapters beside a matrix of experts.
+    /// Computes x A^T of the LoRA adapters beside a matrix of experts.
     fn low<'w>(
         &self,
         linear: &'w Linear,
@@ -110,7 +110,7 @@ impl DecoderNetwork<'_> {
     }
 }
 
-/// What a router's scores are made of.
+/// How the router turns its logits into scores.
 fn scores(spec: ExpertsSpec, w: &BlockParams) -> RouteScores<'_> {
     match (spec.router.scores, w.norm(ParamName::RouterBias)) {
         (RouterScores::Softmax, None) => RouteScores::Softmax,
@@ -122,7 +122,7 @@ fn scores(spec: ExpertsSpec, w: &BlockParams) -> RouteScores<'_> {
     }
 }
 
-/// The inner products of sorted rows with adapters, and the adapters' other matrix; or none.
+/// x A^T of the sorted rows and the adapters' B matrix; `None` without adapters.
 #[derive(Debug)]
 struct InnerProducts<'w>(Option<(Tensor, &'w Tensor)>);
 

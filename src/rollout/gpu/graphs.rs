@@ -1,4 +1,4 @@
-//! Decode steps recorded once for each batch size. A batch runs in the smallest bucket that holds it.
+//! Decode steps captured as CUDA graphs, one for each bucket of batch sizes. A batch runs in the smallest bucket that holds it.
 #![allow(unsafe_code)]
 
 use std::collections::HashMap;
@@ -9,20 +9,20 @@ use crate::cuda::{Graph, TorchStream};
 use crate::error::{Error, Result};
 use crate::memory::{Ledger, MemoryKind};
 
-/// Preparing a batch size is mentioned if it takes longer.
+/// Preparing a batch size is logged if it takes longer than this.
 const MENTIONED: Duration = Duration::from_millis(100);
 
-/// The recorded steps, and what they were recorded over.
+/// The captured graphs, and the addresses that they were captured with.
 #[derive(Debug, Default)]
 pub(super) struct Graphs {
     of_batch: HashMap<(usize, Processing), Graph>,
     recorded_over: Vec<usize>,
-    /// Bytes on the device, as its driver counts them.
+    /// Bytes of GPU memory that the graphs take, as the driver reports them.
     bytes: usize,
 }
 
 impl Graphs {
-    /// Forgets all graphs unless they were recorded over the same addresses and communicators, which `seen` lists.
+    /// Drops all graphs if the addresses or communicators, listed in `seen`, have changed since the capture.
     pub(super) fn keep_if(&mut self, seen: Vec<usize>) {
         if self.recorded_over != seen {
             self.of_batch.clear();
@@ -31,8 +31,8 @@ impl Graphs {
         }
     }
 
-    /// Runs the `step` of (bucket, what is done to logits): the first time as it is, which lets libraries choose their
-    /// algorithms and communicators warm up, and then from its recording.
+    /// Runs `step` for a key (bucket, logits processing). The first call runs it eagerly, so that libraries choose their algorithms and communicators
+    /// warm up, and then captures it; later calls replay the graph.
     pub(super) fn run(
         &mut self,
         key: (usize, Processing),

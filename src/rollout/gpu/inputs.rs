@@ -1,4 +1,4 @@
-//! The inputs of a step: 32-bit words, packed on the host, uploaded in one copy, seen as tensors on the device.
+//! The inputs of a step: 32-bit words, packed on the host, uploaded in one copy, and viewed as tensors on the device.
 
 use std::ops::Range;
 
@@ -10,7 +10,7 @@ use crate::rollout::scheduler::{Step, TokenRun};
 use crate::rollout::sequence::EngineSequence;
 use crate::types::SamplingParams;
 
-/// Sections over the words of an upload, each at a multiple of four.
+/// Allocates sections of the upload buffer, each aligned to four words.
 #[derive(Debug)]
 pub(super) struct Words<'a> {
     words: &'a mut [i32],
@@ -22,7 +22,7 @@ impl<'a> Words<'a> {
         Self { words, len: 0 }
     }
 
-    /// A section of `len` words: `values`, and `rest` behind them.
+    /// Writes a section of `len` words: `values`, then `rest` as padding.
     fn put(&mut self, len: usize, values: impl IntoIterator<Item = i32>, rest: i32) -> Result<Range<usize>> {
         let range = self.len..self.len + len;
         let free = self.words.len();
@@ -37,25 +37,25 @@ impl<'a> Words<'a> {
         Ok(range)
     }
 
-    /// Words that are used.
+    /// Number of words used so far.
     pub(super) fn len(&self) -> usize {
         self.len
     }
 }
 
-/// The step, draws and sequences that inputs are packed from.
+/// The step, draws and sequences whose inputs are packed.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Packing<'a> {
     pub(super) step: &'a Step,
     pub(super) draws: &'a [Draw<'a>],
     pub(super) sequences: &'a [EngineSequence],
     pub(super) block_size: usize,
-    /// Whether requests choose among adapters.
+    /// Whether requests choose among LoRA adapters.
     pub(super) has_adapters: bool,
 }
 
 impl Packing<'_> {
-    /// The token at a position of a run, if the host knows it.
+    /// The token at a position of a run, if the host knows it already.
     fn token(&self, run: &TokenRun, position: usize) -> Option<u32> {
         run.token(&self.sequences[run.sequence], position)
     }
@@ -65,7 +65,7 @@ impl Packing<'_> {
         run.tokens.clone().map(|at| sequence.slot(at, self.block_size) as i32)
     }
 
-    /// The adapter of each row, with room for `len`; -1: the base model.
+    /// The adapter number of each row, padded to `len`; -1 is the base model.
     fn adapters(&self, words: &mut Words, len: usize, inputs: &Tensor) -> Result<Option<Tensor>> {
         if !self.has_adapters {
             return Ok(None);
@@ -76,13 +76,13 @@ impl Packing<'_> {
         Ok(Some(inputs.narrow(0, range.start as i64, range.len() as i64)))
     }
 
-    /// The page of states of each part of the step, with room for `len`; -1: none.
+    /// The state page of each part of the step, padded to `len` with -1.
     fn state_pages(&self, words: &mut Words, len: usize) -> Result<Range<usize>> {
         let page = |run: &TokenRun| self.sequences[run.sequence].state_page.map_or(-1, |page| page as i32);
         words.put(len, self.step.parts().map(|(run, _)| page(run)), -1)
     }
 
-    /// KV blocks of the sequences of the step's parts, [`rows`, `blocks`].
+    /// The KV block tables of the step's parts, padded to [`rows`, `blocks`].
     fn block_tables(&self, words: &mut Words, (rows, blocks): (usize, usize), inputs: &Tensor) -> Result<Tensor> {
         let row = |run: &TokenRun| {
             let table = self.sequences[run.sequence].block_table.iter().map(|&block| block as i32);
@@ -92,7 +92,7 @@ impl Packing<'_> {
         Ok(inputs.narrow(0, range.start as i64, range.len() as i64).view([rows as i64, blocks as i64]))
     }
 
-    /// How the draws are made, with room for `len`.
+    /// The sampling parameters of the draws, padded to `len`.
     fn sampling(&self, words: &mut Words, len: usize, inputs: &Tensor) -> Result<Sampling> {
         let key = |draw: &Draw| draw.key().words().map(|word| word as i32);
         let keys = words.put(2 * len, self.draws.iter().flat_map(key), 0)?;
@@ -115,7 +115,7 @@ impl Packing<'_> {
     }
 }
 
-/// How S tokens are drawn.
+/// Sampling parameters of S draws.
 #[derive(Debug)]
 pub(super) struct Sampling {
     pub(super) keys: Tensor,         // [S, 2]
@@ -126,7 +126,7 @@ pub(super) struct Sampling {
     pub(super) top_p: Tensor,        // [S] f32
 }
 
-/// Inputs of a decode step, padded to its bucket of S rows. Where they lie is a function of the bucket.
+/// Inputs of a decode step, padded to its bucket of S rows. Their offsets depend on the bucket only.
 #[derive(Debug)]
 pub(super) struct DecodeInputs {
     pub(super) from: Tensor,         // [S], as `kernels::next_tokens` takes them
@@ -142,8 +142,8 @@ pub(super) struct DecodeInputs {
 }
 
 impl DecodeInputs {
-    /// `pending` has the row of the last step's output for every sequence that it sampled for; `blocks` is the width of a
-    /// block table; prefixes are told of where rows share `least_shared_tokens`. The views are over `inputs`.
+    /// Packs and views the inputs over `inputs`. `pending` has, for each sequence that the last step sampled for, its row in that step's output.
+    /// `blocks` is the width of a block table. Shared prefixes are set if rows share at least `least_shared_tokens` tokens.
     pub(super) fn pack(
         packing: &Packing,
         words: &mut Words,
@@ -184,9 +184,9 @@ impl DecodeInputs {
     }
 }
 
-/// For each row the first one of its neighbours that begin with the same full blocks, and how many blocks that are; -1 and 0 where there are
-/// none, and everywhere if all rows' together have fewer than `least_tokens`. Neighbours are the rows of one group, which share its prompt, or
-/// those of one sequence and its drafts, which share all but their own tokens: of the two what saves more reads.
+/// For each row, the first of the neighbouring rows that begin with the same full KV blocks, and the number of these blocks; (-1, 0) if there are
+/// none. All rows get (-1, 0) if they share fewer than `least_tokens` in total. Neighbours are either the rows of one group, which share its prompt,
+/// or the rows of one sequence and its draft tokens; whichever saves more reads is used.
 fn shared_prefixes(packing: &Packing, least_tokens: usize) -> Vec<(i32, i32)> {
     let sequence = |run: &TokenRun| &packing.sequences[run.sequence];
     let mut prefixes: Vec<(i32, i32)> = Vec::with_capacity(packing.step.num_tokens());
@@ -212,7 +212,7 @@ fn shared_prefixes(packing: &Packing, least_tokens: usize) -> Vec<(i32, i32)> {
     if tokens < least_tokens { Vec::new() } else { prefixes }
 }
 
-/// Where runs of such lengths begin when they lie one behind the other, and where the last ends. [B + 1]
+/// Start offsets of concatenated runs with these lengths, and the end of the last. [B + 1]
 pub(super) fn bounds(lens: impl Iterator<Item = usize>) -> Vec<i32> {
     let mut bounds = vec![0];
     for len in lens {
@@ -221,7 +221,7 @@ pub(super) fn bounds(lens: impl Iterator<Item = usize>) -> Vec<i32> {
     bounds
 }
 
-/// Inputs of a prefill step: T tokens of B runs, of which L rows are drawn from.
+/// Inputs of a prefill step: T tokens of B runs, of which L rows are sampled from.
 #[derive(Debug)]
 pub(super) struct PrefillInputs {
     pub(super) token_ids: Tensor,        // [T]
@@ -239,7 +239,7 @@ pub(super) struct PrefillInputs {
 }
 
 impl PrefillInputs {
-    /// `blocks` is the width of a block table. The views are over `inputs`.
+    /// Packs and views the inputs over `inputs`. `blocks` is the width of a block table.
     pub(super) fn pack(packing: &Packing, words: &mut Words, blocks: usize, inputs: &Tensor) -> Result<Self> {
         let step = packing.step;
         let tokens: usize = step.runs.iter().map(|run| run.tokens.len()).sum();

@@ -1,4 +1,4 @@
-//! The products of a block: by cuBLASLt or by this crate's kernels, in the format of the weights, with adapters.
+//! The GEMMs of a block, by cuBLASLt or this crate's kernels, in the format of the weights, with LoRA adapters.
 
 use tch::Tensor;
 
@@ -13,8 +13,8 @@ use crate::model::{
 use crate::ops::swiglu::Activation;
 
 impl DecoderNetwork<'_> {
-    /// The products for which there are own kernels in all blocks. Of rows that are not rounded they have been found to pay with one rank an
-    /// engine only.
+    /// The sets of GEMMs for which this crate has kernels in all blocks. With unquantized rows they were measured to be faster only with one rank per
+    /// engine.
     pub(super) fn may_own_products(&self, rows: usize) -> Result<Vec<OwnProducts>> {
         let is_tried = self.tp.size() == 1 || self.format().rounds();
         let has_silu = self.spec.layers.iter().all(|block| block.mlp.activation() == Activation::Silu);
@@ -53,7 +53,8 @@ impl DecoderNetwork<'_> {
         })
     }
 
-    /// Experts have kernels of their own; the mixers' products in FP8 may have those of `kernels::wide_product`.
+    /// The GEMMs that may use this crate's kernels in a model with experts. Experts always have kernels of their own; the mixers' FP8 GEMMs may use
+    /// `kernels::wide_product`.
     fn may_own_products_beside_experts(&self, rows: usize) -> Result<Vec<OwnProducts>> {
         let mixers = [Matrix::Qkv, Matrix::O, Matrix::DeltaQkv, Matrix::DeltaZ, Matrix::DeltaOut];
         let linears = self.weights.blocks.iter().flat_map(BlockParams::linears);
@@ -66,7 +67,7 @@ impl DecoderNetwork<'_> {
         Ok(Vec::new())
     }
 
-    /// act = activation(gate) * up
+    /// Computes act = activation(gate) * up.
     pub(super) fn gate_up(
         &self,
         activation: Activation,
@@ -98,7 +99,7 @@ impl DecoderNetwork<'_> {
         }
     }
 
-    /// Queries, keys and values with their biases, as views of the buffer that the products fill.
+    /// Projects to queries, keys and values, with biases. Returns views of the buffer that the GEMMs fill.
     pub(super) fn project(&self, attention: AttentionSpec, w: &Linear, normed: &Tensor) -> Result<QkvViews> {
         let columns = w.pieces.iter().map(|piece| piece.weight.size()[0]).sum();
         let out = self.buffers.projected([normed.size()[0], columns]); // [T, (H + 2 Hkv) hd], (2 H + 2 Hkv) hd with gates
@@ -121,12 +122,12 @@ impl DecoderNetwork<'_> {
         Ok(views)
     }
 
-    /// The format that products of blocks are made in.
+    /// The format in which the blocks' GEMMs run.
     pub(super) fn format(&self) -> &'static dyn Format {
         self.weights.format()
     }
 
-    /// Rounds rows [T, K] for the product that reads them next.
+    /// Quantizes rows [T, K] for the GEMM that reads them next.
     pub(super) fn round(&self, x: &Tensor, format: &dyn Format) -> Result<()> {
         if !format.rounds() {
             return Ok(());
@@ -134,7 +135,7 @@ impl DecoderNetwork<'_> {
         DecoderOp::Round.run(|| format.step_round(x, &self.rounded(x)?))
     }
 
-    /// Where the rounded rows [T, K] of the next product are: norms that the group sums leave stand in its memory.
+    /// The buffer for the quantized rows [T, K] of the next GEMM. Rows that the all-reduce kernel has normed are in the memory of that kernel.
     fn rounded(&self, x: &Tensor) -> Result<ScaledRows> {
         let size = x.size();
         if let Some(sums) = self.sums.filter(|sums| sums.are_normed(x)) {
@@ -144,18 +145,18 @@ impl DecoderNetwork<'_> {
         Ok(self.buffers.rounded(self.format(), [size[0], size[1]]))
     }
 
-    /// The rows of the next product.
+    /// The input rows of the next GEMM, unquantized and, for a quantized format, quantized.
     pub(super) fn rows<'x>(&self, x: &'x Tensor /* [T, K] */) -> Result<StepRows<'x>> {
         let rounded = self.format().rounds().then(|| self.rounded(x)).transpose()?;
         Ok(StepRows { plain: x, rounded })
     }
 
-    /// Whether rows are read as they are, too, not rounded alone: by adapters, routers and the narrow projections of gated delta nets.
+    /// Whether any operation also reads unquantized rows: adapters, routers, and the narrow projections of gated delta nets.
     pub(super) fn reads_plain(&self) -> bool {
         self.low.is_some() || self.spec.num_expert_layers() > 0 || self.spec.delta_net().is_some()
     }
 
-    /// Where the rows of the next product of a format go. What is rounded is written as it is, too, where adapters read it.
+    /// The destination of the next GEMM's input rows in `format`. Quantized rows are also written unquantized if an operation reads them so.
     pub(super) fn output<'x>(
         &self,
         x: &'x mut Tensor, /* [T, K] */
@@ -165,13 +166,13 @@ impl DecoderNetwork<'_> {
         Ok(StepOutput { plain: x, rounded, is_read: self.reads_plain() })
     }
 
-    /// out = x w^T, with the adapter's part.
+    /// Computes out = x w^T and adds the LoRA adapter.
     pub(super) fn linear(&self, op: DecoderOp, x: &Tensor, w: &Linear, out: &Tensor) -> Result<()> {
         self.base(op, x, w, out)?;
         self.adapt(x, w, out)
     }
 
-    /// out = x w^T.
+    /// Computes out = x w^T.
     fn base(&self, op: DecoderOp, x: &Tensor, w: &Linear, out: &Tensor) -> Result<()> {
         let columns: Vec<i64> = w.pieces.iter().map(|piece| piece.weight.size()[0]).collect();
         for (piece, part) in w.pieces.iter().zip(&out.split_with_sizes(columns.as_slice(), 1)) {
@@ -183,7 +184,7 @@ impl DecoderNetwork<'_> {
         Ok(())
     }
 
-    /// out = x w^T + bias, of the rows of x as they are rounded by now.
+    /// Computes out = x w^T + bias, from the rows of x that are already quantized.
     fn multiply(
         &self,
         op: DecoderOp,
@@ -195,7 +196,7 @@ impl DecoderNetwork<'_> {
         op.run(|| self.format().step_product(self.step_products(), x, w, out))
     }
 
-    /// out = x w^T + bias of a weight that no format has.
+    /// Computes out = x w^T + bias for a weight that is never quantized.
     pub(super) fn product(
         &self,
         op: DecoderOp,
@@ -211,7 +212,7 @@ impl DecoderNetwork<'_> {
         StepProducts { own: self.own_products, products: self.products, tuning: self.tuning }
     }
 
-    /// out += (x A^T) B^T, where x A^T is zero beside adapters that are not the row's.
+    /// Adds the LoRA adapter: out += (x A^T) B^T. With several adapters, x A^T is zero in the columns of adapters that the row does not use.
     fn adapt(&self, x: &Tensor, w: &Linear, out: &Tensor) -> Result<()> {
         let Some((lora, low)) = self.lora_with_low(x, w) else { return Ok(()) };
         let Lora { a, b, owners, .. } = lora;
@@ -227,15 +228,15 @@ impl DecoderNetwork<'_> {
         })
     }
 
-    /// The adapter beside a product, and where its inner products [T, k] go.
+    /// The LoRA adapter of a linear layer, and the buffer for its x A^T [T, r].
     fn lora_with_low<'w>(&self, x: &Tensor /* [T, K] */, w: &'w Linear) -> Option<(&'w Lora, Tensor)> {
         let lora = w.lora.as_ref()?;
         let shape = [x.size()[0], lora.a.size()[0]];
         Some((lora, self.low?.narrow(0, 0, shape[0] * shape[1]).view(shape)))
     }
 
-    /// Whether this crate's kernels add an adapter's part. Where a row's bits must not depend on the rows beside it, they come from one kernel
-    /// for all numbers of rows.
+    /// Whether this crate's kernels add the LoRA adapter. In strict mode they always do where they support the shapes, because one kernel then serves
+    /// any number of rows and a row's bits do not depend on the rows beside it.
     fn adds_by_own(&self, x: &Tensor, Lora { a, b, owners, .. }: &Lora, out: &Tensor) -> bool {
         let is_strict = matches!(self.tuning, Tuning::Fixed | Tuning::Exact);
         owners.is_none() && (is_strict || kernels::adapt_pays(x, a, out)) && kernels::adapt_serves(x, a, b, out)

@@ -1,4 +1,4 @@
-//! The tokens that structures allow, as bits on the device: uploaded before a step whose draws have some.
+//! Structured output on the GPU: bit masks of the allowed tokens, uploaded before a step that needs them.
 
 use tch::{Kind, Tensor};
 
@@ -6,18 +6,18 @@ use crate::cuda::{PinnedWords, TorchStream};
 use crate::error::Result;
 use crate::rollout::sampler::Draw;
 
-/// Masks of a step's draws, at addresses that stay. Made for the first request with a structure.
+/// Token masks of a step's draws, at fixed addresses. Allocated for the first request with a structure.
 #[derive(Debug)]
 pub(super) struct TokenMasks {
     words_per_mask: usize,
     most_draws: usize,
     upload: PinnedWords,
-    /// The place of each draw's mask, -1 where it has none; then the masks, one bit an id.
+    /// First the index of each draw's mask, -1 for none; then the masks, one bit per token id.
     device: Tensor, // [S + S V / 32] i32
 }
 
 impl TokenMasks {
-    /// Room for `most_draws` masks over a vocabulary.
+    /// Allocates `most_draws` masks over a vocabulary.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`]; [`crate::Error::Cuda`].
@@ -28,10 +28,10 @@ impl TokenMasks {
         Ok(Self { words_per_mask, most_draws, upload: PinnedWords::new(stream.context(), len)?, device })
     }
 
-    /// Queues the copy of the masks of `draws`. Rows behind them have none.
+    /// Queues the upload of the masks of `draws`. Further rows get no mask.
     ///
     /// # Errors
-    /// [`crate::Error::Cuda`]; what `waiting` returns while an earlier copy is under way.
+    /// [`crate::Error::Cuda`]; the error of `waiting`, which is called while an earlier upload is under way.
     pub(super) fn upload(&mut self, draws: &[Draw], waiting: &mut dyn FnMut() -> Result<()>) -> Result<()> {
         let words = self.upload.words(waiting)?;
         let (places, masks) = words.split_at_mut(self.most_draws);
@@ -46,12 +46,12 @@ impl TokenMasks {
         self.upload.upload(&self.device.narrow(0, 0, len as i64))
     }
 
-    /// The places of the first `rows` draws' masks. [S] i32
+    /// Mask indexes of the first `rows` draws. [S] i32
     pub(super) fn places(&self, rows: i64) -> Tensor {
         self.device.narrow(0, 0, rows)
     }
 
-    /// The masks. [S, V / 32] i32
+    /// All masks. [S, V / 32] i32
     pub(super) fn words(&self) -> Tensor {
         let (draws, words) = (self.most_draws as i64, self.words_per_mask as i64);
         self.device.narrow(0, draws, draws * words).view([draws, words])

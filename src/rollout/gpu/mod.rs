@@ -1,24 +1,24 @@
-//! Steps on a GPU: nothing of a decode step enters libtorch or is allocated, and the whole of it, from the last sampled tokens
-//! to the next ones, is recorded once for every batch size and replayed. The host runs one step behind: it uploads a step's
-//! description and launches it before it reads what the step before has sampled.
+//! Engine steps on a GPU. A whole decode step, from the last sampled tokens to the next ones, is captured as a CUDA graph for each batch size and
+//! replayed; it allocates nothing and makes no libtorch calls. The host runs one step ahead: it uploads and launches a step before it reads the
+//! samples of the previous one.
 //!
 //! | file | what it is |
 //! |---|---|
-//! | `state` | what lasts from one wake to the next, the choice of a step's products too |
+//! | `state` | what persists between wakes, including the choice of GEMM kernels |
 //! | `runner` | the steps of one call of `generate` |
-//! | `buffers`, `expert_buffers`, `delta_columns` | the memory of a step; of the tokens of experts, of the projections of gated delta nets |
-//! | `inputs` | what a step is told, packed into one upload |
-//! | `masks` | the tokens that structures allow, on their way to the device |
-//! | `network`, `sampling` | kernels and products, from token ids to hidden states and on to sampled tokens |
-//! | `processing` | what the draws of a step need beside the temperature |
-//! | `delta_net` | the layers with gated delta nets, from their projections to their states |
-//! | `experts` | the layers that have experts, from the router to the weighted sum |
-//! | `linears` | products of a block |
+//! | `buffers`, `expert_buffers`, `delta_columns` | the memory of a step, of its experts and of the projections of gated delta nets |
+//! | `inputs` | the inputs of a step, packed into one upload |
+//! | `masks` | upload of the tokens that structured output allows |
+//! | `network`, `sampling` | kernels and GEMMs: from token ids to hidden states, and from those to sampled tokens |
+//! | `processing` | logits processing that a step's draws need besides temperature |
+//! | `delta_net` | layers with gated delta nets |
+//! | `experts` | layers with experts: router, GEMMs, weighted sum |
+//! | `linears` | the GEMMs of a block |
 //! | `prefill` | attention of prompts |
-//! | `stages` | what goes from stage to stage, of an engine that has several |
-//! | `graphs` | decode steps, recorded by batch size |
-//! | `op` | the operations of a step, by name |
-//! | `trial` | a decode step over a made-up batch, for benchmarks |
+//! | `stages` | transfers between pipeline stages |
+//! | `graphs` | decode steps as CUDA graphs, by batch size |
+//! | `op` | names of a step's operations |
+//! | `trial` | a decode step over a synthetic batch, for benchmarks |
 
 mod buffers;
 mod delta_columns;

@@ -1,5 +1,5 @@
-//! The network over the engine's buffers: kernels and cuBLASLt's products, from token ids to hidden states. Allocates nothing
-//! itself, so that a decode step can be recorded; attention is the caller's.
+//! The decoder network over the engine's buffers: kernels and cuBLASLt GEMMs, from token ids to hidden states. It allocates nothing itself, so a
+//! decode step can be captured as a CUDA graph. The caller supplies the attention.
 
 use tch::{Kind, Tensor};
 
@@ -18,7 +18,7 @@ use crate::ranks::{Collective, ReduceOp};
 use crate::rollout::state_pages::SequenceMemory;
 use crate::rollout::weights::EngineWeights;
 
-/// The decoder network of an engine that is awake, which all its steps share.
+/// The decoder network of an awake engine; all steps use it.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct DecoderNetwork<'a> {
     pub(super) spec: &'a ModelSpec, // of the stage's layers
@@ -30,59 +30,60 @@ pub(super) struct DecoderNetwork<'a> {
     pub(super) buffers: &'a DecodeBuffers,
     pub(super) ropes: &'a ByRope<Tensor>, // [positions, turned columns] f32, cosines, then sines
     pub(super) low: Option<&'a Tensor>,   // where adapters' inner products go, flat
-    /// Sums row-parallel products over the group; NCCL does where it is `None`.
+    /// All-reduces row-parallel GEMMs over the group; `None` if NCCL does.
     pub(super) sums: Option<&'a RowSums>,
     pub(super) tuning: Tuning,
-    /// At most what [`DecoderNetwork::may_own_products`] allows.
+    /// The GEMMs that use this crate's kernels, a subset of [`DecoderNetwork::may_own_products`].
     pub(super) own_products: OwnProducts,
     pub(super) processing: Processing,
-    /// Where requests choose among adapters, the number of each row's. [T] i32
+    /// Adapter number of each row, if requests choose among several LoRA adapters. [T] i32
     pub(super) adapters: Option<&'a Tensor>,
-    /// The masks of the step's draws, where some have one.
+    /// Token masks of the step's draws, if any draw has one.
     pub(super) masks: Option<&'a TokenMasks>,
 }
 
-/// T tokens of a step.
+/// The T tokens of a step.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct StepTokens<'a> {
     pub(super) ids: &'a Tensor,       // [T] i32
     pub(super) positions: &'a Tensor, // [T] i32
     pub(super) slots: &'a Tensor,     // [T] i32, -1: padding
-    /// Experts of an earlier computation, in all layers that have some, -1 where there was none.
+    /// Recorded experts of an earlier computation, over all layers with experts; -1 where none was recorded.
     pub(super) recorded: Option<&'a Tensor>, // flat, i16, token by token
-    /// Pages of the sequences, whose tokens lie one behind the other.
+    /// State page of each sequence; the tokens of a sequence are contiguous.
     pub(super) state_pages: &'a Tensor, // [B] i32
-    /// Where their tokens begin; none where each has one.
+    /// Start of each sequence's tokens; `None` if each has one token.
     pub(super) bounds: Option<&'a Tensor>, // [B + 1] i32
 }
 
-/// What one layer's attention reads.
+/// Inputs of one layer's attention.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct StepHeads<'a> {
     pub(super) q: &'a Tensor, // [T, H, hd]
-    /// The product that holds keys and values, which are in the cache, too.
+    /// Output of the QKV projection. Its keys and values are also in the cache.
     pub(super) qkv: &'a QkvViews,
     pub(super) sinks: Option<&'a Tensor>, // [H]
 }
 
-/// One layer's attention: its number and shape. Returns [T, H hd].
+/// Attention of one layer, called with the layer's number, its shape and its inputs. Returns [T, H hd].
 pub(super) type Attend<'a> = dyn FnMut(usize, AttentionSpec, StepHeads<'_>) -> Result<Tensor> + 'a;
 
 impl DecoderNetwork<'_> {
-    /// Final hidden states, normed. On the first stage of tokens, on others of what is in the buffers' `x`; on all but the last `x` is what the
-    /// next one goes on with. [T, D]
+    /// Final hidden states, after the norm. [T, D] The first stage starts from token ids, later stages from the buffer `x`. On all stages but the
+    /// last, `x` then holds the input of the next stage.
     ///
-    /// `kernels::product`, `gate_up`, `adapt` and `route` read weights while the operation before them runs. None of those writes weights: the
-    /// policy's are complete before the step begins, as the engine's stream waits for its caller's; and between `prepare`, which
-    /// writes a block's, and their first reader stands a norm, which has waited for it. An operation that is timed alone lacks the
-    /// norm, but nobody reads what comes out. Kernels of a format that rounds let the next one begin before they have waited themselves: prepared weights are
+    /// `kernels::product`, `gate_up`, `adapt` and `route` prefetch weights while the previous operation still runs. This is safe because no operation
+    /// before them writes weights. The policy's weights are complete before the step begins, since the engine's stream waits for its caller's. A
+    /// block that `prepare` writes is first followed by a norm, which waits for `prepare`. An operation that a benchmark times alone lacks this norm,
+    /// but its output is not used. Kernels of a quantized format let the next kernel start before they have waited themselves. That is safe, too:
+    /// prepared weights are not written within a step, and blocks that `prepare` writes are followed by norms that wait.
     /// not written in a step, and blocks that `prepare` writes have norms that wait first.
     pub(super) fn hidden(&self, tokens: &StepTokens, attend: &mut Attend) -> Result<Tensor> {
         let rows = tokens.ids.size()[0];
         let first = |buffer: &Tensor| buffer.narrow(0, 0, rows);
         let (mut x, gate_up, mut act) =
             (first(&self.buffers.x), first(&self.buffers.gate_up), first(&self.buffers.act));
-        // What products give before it is summed over the group, of attention and of the MLP; one place serves both in NCCL.
+        // // Outputs of attention and of the MLP before the all-reduce. With NCCL both use one buffer.
         let (mut normed, mut parts) = match self.sums {
             Some(sums) => (first(&sums.normed()?), [first(&sums.part(0)?), first(&sums.part(1)?)]),
             None => (first(&self.buffers.normed), [first(&self.buffers.delta), first(&self.buffers.delta)]),
@@ -123,10 +124,10 @@ impl DecoderNetwork<'_> {
                     next.norm(MIXER_NORMS.pre)
                 }
                 None if self.stage.is_last() => Some(&self.weights.final_norm),
-                None => self.weights.blocks[0].norm(MIXER_NORMS.pre), // only the sum is of use, which comes with a norm
+                None => self.weights.blocks[0].norm(MIXER_NORMS.pre), // only the sum is needed, but the kernel computes a norm with it
             };
             let is_last = layer + 1 == self.weights.blocks.len();
-            let next_format: &dyn Format = if is_last { &Plain } else { format }; // the head reads rows as they are
+            let next_format: &dyn Format = if is_last { &Plain } else { format }; // the head reads unquantized rows
             let norms = (w.norm(MLP_NORMS.post), next);
             self.leave((1, block.residual_scale), &mut parts, &mut x, norms, (&mut normed, next_format))?;
         }
@@ -170,7 +171,7 @@ impl DecoderNetwork<'_> {
         Ok(attended)
     }
 
-    /// One norm over all query heads and one over all key heads, in place, whichever rank has them.
+    /// Applies one RMSNorm over all query heads and one over all key heads, in place, across the ranks that hold them.
     fn norm_all_heads(
         &self,
         attention: AttentionSpec,
@@ -179,7 +180,7 @@ impl DecoderNetwork<'_> {
     ) -> Result<()> {
         let Some((q, k, NormOptions { eps, .. })) = norms else { return Ok(()) };
         let rows = qkv.q.size()[0];
-        // The MLP's activation has no use for its memory now: 8 bytes a row.
+        // // Use the memory of the MLP's activation, free at this point, as scratch: 8 bytes per row.
         let scratch = self.buffers.act.view(-1).narrow(0, 0, 4 * rows).view_dtype(Kind::Float);
         let mut sums = scratch.narrow(0, 0, 2 * rows).view([rows, 2]);
         let counts_k = attention.has_first_of_key(self.tp.rank(), self.tp.size());
@@ -190,7 +191,7 @@ impl DecoderNetwork<'_> {
         DecoderOp::Norm.run(|| kernels::qk_scale(qkv, [q, k], &sums, attention.widths(), eps))
     }
 
-    /// normed = pre(x), or x itself, as the format of the next product reads it.
+    /// Computes normed = pre(x), or a copy of x without `pre`, in the format of the next GEMM.
     fn enter(&self, x: &mut Tensor, pre: Option<&Tensor>, normed: &mut Tensor, format: &dyn Format) -> Result<()> {
         let Some(weight) = pre else {
             DecoderOp::Norm.run(|| Ok(normed.f_copy_(x)?))?;
@@ -199,7 +200,7 @@ impl DecoderNetwork<'_> {
         DecoderOp::Norm.run(|| self.norm(x, None, weight, (normed, format)))
     }
 
-    /// x += delta, normed = its norm: as it is, or rounded.
+    /// Computes x += delta and normed = norm(x), quantized if `format` is.
     fn norm(
         &self,
         x: &mut Tensor,                               // [T, D]
@@ -210,7 +211,7 @@ impl DecoderNetwork<'_> {
         format.step_norm(x, delta, weight, self.output(normed, format)?, self.spec.norm())
     }
 
-    /// x += factor * post(the sum over the group of what a row-parallel product gave); normed = pre(x), for the next sublayer.
+    /// Computes x += factor * post(all-reduced output of a row-parallel GEMM), then normed = pre(x) for the next sublayer.
     fn leave(
         &self,
         (turn, factor): (usize, f64),
@@ -240,8 +241,7 @@ impl DecoderNetwork<'_> {
         self.enter(x, pre, normed, format)
     }
 
-    /// x += the sum over the group of what a row-parallel product gave, where ranks have column ranges of the weight; normed is
-    /// the norm of x. Calls take turns at `parts`.
+    /// All-reduces the output of a row-parallel GEMM and adds it to x; normed is the RMSNorm of x. Calls alternate between the two `parts`.
     fn add_rms_norm(
         &self,
         turn: usize,
@@ -266,7 +266,7 @@ impl DecoderNetwork<'_> {
     }
 }
 
-/// x *= factor, for the models that have one: others queue nothing.
+/// Computes x *= factor; queues nothing if the factor is 1.
 pub(super) fn scale(x: &mut Tensor, factor: f64) -> Result<()> {
     if factor != 1.0 {
         let _ = x.f_mul_scalar_(factor)?;
@@ -274,13 +274,13 @@ pub(super) fn scale(x: &mut Tensor, factor: f64) -> Result<()> {
     Ok(())
 }
 
-/// Adapters of all blocks.
+/// LoRA adapters of all blocks.
 pub(super) fn adapters<'a>(weights: &'a EngineWeights) -> impl Iterator<Item = &'a Lora> {
     weights.blocks.iter().flat_map(BlockParams::linears).filter_map(|(_, linear)| linear.lora.as_ref())
 }
 
-/// Room for the inner products of the largest adapter over `rows`, none where nothing is adapted. Of experts each of a row's `choices`
-/// has its own.
+/// Allocates the buffer for x A^T of the largest LoRA adapter over `rows`; `None` without adapters. In an expert layer each of a row's `choices` has
+/// its own x A^T.
 pub(super) fn low_rank_buffer(weights: &EngineWeights, rows: i64, choices: i64) -> Result<Option<Tensor>> {
     let width = |lora: &Lora| match lora.a.size()[..] {
         [_, inner, _] => choices * inner,

@@ -1,50 +1,50 @@
-//! The operations of a decode step by their names.
+//! Names for the operations of a decode step.
 //!
-//! `DecoderOp::run` can skip an operation when its thread asks so. A benchmark thereby runs one kind of operation in all layers
-//! alone, for long enough to measure its energy; events inside a captured graph would give times only.
+//! A benchmark can make `DecoderOp::run` skip all operations of its thread but one kind. It thereby runs this kind alone, in all layers, long enough
+//! to measure its energy; CUDA events inside a captured graph would give times only.
 
 use std::cell::Cell;
 
 use crate::error::Result;
 
-/// An operation of a step, of all layers together.
+/// One kind of operation in a decode step, in all layers together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DecoderOp {
     /// Looks the tokens' embeddings up.
     Embed,
-    /// Norms, and sums of the residual stream.
+    /// Norms and sums of the residual stream.
     Norm,
     /// Projections that the first sublayer reads.
     Qkv,
     /// Rotates queries and keys, and writes keys and values into the cache.
     RopeWriteKv,
-    /// Shares the rows' attention out among blocks.
+    /// Divides the rows' attention among thread blocks.
     AttentionPlan,
     /// Attention to the cache.
     Attention,
     /// Gated delta nets between their projections.
     DeltaNet,
-    /// The product behind the first sublayer.
+    /// The output projection of the first sublayer.
     O,
-    /// The experts of every token, and tokens by expert.
+    /// Chooses the experts of every token and sorts the tokens by expert.
     Router,
-    /// The first product of an MLP, with SwiGLU where one kernel does both.
+    /// The gate and up GEMM of an MLP, with SwiGLU if one kernel computes both.
     GateUp,
-    /// SwiGLU by a kernel of its own.
+    /// SwiGLU in a separate kernel.
     SiluMul,
-    /// Rounds activations, where no operation before does that on its way.
+    /// Quantizes activations, where the previous operation does not do it.
     Round,
-    /// The last product of an MLP.
+    /// The down GEMM of an MLP.
     Down,
-    /// The sum of a token's experts.
+    /// The weighted sum of a token's experts.
     Combine,
-    /// Adapters beside the products.
+    /// LoRA adapters.
     Adapters,
-    /// Sums over the tensor-parallel group.
+    /// All-reduces over the tensor-parallel group.
     AllReduce,
-    /// The head's product.
+    /// The GEMM of the language model head.
     Head,
-    /// Draws the next tokens.
+    /// Samples the next tokens.
     Sample,
 }
 
@@ -53,8 +53,8 @@ thread_local! {
 }
 
 impl DecoderOp {
-    /// Runs `work` with all operations of this thread left out but the `chosen` one, or with all of them. A benchmark times one operation of a
-    /// step so, and its energy, which events between operations would not tell.
+    /// Runs `work` with only the `chosen` operation enabled on this thread, or with all operations for `None`. A benchmark measures the time and
+    /// energy of one operation so.
     pub fn only<R>(chosen: Option<Self>, work: impl FnOnce() -> R) -> R {
         let before = CHOSEN.replace(chosen);
         let result = work();
@@ -62,7 +62,7 @@ impl DecoderOp {
         result
     }
 
-    /// Does `work`, unless a benchmark leaves this operation out.
+    /// Runs `work`, unless a benchmark has disabled this operation.
     pub(super) fn run(self, work: impl FnOnce() -> Result<()>) -> Result<()> {
         if CHOSEN.get().is_none_or(|chosen| chosen == self) { work() } else { Ok(()) }
     }

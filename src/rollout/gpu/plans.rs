@@ -1,4 +1,4 @@
-//! Plans of a step's attention: one for each way in which layers see their context.
+//! Attention plans of a step, one for each distinct combination of window and score scale.
 
 use tch::{Device, Tensor};
 
@@ -8,16 +8,16 @@ use crate::model::{AttentionSpec, Distinct, ModelSpec, Sight};
 use crate::ops::exact::SPLIT_TOKENS;
 use crate::rollout::options::EngineOptions;
 
-/// The plans of a rank's layers, by the window and the factor of scores.
+/// The attention plans of a rank's layers, by window and scale of scores.
 #[derive(Debug)]
 pub(super) struct AttentionPlans {
     of_sights: Distinct<Sight, AttentionPlan>,
-    /// Of a strict engine with keys in eight bits, or with sinks, a prefix that is read once would change the bits.
+    /// Whether shared prefixes are read once. A strict engine with an 8-bit cache or attention sinks does not, because it would change the bits.
     shares_prefixes: bool,
 }
 
 impl AttentionPlans {
-    /// For up to `max_rows` rows with block tables of `max_blocks`.
+    /// Creates plans for up to `max_rows` rows with block tables of `max_blocks`.
     pub(super) fn new(
         spec: &ModelSpec,
         options: &EngineOptions,
@@ -35,28 +35,28 @@ impl AttentionPlans {
         })
     }
 
-    /// The plan of the layers with this attention.
+    /// The plan for layers with this attention.
     pub(super) fn of(&self, attention: AttentionSpec) -> &AttentionPlan {
         self.of_sights.of(attention.sight())
     }
 
-    /// Most rows of a step.
+    /// Maximum number of rows of a step.
     pub(super) fn max_rows(&self) -> usize {
         self.of_sights.iter().map(AttentionPlan::max_rows).min().unwrap_or(0)
     }
 
-    /// [`AttentionPlan::blocks`], which are the same for all.
+    /// [`AttentionPlan::blocks`], which is equal for all plans.
     pub(super) fn blocks(&self) -> Option<AttentionBlocks> {
         self.of_sights.iter().next().and_then(AttentionPlan::blocks)
     }
 
-    /// [`AttentionPlan::least_shared_tokens`], which is the same for all.
+    /// [`AttentionPlan::least_shared_tokens`], which is equal for all plans; `usize::MAX` if prefixes are not shared.
     pub(super) fn least_shared_tokens(&self, rows: usize) -> usize {
         let least = self.of_sights.iter().map(|plan| plan.least_shared_tokens(rows)).max();
         least.filter(|_| self.shares_prefixes).unwrap_or(usize::MAX)
     }
 
-    /// [`AttentionPlan::update`] of each.
+    /// Calls [`AttentionPlan::update`] on each plan.
     pub(super) fn update(&self, context_lens: &Tensor, prefixes: SharedPrefixes) -> Result<()> {
         let prefixes = self.shares_prefixes.then_some(prefixes);
         self.of_sights.iter().try_for_each(|plan| plan.update(context_lens, prefixes))
@@ -67,7 +67,7 @@ impl AttentionPlans {
         self.of_sights.iter().map(AttentionPlan::bytes).sum()
     }
 
-    /// Bytes of the partial results of all plans, which are nearly all that they take.
+    /// Bytes of the partial results of all plans, which are nearly all of their memory.
     pub(super) fn partial_bytes(
         spec: &ModelSpec,
         options: &EngineOptions,

@@ -1,5 +1,5 @@
-//! Attention of prompts on a GPU: over the keys at hand where runs begin their sequences, else over the cache; in strict mode
-//! with the bits of decode steps, in tiles of rows or row by row, so that a token's bits do not tell which kind of step computed it.
+//! Attention of prompts on a GPU. If all runs begin their sequences, it reads the step's own keys, else the cache. In strict mode it gives the bits
+//! of decode steps, in tiles of rows or row by row, so a token's bits do not depend on the kind of step that computed it.
 
 use tch::{Kind, Tensor};
 
@@ -17,7 +17,7 @@ use crate::rollout::scheduler::Step;
 use crate::rollout::sequence::EngineSequence;
 use crate::torch::{self, Varlen, flash_forward};
 
-/// One step's attention, for all layers.
+/// The attention of one prefill step, for all layers.
 #[derive(Debug)]
 pub(super) struct PrefillAttention<'a> {
     kv_cache: &'a KvCache,
@@ -26,17 +26,17 @@ pub(super) struct PrefillAttention<'a> {
 
 #[derive(Debug)]
 enum Keys<'a> {
-    /// Keys and values of this step, as they lie in the product.
+    /// Keys and values of this step, as they are in the output of the QKV projection.
     AtHand(Varlen),
-    /// Rows of the cache [context tokens of all runs * Hkv].
+    /// Rows of the cache: [context tokens of all runs * Hkv].
     Cached(Varlen, Tensor),
-    /// For kinds that flash attention does not take: what [`paged_prefill`] needs.
+    /// For dtypes without flash attention: the arguments of [`paged_prefill`].
     Explicit { block_tables: Tensor, bounds: Vec<i64>, context_lens: Vec<i64> },
-    /// With the bits of decode steps.
+    /// The strict mode, with the bits of decode steps.
     Strict(StrictRows<'a>),
 }
 
-/// Rows in tiles, by the windows of layers where they pay; else slices of as many rows as the plans hold.
+/// Rows of the strict mode: in tiles, by the layers' window, where tiles are faster; else in slices of as many rows as the plans hold.
 #[derive(Debug)]
 struct StrictRows<'a> {
     plans: &'a AttentionPlans,
@@ -45,7 +45,7 @@ struct StrictRows<'a> {
     slices: Vec<Slice>,
 }
 
-/// Neighbouring rows, each with its own context.
+/// Neighbouring rows, each with its own context length.
 #[derive(Debug)]
 struct Slice {
     first: i64,
@@ -54,7 +54,8 @@ struct Slice {
 }
 
 impl<'a> PrefillAttention<'a> {
-    /// `strict` has the plans of decode steps, with a fixed split, where prompts are to have their bits.
+    /// Chooses how the step's attention is computed. `strict` has the plans of decode steps with a fixed split, for prompts that must have the bits
+    /// of decode steps.
     pub(super) fn new(
         Packing { step, sequences, .. }: &Packing,
         inputs: &PrefillInputs,
@@ -97,7 +98,7 @@ impl<'a> PrefillAttention<'a> {
         Ok(Self { kv_cache, keys })
     }
 
-    /// [T, H hd]
+    /// Attention of one layer. Returns [T, H hd].
     pub(super) fn attend(
         &self,
         layer: usize,
@@ -182,7 +183,7 @@ impl<'a> StrictRows<'a> {
     }
 }
 
-/// All tokens, in slices of at most `most` rows.
+/// Splits all tokens into slices of at most `most` rows.
 fn slices(step: &Step, inputs: &PrefillInputs, most: i64) -> Result<Vec<Slice>> {
     let (rows, device) = (inputs.positions.size()[0], inputs.positions.device());
     let runs = step.runs.iter().enumerate();
@@ -200,7 +201,7 @@ fn slices(step: &Step, inputs: &PrefillInputs, most: i64) -> Result<Vec<Slice>> 
     (0..rows).step_by(most as usize).map(slice).collect()
 }
 
-/// Slots of all tokens that the runs see, in order. [context tokens] i64
+/// Cache slots of all tokens that the runs attend to, in order. [context tokens] i64
 fn context_slots(step: &Step, sequences: &[EngineSequence], block_size: usize) -> Vec<i64> {
     let slots = step.runs.iter().flat_map(|run| {
         let sequence = &sequences[run.sequence];

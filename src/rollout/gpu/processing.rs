@@ -1,21 +1,21 @@
-//! Processing that the draws of a step need beside the temperature.
+//! Logits processing that the draws of a step need besides temperature.
 
 use super::inputs::Packing;
 use crate::rollout::filters;
 
-/// The processing of logits, beside the temperature, that some draw of a step needs. Other draws pass through it unchanged.
+/// Which logits processing, besides temperature, any draw of a step needs. Draws that do not need it pass through unchanged.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Processing {
-    /// min-p, top-k or top-p are on.
+    /// Whether min-p, top-k or top-p are on.
     pub(super) filters: bool,
-    /// There is a repetition penalty.
+    /// Whether there is a repetition penalty.
     pub(super) penalises: bool,
-    /// A structure allows some tokens alone.
+    /// Whether structured output allows only some tokens.
     pub(super) masks: bool,
 }
 
 impl Processing {
-    /// For the runs of a step, those included that draw nothing yet: a penalty needs their tokens later.
+    /// The processing for the runs of a step, including runs that do not sample yet, because a penalty needs their tokens later.
     pub(super) fn of(packing: &Packing) -> Self {
         let params = || packing.step.runs.iter().map(|run| &packing.sequences[run.sequence].params);
         Self {

@@ -1,4 +1,5 @@
-//! Steps of a session on a GPU: uploaded, launched, and read one step behind; of an engine in stages as many steps behind as there are stages.
+//! Steps of a session on a GPU: uploaded, launched, and read one step behind. With pipeline stages they are read as many steps behind as there are
+//! stages.
 
 use std::collections::VecDeque;
 
@@ -32,7 +33,7 @@ use crate::rollout::weights::EngineWeights;
 use crate::torch;
 use crate::types::TokenLogprob;
 
-/// Runs the steps of one session.
+/// Runs the steps of one sampling session.
 pub(in crate::rollout) struct GpuRunner<'a> {
     pub(super) state: &'a mut GpuState,
     pub(super) spec: &'a ModelSpec,
@@ -42,7 +43,7 @@ pub(in crate::rollout) struct GpuRunner<'a> {
     ranks: &'a EngineRanks,
     stage: Stage,
     line: Option<StageLine<'a>>,
-    /// Place among the tokens on the device of what the last launched step samples for each sequence.
+    /// For each sequence, the index of its sample among the tokens on the device that the last launched step writes.
     pending: Vec<u32>,
     under_way: VecDeque<StepDraws>,
     num_launched: usize,
@@ -51,28 +52,28 @@ pub(in crate::rollout) struct GpuRunner<'a> {
     _current: CurrentStream,
 }
 
-/// The draws of a step under way.
+/// The draws of a launched step that is not collected yet.
 struct StepDraws {
     drawn: Vec<DrawnRow>,
-    /// The most probable ids of those that ask for them, with the draw's number.
+    /// The most probable ids of the draws that request them, with the draw's number.
     top: Vec<(usize, Vec<TokenLogprob>)>,
-    /// Tokens that the step computed.
+    /// Number of tokens that the step computed.
     num_tokens: usize,
-    /// Number of its tick, of an engine in stages.
+    /// The number of the step's tick, in an engine with pipeline stages.
     tick: usize,
 }
 
-/// A row that was drawn from.
+/// A row that a token was sampled from.
 struct DrawnRow {
     prompt_id: u64,
-    /// Tokens before it.
+    /// Number of tokens before it.
     position: usize,
-    /// It is behind a draft, and may not count.
+    /// Whether it follows a draft token, and so is discarded if that is rejected.
     is_draft: bool,
 }
 
 impl<'a> GpuRunner<'a> {
-    /// libtorch's operations of this thread go to the engine's stream as long as this lives.
+    /// Starts a session. While the runner exists, libtorch operations of this thread run on the engine's stream.
     pub(in crate::rollout) fn new(
         state: &'a mut GpuState,
         (spec, weights): (&'a ModelSpec, &'a EngineWeights<'a>),
@@ -106,8 +107,8 @@ impl<'a> GpuRunner<'a> {
         outcome
     }
 
-    /// The network over this engine's memory. A strict engine has one product algorithm, others choose by `tuning`; but what
-    /// is timed may come out otherwise in the next run.
+    /// The network over this engine's memory. A strict engine has one fixed GEMM algorithm. Others choose by `tuning`; what is timed may be chosen
+    /// differently in the next run.
     fn network(&self, tuning: Tuning, processing: Processing) -> DecoderNetwork<'_> {
         let state = &*self.state;
         DecoderNetwork {
@@ -138,7 +139,7 @@ impl<'a> GpuRunner<'a> {
         step_rows(packing.step.num_tokens(), self.state.shape.seqs)
     }
 
-    /// Uploads a decode step's inputs and hands the step itself to `run`.
+    /// Uploads the inputs of a decode step and calls `run` with the step.
     pub(super) fn prepare_decode<T>(
         &mut self,
         packing: &Packing,
@@ -171,8 +172,8 @@ impl<'a> GpuRunner<'a> {
         })
     }
 
-    /// The most probable ids of the draws that ask for them, by the logits that the newest step has left on the device; waits for
-    /// it. Collective where there are such draws.
+    /// The most probable ids of the draws that request them, from the logits of the newest step; waits for that step. Collective if there are such
+    /// draws.
     fn top_logprobs(&self, draws: &[Draw]) -> Result<Vec<(usize, Vec<TokenLogprob>)>> {
         let asks = |(_, draw): &(usize, &Draw)| draw.params.top_logprobs > 0;
         let (rows, asking): (Vec<usize>, Vec<&Draw>) = draws.iter().enumerate().filter(asks).unzip();
@@ -189,8 +190,7 @@ impl<'a> GpuRunner<'a> {
         Ok(rows.into_iter().zip(sampler.top_logprobs(&logits, &asking)?).collect())
     }
 
-    /// Queues the exchange between an engine's stages that comes before a step of `rows` rows, or before none; nothing where there is one
-    /// stage.
+    /// Queues the exchange between pipeline stages that precedes a step of `rows` rows, or no step. Does nothing with one stage.
     fn tick(&mut self, rows: Option<usize>) -> Result<()> {
         let GpuState { buffers, tokens, stream, .. } = &mut *self.state;
         let (Some(line), Some(tokens)) = (&mut self.line, tokens) else { return Ok(()) };
@@ -252,7 +252,7 @@ impl Runner for GpuRunner<'_> {
         let has_adapters = self.weights.num_adapters > 0;
         let packing = Packing { step, draws, sequences, block_size, has_adapters };
         self.pending.resize(sequences.len(), 0);
-        self.ranks.all.epoch()?; // a graph knows nothing of a communicator's end
+        self.ranks.all.epoch()?; // a captured graph does not notice that a communicator has ended
         self.state.upload_masks(draws, self.spec.vocab_size, &*self.ranks.all)?;
         let num_tokens = step.num_tokens();
         self.tick(Some(if step.is_decode { self.bucket(&packing) } else { num_tokens }))?;
@@ -266,7 +266,7 @@ impl Runner for GpuRunner<'_> {
             }
         };
         let sampled = step.runs.iter().filter(|run| !run.samples.is_empty());
-        // Of a run with drafts the next step goes on from what the host knows by then.
+        // // For a run with draft tokens, the next step uses what the host knows by then.
         let samples = sampled.flat_map(|run| {
             let first = run.tokens.end - run.drafts.token_ids.len();
             (first..=run.tokens.end).flat_map(|position| run.samples.clone().map(move |index| (index, position)))
@@ -330,7 +330,7 @@ impl Runner for GpuRunner<'_> {
         for (draw, top) in top {
             let Sampled { token_id, logprob, top: of_draw } = &mut sampled[draw];
             *of_draw = top;
-            // The device and the host add up in other orders: one number for one token.
+            // // The device and the host sum in different orders: report one log-probability for one token.
             let own = of_draw.iter_mut().filter(|other| other.token_id == *token_id);
             own.for_each(|own| own.logprob = *logprob);
         }
@@ -338,8 +338,8 @@ impl Runner for GpuRunner<'_> {
     }
 }
 
-/// The last tokens of a bucket's rows, through the network; without pages the same however often it is done before the rows' next tokens
-/// are drawn.
+/// Hidden states of a bucket's rows for their last tokens. For a model without state pages it can run several times with equal results, until the
+/// next tokens are sampled.
 fn decode_hidden(
     network: &DecoderNetwork,
     (inputs, last, state_pages): (
@@ -355,7 +355,7 @@ fn decode_hidden(
     kernels::next_tokens(&inputs.from, last, &mut ids)?;
     let prefixes = SharedPrefixes { groups: &inputs.groups, num_shared_blocks: &inputs.num_shared };
     DecoderOp::AttentionPlan.run(|| plans.update(&inputs.context_lens, prefixes))?;
-    // A decode step's tokens are computed for the first time.
+    // // Decode steps compute their tokens for the first time, so no experts are recorded.
     let tokens = StepTokens {
         ids: &ids,
         positions: &inputs.positions,

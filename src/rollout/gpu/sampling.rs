@@ -1,5 +1,5 @@
-//! Samples tokens from hidden states, on this rank's share of the vocabulary and with what all ranks found in theirs.
-//! Allocates nothing.
+//! Samples tokens from hidden states on a GPU. Each rank handles its share of the vocabulary, then the ranks exchange what they found. Allocates
+//! nothing.
 
 use tch::Tensor;
 
@@ -13,15 +13,15 @@ use crate::error::Result;
 /// The S draws of a step.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct DrawOutputs<'a> {
-    /// Tokens so far, 0 where there is nothing to draw. [S]
+    /// Number of tokens so far of each draw's sequence, 0 if there is nothing to sample. [S]
     pub(super) lens: &'a Tensor,
-    /// Where those stand. [S, blocks]
+    /// Block tables of those tokens. [S, blocks]
     pub(super) block_tables: &'a Tensor,
     pub(super) sampling: &'a Sampling,
 }
 
 impl DecoderNetwork<'_> {
-    /// Draws one token from each of the hidden states, into the buffers' `sampled`. Collective.
+    /// Samples one token from each hidden state into the buffer `sampled`. Collective.
     pub(super) fn sample(&self, hidden: &Tensor /* [S, D] */, drawn: &DrawOutputs) -> Result<()> {
         let vocab = self.spec.vocab_range(self.tp.rank(), self.tp.size()).len() as i64;
         let logits = self.buffers.logits.narrow(0, 0, hidden.size()[0]).narrow(1, 0, vocab);
@@ -48,7 +48,7 @@ impl DecoderNetwork<'_> {
             self.cut(&draws, drawn.sampling)?;
             draws.cuts = Some(&cuts);
         }
-        // Of the mean shard, so that all ranks have the same number. The sums of strict steps are split alike in all batches.
+        // // Use the mean share, so that all ranks get the same number. Strict steps use one part: sums are then split equally in all batches.
         let parts = match self.tuning {
             Tuning::Fixed | Tuning::Exact => 1,
             _ => kernels::sample_parts(rows as usize, self.spec.vocab_size / tp_size) as i64,
@@ -66,13 +66,12 @@ impl DecoderNetwork<'_> {
         kernels::combine(&candidates, &mut ids.narrow(0, 0, rows), &mut logprobs.narrow(0, 0, rows))
     }
 
-    /// Writes what filters leave of every draw into the buffers' `cuts`. They need whole rows of the vocabulary: each rank gets
-    /// those
-    /// of its share of the draws.
+    /// Applies the filters to every draw and writes the result to the buffer `cuts`. Filters need whole rows of the vocabulary, so each rank gets the
+    /// rows of its share of the draws.
     fn cut(&self, draws: &Draws, sampling: &Sampling) -> Result<()> {
         let (ranks, rank, width) = (self.tp.size() as i64, self.tp.rank() as i64, self.buffers.logits.size()[1]);
         let per_rank = (draws.positions.size()[0] + ranks - 1) / ranks;
-        let logits = self.buffers.logits.narrow(0, 0, ranks * per_rank); // rows without a draw go along
+        let logits = self.buffers.logits.narrow(0, 0, ranks * per_rank); // includes rows without a draw
         let Sampling { min_p, top_k, top_p, .. } = sampling;
         let (filters, vocab) = (Filters { min_p, top_k, top_p }, self.spec.vocab_size);
         if ranks == 1 {

@@ -1,10 +1,10 @@
-//! The line of an engine's stages: what goes from one to the next, and sampled tokens back to all, in the order of each GPU's stream.
+//! Pipeline stages of an engine: rows go from each stage to the next, and sampled tokens back to all stages, in the order of each GPU's stream.
 //!
-//! Steps are counted in ticks, alike on all ranks, which launch the same steps; a tick without a step ends what is under way. In tick n
-//! a stage hands on what it computed in tick n - 1, receives what the stage before it computed in this one, and computes. So stage s is s
-//! ticks behind the first on the devices, while hosts go ahead: nothing here waits for a device. Of P stages, the tokens of
-//! tick m are given to all between the ticks m + P - 1 and m + P of the first stage, on whose device they are when tick m + P begins.
-//! All ranks meet in one order, first the next stage's rows, then tokens, so that none waits in a circle.
+//! Time is counted in ticks, equal on all ranks because all launch the same steps; ticks without a step complete the steps under way. In tick n a
+//! stage sends what it computed in tick n - 1, receives what the previous stage computed, and computes. So on the devices, stage s runs s ticks
+//! behind the first stage. Hosts run ahead and never wait here for a device. With P stages, the tokens of tick m are broadcast between the ticks m +
+//! P - 1 and m + P of the first stage, and are on its device when tick m + P begins. All ranks communicate in one order, first the rows for the next
+//! stage, then tokens, so no circular wait is possible.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use crate::error::Result;
 use crate::ranks::Collective;
 use crate::rollout::stats::StageTimes;
 
-/// The tokens of the last 2 P ticks, on the device and on their way to the host. They stay where they are, so that steps can be recorded.
+/// The tokens of the last 2 P ticks, on the device and on their way to the host. Their addresses are fixed, so steps can be captured as CUDA graphs.
 #[derive(Debug)]
 pub(super) struct StageTokens {
     seqs: usize,
@@ -27,7 +27,7 @@ pub(super) struct StageTokens {
 }
 
 impl StageTokens {
-    /// Room for steps that sample for up to `seqs` sequences.
+    /// Allocates memory for steps that sample for up to `seqs` sequences.
     ///
     /// # Errors
     /// [`OutOfMemory`](crate::error::Error::OutOfMemory); [`Cuda`](crate::error::Error::Cuda).
@@ -38,7 +38,7 @@ impl StageTokens {
         Ok(Self { seqs, ring, downloads })
     }
 
-    /// All of them, one behind the other, with the bits of their log-probabilities between.
+    /// Token ids and log-probability bits of all ticks in the ring, concatenated.
     pub(super) fn ids(&self) -> Tensor {
         self.ring.view(-1)
     }
@@ -48,31 +48,31 @@ impl StageTokens {
     }
 }
 
-/// One rank's place in the line, for one session.
+/// One rank's position in the pipeline, for one session.
 #[derive(Debug)]
 pub(super) struct StageLine<'a> {
     pipe: &'a dyn Collective,
     num_ticks: usize,
-    /// Rows of the last P ticks' steps, the newest first; none in a tick without a step.
+    /// Rows of the steps of the last P ticks, the newest first; `None` for a tick without a step.
     rows: VecDeque<Option<usize>>,
-    /// When the step at hand began on the device, and whether others were under way.
+    /// When the current step began on the device, and whether others were under way.
     began: Option<(CudaEvent, bool)>,
     spans: VecDeque<StepSpan>,
     last_end: Option<CudaEvent>,
     times: StageTimes,
 }
 
-/// When a step was computed on this rank's device.
+/// Start and end of a step on this rank's device.
 #[derive(Debug)]
 struct StepSpan {
     began: CudaEvent,
     ended: CudaEvent,
-    /// Others were under way when it was launched: the time before it counts.
+    /// Whether other steps were under way when this one was launched. If so, the gap after the previous step counts as waiting time.
     follows: bool,
 }
 
 impl<'a> StageLine<'a> {
-    /// None where one stage has all layers.
+    /// Joins the pipeline; `None` if one stage has all layers.
     pub(super) fn new(pipe: &'a dyn Collective) -> Option<Self> {
         (pipe.size() > 1).then(|| Self {
             pipe,
@@ -85,13 +85,13 @@ impl<'a> StageLine<'a> {
         })
     }
 
-    /// Steps that may be under way when the next is launched: each stage computes one, and the first has another ready.
+    /// Maximum number of steps under way when the next is launched: each stage computes one, and the first has another ready.
     pub(super) fn lag(&self) -> usize {
         self.pipe.size()
     }
 
-    /// Queues what comes before a step of so many rows, or ends what is under way without one. The step's `x` is then in its buffer on
-    /// all stages but the first.
+    /// Queues the transfers before a step of `rows` rows; without rows, it only completes steps under way. Afterwards the step's `x` is in its buffer
+    /// on all stages but the first.
     pub(super) fn tick(
         &mut self,
         stream: &TorchStream,
@@ -126,7 +126,7 @@ impl<'a> StageLine<'a> {
         Ok(())
     }
 
-    /// The step of the last tick is queued. Its number, and where its first sample will be among the tokens of all.
+    /// Records that the step of the last tick is queued. Returns its tick, and the index of its first sample in [`StageTokens::ids`].
     pub(super) fn computed(&mut self, stream: &TorchStream, tokens: &StageTokens) -> Result<(usize, usize)> {
         let (began, follows) = self.began.take().expect("a step in this tick");
         self.spans.push_back(StepSpan { began, ended: stream.record_timed()?, follows });
@@ -134,12 +134,12 @@ impl<'a> StageLine<'a> {
         Ok((tick, tick % tokens.downloads.len() * 2 * tokens.seqs))
     }
 
-    /// Whether the tokens of a tick are on their way to the host, after the same tick on all ranks.
+    /// Whether the tokens of a tick are being copied to the host. All ranks get the same answer after the same tick.
     pub(super) fn is_through(&self, tick: usize) -> bool {
         self.num_ticks > tick + self.pipe.size()
     }
 
-    /// The words of a tick's tokens, and the time of its step. Oldest first.
+    /// Returns the tokens of a tick as words and adds the times of its step. Call it for the oldest tick first.
     pub(super) fn collect<'t>(
         &mut self,
         tokens: &'t mut StageTokens,
@@ -156,7 +156,7 @@ impl<'a> StageLine<'a> {
         Ok(words)
     }
 
-    /// How long this rank's device computed, and waited between steps, since the last call.
+    /// Returns how long this rank's device computed, and waited between steps, since the last call.
     pub(super) fn take_times(&mut self) -> StageTimes {
         std::mem::take(&mut self.times)
     }

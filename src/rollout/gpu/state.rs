@@ -1,4 +1,4 @@
-//! State of an engine on a GPU that lasts from one wake to the next.
+//! State of an engine on a GPU that persists between wakes.
 #![allow(unsafe_code)]
 
 use std::time::Duration;
@@ -25,16 +25,15 @@ use crate::rollout::sampler::Draw;
 use crate::rollout::state_pages::SequenceMemory;
 use crate::rollout::weights::EngineWeights;
 
-/// Replays of a step by which its products are chosen; the median counts.
+/// Number of replays of a step per choice of GEMM kernels; the median is compared.
 const TRIALS: usize = 5;
-/// Trials of products of many rows, which take all of the chip's power: long enough that it clocks as in a long run.
+/// Number of replays for GEMMs of many rows. They use the full power of the GPU, so the trial must be long enough to reach the clock of a long run.
 const LASTING_TRIALS: usize = 200;
 
-/// State that lasts from one wake to the next: streams, addresses, graphs. Asleep it holds little memory, unless the engine keeps
-/// its own.
+/// State that persists between wakes: streams, addresses, CUDA graphs. While asleep it holds little memory, unless the engine keeps its memory.
 #[derive(Debug)]
 pub(in crate::rollout) struct GpuState {
-    // Before the arena, whose addresses they have.
+    // // Declared before the arena, so that graphs are dropped first: they use its addresses.
     pub(super) graphs: Graphs,
     pub(super) buffers: Option<DecodeBuffers>,
     pub(super) shape: StepShape,
@@ -48,19 +47,19 @@ pub(in crate::rollout) struct GpuState {
     pub(super) stream: TorchStream,
     uploads: [PinnedWords; 2],
     pub(super) downloads: [PinnedWords; 2],
-    /// For the experts of a step's tokens, where they are recorded.
+    /// Downloads of the recorded experts of a step's tokens, if experts are recorded.
     pub(super) record_downloads: Option<[PinnedWords; 2]>,
     pub(super) strict: bool,
     pub(super) exact: bool,
-    /// Tokens of the steps under way, where an engine's layers are in stages.
+    /// Tokens of the steps under way, in an engine with pipeline stages.
     pub(super) tokens: Option<StageTokens>,
 }
 
 impl GpuState {
-    /// Reserves addresses and allocates what stays.
+    /// Reserves addresses and allocates the permanent memory.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`] for a block size that the kernels do not take; [`Error::Cuda`].
+    /// [`Error::InvalidValue`] for a block size that the kernels do not support; [`Error::Cuda`].
     pub(in crate::rollout) fn new(
         spec: &ModelSpec,
         options: &EngineOptions,
@@ -104,7 +103,7 @@ impl GpuState {
         })
     }
 
-    /// Maps the buffers. Graphs stay if weights, cache and communicators are where they were. Collective.
+    /// Maps the buffers. Captured graphs stay valid if weights, cache and communicators have the same addresses as before. Collective.
     pub(in crate::rollout) fn wake(
         &mut self,
         weights: &EngineWeights,
@@ -128,7 +127,7 @@ impl GpuState {
         Ok(())
     }
 
-    /// Packs what step number `step` is told, once an earlier step's words have left the host, and queues their copy. `all`: the ranks of the
+    /// Packs the inputs of step number `step` once an earlier upload has left the host buffer, and queues their copy. `all` are the ranks of the
     /// engine.
     pub(super) fn upload<T>(
         &mut self,
@@ -145,7 +144,7 @@ impl GpuState {
         Ok(packed)
     }
 
-    /// Uploads the masks of a step's draws, where some have one.
+    /// Uploads the token masks of a step's draws, if any draw has one.
     pub(super) fn upload_masks(&mut self, draws: &[Draw], vocab_size: usize, all: &dyn Collective) -> Result<()> {
         if draws.iter().all(|draw| draw.allowed.is_none()) {
             return Ok(());
@@ -164,9 +163,9 @@ impl GpuState {
         masks.upload(draws, &mut || wait(all))
     }
 
-    /// The own products with which `hidden` of so many rows is faster, where there may be any: timed over the batch at hand, once for
-    /// a model's shapes. They pay for a step as a whole: weights are asked for while the operation before is at work. Rows have no pages of
-    /// states meanwhile, as a trial would move the states on. Collective over the tensor-parallel group for shapes that are new.
+    /// The subset of this crate's GEMM kernels with which `hidden` over this many rows is fastest. It is timed on the current batch, once for each
+    /// model shape. The step is timed as a whole, since kernels prefetch weights while the previous operation runs. Rows have no state pages during a
+    /// trial, because it would change the states. Collective over the tensor-parallel group for new shapes.
     pub(super) fn own_products(
         &self,
         network: &DecoderNetwork,
@@ -195,7 +194,7 @@ impl GpuState {
                     unsafe { graph.median_time(&self.stream, trials) }
                 };
                 let mut times = [median(best)?.as_secs_f64(), median(candidate)?.as_secs_f64()];
-                all_reduce_f64(network.tp, &mut times, ReduceOp::Max)?; // ranks end as the slowest one does
+                all_reduce_f64(network.tp, &mut times, ReduceOp::Max)?; // the slowest rank decides
                 let [before, now] = times.map(Duration::from_secs_f64);
                 tracing::debug!("{rows} rows: {now:?} with {candidate:?}, {before:?} with {best:?}");
                 Ok(now < before)
@@ -207,12 +206,12 @@ impl GpuState {
         Ok(best)
     }
 
-    /// Memory that waking has to map.
+    /// Bytes that waking has to map.
     pub(in crate::rollout) fn absent_bytes(&self) -> usize {
         self.arena.absent_bytes()
     }
 
-    /// Gives the buffers' memory back. Never fails: the arena keeps an error for the next wake.
+    /// Unmaps the buffers. Never fails: the arena keeps an error for the next wake.
     pub(in crate::rollout) fn sleep(&mut self) {
         self.buffers = None;
         self.arena.unmap();
@@ -227,7 +226,7 @@ impl Drop for GpuState {
     }
 }
 
-/// Gives every rank of the group the first one's finding. Collective.
+/// Broadcasts rank 0's cached decision to the group. Collective.
 fn of_first_rank(tp: &dyn Collective, known: Option<bool>) -> Result<Option<bool>> {
     if tp.size() == 1 {
         return Ok(known);
@@ -235,7 +234,7 @@ fn of_first_rank(tp: &dyn Collective, known: Option<bool>) -> Result<Option<bool
     Ok(all_gather_json(tp, "own_are_faster", &known)?[0])
 }
 
-/// Bytes of a GPU that one rank's engine holds asleep, too: what its attention needs, rotations and the products' workspace.
+/// Bytes of GPU memory that one rank's engine always holds, also asleep: attention scratch, rotary tables and the GEMM workspace.
 pub fn engine_table_bytes(spec: &ModelSpec, options: &EngineOptions, tp_size: usize) -> usize {
     let shape = StepShape::new(spec, options, tp_size);
     let partials = AttentionPlans::partial_bytes(spec, options, tp_size, [shape.seqs, shape.blocks]);

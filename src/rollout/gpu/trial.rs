@@ -1,4 +1,4 @@
-//! A decode step over a made-up batch, to be timed.
+//! A decode step over a synthetic batch, for timing.
 
 use std::sync::Arc;
 
@@ -15,14 +15,14 @@ use crate::rollout::state_pages::SequenceMemory;
 use crate::rollout::weights::EngineWeights;
 use crate::types::SamplingParams;
 
-/// The sequences of a made-up batch.
+/// Shape of a synthetic batch.
 #[derive(Debug, Clone, Copy)]
 pub struct TrialBatch {
     /// Number of sequences.
     pub sequences: usize,
-    /// Neighbouring sequences that share a prompt.
+    /// Number of neighbouring sequences that share a prompt.
     pub group: usize,
-    /// Tokens of a prompt, whose full blocks a group shares.
+    /// Tokens of a prompt; a group shares its full blocks.
     pub prompt_len: usize,
     /// Tokens of each sequence.
     pub context: usize,
@@ -30,17 +30,17 @@ pub struct TrialBatch {
 
 /// A decode step whose inputs are on the GPU.
 pub struct TrialStep<'a> {
-    /// Queues the step on `stream`, as often as one likes; allocates nothing, so that it can be recorded.
+    /// Queues the step on `stream`. It may be called any number of times, and allocates nothing, so it can be captured.
     pub run: &'a mut dyn FnMut() -> Result<()>,
     /// The engine's stream.
     pub stream: &'a TorchStream,
-    /// The engine's tensor-parallel group, all of whose ranks run the step.
+    /// The engine's tensor-parallel group; all its ranks run the step.
     pub tp: &'a dyn Collective,
-    /// The weights that it reads.
+    /// The weights that the step reads.
     pub weights: &'a EngineWeights<'a>,
-    /// Bytes of a token in the KV cache of this rank.
+    /// Bytes of one token in this rank's KV cache.
     pub cached_token_bytes: f64,
-    /// Whether sums over the group are made by a kernel of this crate, which has norms within.
+    /// Whether all-reduces are done by a kernel of this crate, which includes the norm.
     pub sums_have_norms: bool,
 }
 
@@ -51,13 +51,13 @@ impl std::fmt::Debug for TrialStep<'_> {
 }
 
 impl RolloutEngine<'_> {
-    /// Hands one decode step over a made-up batch to `work`. The step writes into the cache, where nothing is kept after that. On a GPU only, of
-    /// an engine of one stage; collective over the tensor-parallel group.
+    /// Calls `work` with one decode step over a synthetic batch. The step overwrites the cache, so all kept sequences are dropped. Only on a GPU, in
+    /// an engine with one stage; collective over the tensor-parallel group.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] on a CPU, of several stages, or if the engine does not hold the batch; the errors of `work`.
+    /// [`Error::InvalidArgument`] on a CPU, with several stages, or if the batch does not fit into the engine; the errors of `work`.
     pub fn try_step<R>(&mut self, batch: TrialBatch, work: impl FnOnce(TrialStep<'_>) -> Result<R>) -> Result<R> {
-        self.engine.drop_kept(); // blocks are written at random
+        self.engine.drop_kept(); // the step overwrites blocks
         let RolloutEngine { engine, weights, stats, .. } = self;
         let refuse = |expected: &str, got: String| {
             Err(Error::InvalidArgument { op: "RolloutEngine::try_step", expected: expected.into(), got })
@@ -123,7 +123,7 @@ impl GpuRunner<'_> {
 }
 
 impl TrialBatch {
-    /// Lays the sequences out in the blocks of an empty cache; `None` if it does not hold them.
+    /// Places the sequences in the blocks of an empty cache; `None` if they do not fit.
     fn made_up(self, vocab_size: usize, num_blocks: usize, block_size: usize) -> Option<Vec<EngineSequence>> {
         let Self { sequences: count, group, prompt_len, context } = self;
         let (num_shared, longest) = (prompt_len / block_size, context.div_ceil(block_size));
@@ -132,7 +132,7 @@ impl TrialBatch {
         for index in 0..count {
             let prompt = vec![1; prompt_len.clamp(1, context)];
             let mut sequence = EngineSequence::new(index / group, params.clone(), &prompt, context);
-            // Rows that differ: equal ones take less power, and the chip clocks higher.
+            // // Use different tokens in each row: equal rows take less power, so the GPU would clock higher.
             let last = 1 + index * (vocab_size - 1) / count;
             sequence.token_ids.resize(context, last as u32);
             sequence.block_table = match index % group {
@@ -141,7 +141,7 @@ impl TrialBatch {
             };
             sequences.push(sequence);
         }
-        // Sequences grow side by side: neighbours in time are neighbours in memory.
+        // // All sequences grow at the same time, so interleave their blocks in memory.
         for _ in num_shared..longest {
             sequences.iter_mut().zip(free.by_ref()).for_each(|(sequence, block)| sequence.block_table.push(block));
         }
