@@ -1,4 +1,4 @@
-//! The terms of a token's loss: the surrogate of each loss type with what it reports, the off-policy mask, and the KL term.
+//! The terms of a token's loss: the surrogate objective of each loss type with its metrics, the off-policy mask, and the KL term.
 
 use tch::Tensor;
 
@@ -9,13 +9,13 @@ use super::segments::Segments;
 use super::stats::StatsRecorder;
 use crate::config::LossType;
 
-/// vespo's bound of the logarithm of a token's ratio, and of a sequence's weight from above.
+/// vespo: bound on the absolute log ratio of a token, and upper bound on the log weight of a sequence.
 const MAX_LOG_WEIGHT: f64 = 20.0;
 
-/// vespo's lower bound of a sequence's weight.
+/// vespo: lower bound on the weight of a sequence.
 const MIN_WEIGHT: f64 = 1e-8;
 
-/// A token's loss and its derivatives by its log-probability (directly) and by the log of its ratio.
+/// A token's loss and its derivatives with respect to the log-probability (directly) and to the log of the ratio.
 #[derive(Debug)]
 pub(super) struct Terms {
     pub value: Tensor,       // [C]
@@ -37,7 +37,7 @@ impl Terms {
     }
 }
 
-/// The inputs of a loss's policy term.
+/// The inputs of the policy term.
 #[derive(Debug)]
 pub(super) struct Surrogate<'a> {
     pub ratio: &'a PolicyRatio<'a>,
@@ -50,7 +50,7 @@ pub(super) struct Surrogate<'a> {
 }
 
 impl Surrogate<'_> {
-    /// The policy term by token, without mask and correction; records what the loss type reports of it.
+    /// The policy term of each token, before mask and correction. Records the metrics of the loss type.
     pub fn terms(&self, recorder: &mut StatsRecorder) -> Terms {
         match self.config.loss_type {
             LossType::Cispo => {
@@ -73,7 +73,7 @@ impl Surrogate<'_> {
         let (low, high, delta) = self.config.bounds();
         let free = ratio.clamp_max(delta) * &advantages;
         let clipped = ratio.clamp(low, high) * &advantages;
-        // Share of the gradient that goes through `free`: 1, 0, or one half at a tie, where the two mostly are the same anyway.
+        // Share of the gradient through `free`: 1, 0, or 1/2 at a tie, where both terms usually are the same anyway.
         let through_free = (free.less_tensor(&clipped).to_kind(ratio.kind()) + free.le_tensor(&clipped)) * 0.5;
         let moves: Tensor =
             &through_free * ratio.le(delta) + (1.0 - &through_free) * ratio.ge(low).logical_and(&ratio.le(high));
@@ -86,7 +86,7 @@ impl Surrogate<'_> {
         self.reinforce(-(self.ratio.per_token().clamp_max(self.config.epsilon_high) * advantages))
     }
 
-    /// `d_logprob * logprob`, in which the first factor is a constant.
+    /// `d_logprob * logprob`, where `d_logprob` is treated as a constant.
     fn reinforce(&self, d_logprob: Tensor) -> Terms {
         Terms { value: &d_logprob * self.logprobs, d_log_ratio: d_logprob.zeros_like(), d_logprob }
     }
@@ -110,7 +110,7 @@ impl Surrogate<'_> {
         self.reinforce(-(self.segments.expand(&(weights * self.advantages))))
     }
 
-    /// `exp(l + k log(v) - l v)` of each sequence, which is 1 where v is. `[N]`
+    /// `exp(l + k log(v) - l v)` for each sequence of weight v, which is 1 at v = 1. `[N]`
     fn gamma_weights(&self) -> Tensor {
         let (config, min_log_weight) = (self.config, MIN_WEIGHT.ln());
         let mut log_weight = self.segments.sum(&self.log_ratio.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT));
@@ -146,7 +146,7 @@ impl Surrogate<'_> {
         let mean =
             |recorder: &mut StatsRecorder, name, clipped: &Tensor| recorder.mean(name, &clipped.sum(kind), &count);
         let (low, high, delta) = self.config.bounds();
-        // TRL counts after the bound for negative advantages has acted.
+        // TRL counts clipping after the bound for negative advantages is applied.
         let values = ratio.values.clamp_max(delta);
         let clipped_low = values.lt(low).logical_and(&advantages.lt(0.0));
         let clipped_high = values.gt(high).logical_and(&advantages.gt(0.0));
@@ -158,14 +158,13 @@ impl Surrogate<'_> {
     }
 }
 
-/// One number where `is_positive`, another elsewhere, of the shape and kind of `like`. `[N]`
+/// `positive` where `is_positive`, else `negative`, with the shape and dtype of `like`. `[N]`
 fn by_sign(like: &Tensor, is_positive: &Tensor, positive: f64, negative: f64) -> Tensor {
     like.full_like(negative).masked_fill(is_positive, positive)
 }
 
-/// 1 for each token of a sequence whose advantage is not negative or whose mean of `difference`, sampler's less policy's
-/// log-probability, is at most `threshold`, and 0 for the others. Where the sampler reported NaN the difference counts as 0.
-/// `[C], [N] -> [C]`
+/// The off-policy mask. A token's mask is 1 if its sequence's advantage is not negative, or if the sequence's mean of `difference` (sampler's minus
+/// policy's log-probability) is at most `threshold`; else 0. NaN log-probabilities of the sampler count as difference 0. `[C], [N] -> [C]`
 pub(super) fn on_policy(difference: &Tensor, advantages: &Tensor, threshold: f64, segments: &Segments) -> Tensor {
     let difference = difference.nan_to_num(0.0, f64::INFINITY, f64::NEG_INFINITY);
     let means = segments.sum(&difference) / segments.divisors();
@@ -173,7 +172,7 @@ pub(super) fn on_policy(difference: &Tensor, advantages: &Tensor, threshold: f64
     segments.expand(&kept.to_kind(advantages.kind()))
 }
 
-/// The KL term by token, not yet multiplied by beta.
+/// The KL term of each token, before the multiplication by beta.
 pub(super) fn kl_term(reference_difference: &Tensor, ratio: &PolicyRatio, config: &LossConfig) -> Terms {
     let KlEstimate { value: kl, d_logprob: d_kl } = kl_estimate(config.objective.kl_estimator, reference_difference);
     if !config.use_bias_correction_kl {
@@ -185,7 +184,7 @@ pub(super) fn kl_term(reference_difference: &Tensor, ratio: &PolicyRatio, config
 }
 
 impl LossConfig {
-    /// Lower and upper end of the clip range, and the bound for negative advantages.
+    /// Lower and upper end of the clip range, and the ratio's bound for negative advantages.
     fn bounds(&self) -> (f64, f64, f64) {
         (1.0 - self.epsilon, 1.0 + self.epsilon_high, self.delta.unwrap_or(f64::INFINITY))
     }

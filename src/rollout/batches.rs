@@ -176,7 +176,7 @@ impl<T: GroupTurns + ?Sized, D> SamplingPolicy<T> for Batches<'_, D> {
     }
 
     fn complete(&mut self, number: usize, turns: &mut T, session: &Session<'_>) -> Result<()> {
-        // // Further groups that complete in the same step as the last counted one are reported by the rollout that continues them.
+        // Further groups that complete in the same step as the last counted one are reported by the rollout that continues them.
         if self.num_awaited == 0 && self.asks_to_end.is_none() {
             return Ok(());
         }

@@ -131,7 +131,7 @@ impl Engine {
         let place = (options.cache_kind(), options.device);
         let bytes = own_cache_bytes(&spec, &ranks, &options)?;
         let kv_cache = KvCache::reserve(&own, tp.size(), options.block_size, bytes, place)?;
-        // // Reserve whole pages, and use every block that fits in them.
+        // Reserve whole pages, and use every block that fits in them.
         let options = EngineOptions { kv_cache_bytes: kv_cache.reserved_bytes(), ..options };
         let states = StatePages::reserve(&own, tp.size(), options.max_num_seqs, &options)?;
         let speculator = Speculator::new(options.speculation);

@@ -176,7 +176,7 @@ impl KvCache {
             // SAFETY: as above, behind the entries.
             let scales = unsafe { self.arena.tensor(entries.numel(), &shape[..4], Kind::Float) }?;
             if stays.is_some_and(|before| before != num_blocks as i64) {
-                // // The scales have moved. Bytes of entries that are read as scales may not be finite, so zero both.
+                // The scales have moved. Bytes of entries that are read as scales may not be finite, so zero both.
                 let _ = entries.view_dtype(Kind::Uint8).f_zero_()?;
                 let _ = scales.shallow_clone().f_zero_()?;
             }

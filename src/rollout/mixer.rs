@@ -1,5 +1,4 @@
-//! How tokens of the engine's steps see one another: keys and values go through the paged cache, states of gated delta nets through
-//! their pages.
+//! Token mixing in the engine's steps: attention reads keys and values from the paged cache, and gated delta nets read their states from pages.
 
 use tch::{Kind, Tensor};
 
@@ -17,7 +16,7 @@ use crate::ops::exact::{self, VisibleKeys};
 use crate::ops::{int8, try_map};
 use crate::torch;
 
-/// The context of one step, for all layers.
+/// Token mixing of one step, for all layers.
 #[derive(Debug)]
 pub(super) struct PagedMixer<'a> {
     kv_cache: &'a KvCache,
@@ -27,39 +26,40 @@ pub(super) struct PagedMixer<'a> {
     states: Option<States<'a>>,
 }
 
-/// The states that a step reads and writes.
+/// The states of gated delta nets that a step reads and writes.
 #[derive(Debug)]
 struct States<'a> {
     pages: &'a StatePages,
-    own: Tensor, // [B] i64, of the step's runs
+    own: Tensor, // [B] i64, pages of the step's runs
     tokens: StateTokens,
 }
 
-/// Tokens that states take in.
+/// The tokens that a step adds to the states.
 #[derive(Debug)]
 enum StateTokens {
-    /// One of every sequence.
+    /// One new token of every sequence.
     Newest,
-    /// Of every sequence stored drafts and the newest; drafts behind it are stored.
+    /// For every sequence, accepted draft tokens that are stored in its page, then the newest token. Draft tokens behind it are stored for later.
     Drafted(DraftedRows),
-    /// Prompts, or parts of them, and which of them are beginnings: their pages hold what another left.
+    /// Prompts or parts of them. The mask marks the beginnings, whose pages still hold another sequence's states.
     Prompts(Sequences, Tensor /* [B] bool */),
 }
 
 #[derive(Debug)]
 enum Layout {
-    /// One query a sequence, all its keys in the cache: by the windows of layers.
+    /// One query per sequence, with all its keys in the cache; by the layers' windows.
     Decode(ByWindow<PagedLayout>),
-    /// Whole prompts: their keys are at hand, as in training.
+    /// Whole prompts, whose keys are in this step, as in training.
     Packed(ByWindow<PackedLayout>),
-    /// Prompts, part of whose keys is in the cache.
+    /// Prompts, some of whose keys are in the cache.
     Prefill,
-    /// Token by token, as in training: the cache's blocks of all runs, and the context of every token among their rows, by the windows of layers.
+    /// Token by token, with the bits of training: the cache blocks of all runs and, by the layers' windows, the visible keys of every token among
+    /// their rows.
     Exact(Tensor, ByWindow<Vec<VisibleKeys>>),
 }
 
 impl<'a> PagedMixer<'a> {
-    /// For one step of a rank that has `num_kv_heads` of the model's.
+    /// Prepares the mixing of one step on a rank with `num_kv_heads` of the model's heads.
     pub(super) fn new(
         SequenceMemory { kv_cache, states: pages }: SequenceMemory<'a>,
         batch: &'a StepBatch,
@@ -103,7 +103,7 @@ impl<'a> PagedMixer<'a> {
 }
 
 impl PagedMixer<'_> {
-    /// Queries and keys as a cache of whole numbers takes them; `None` where it is of another kind.
+    /// Rotates queries and keys as the int8 cache stores them; `None` for a cache of another dtype.
     fn turned(&self, attention: AttentionSpec, both: [&Tensor; 2]) -> Result<Option<[Tensor; 2]>> {
         if self.kv_cache.kind() != Kind::Int8 {
             return Ok(None);
@@ -115,7 +115,7 @@ impl PagedMixer<'_> {
     }
 }
 
-/// [`Layout::Exact`] of a step: runs have their blocks one behind the other.
+/// Creates [`Layout::Exact`] for a step; the blocks of its runs are concatenated.
 fn exact_layout(batch: &StepBatch, spec: &ModelSpec, block_size: usize) -> Result<Layout> {
     let width = batch.block_tables.size()[1] as usize;
     let runs = || batch.context_lens.iter().zip(batch.cu_seqlens.windows(2)).enumerate();

@@ -1,26 +1,26 @@
-//! The generation engine: continuous batching over a paged KV cache, SPMD over the ranks of an engine, which share layers, or have some
-//! each. Knows nothing of training.
+//! The generation engine: continuous batching over a paged KV cache. It is SPMD over the ranks of an engine, which split the layers by tensor
+//! parallelism, by pipeline stages, or both. It knows nothing of training.
 //!
 //! | file | what it is |
 //! |---|---|
 //! | `options`, `engine` | [`EngineOptions`]; [`Engine`], asleep between rollouts; [`RolloutEngine`], awake |
-//! | `session` | an engine that is stepped: `submit` and `step` |
-//! | `run` | the loop of every session: what a policy begins and when it ends |
-//! | `batches`, `exchange` | the policy of batches, closed or several at once; the requests of all ranks of the group |
-//! | `turns` | how requests follow one another: single turns, and trajectories of several, between which tools run |
-//! | `request`, `limits` | requests and events; bounds of steps and sequences |
-//! | `weights`, `copy` | what the engine reads of the policy; its copy in a format that rounds |
+//! | `session` | an engine that is driven step by step: `submit` and `step` |
+//! | `run` | the sampling loop; a policy decides what begins and when the session ends |
+//! | `batches`, `exchange` | the policy for batches of known groups; gathering the requests of all ranks of the group |
+//! | `turns` | how requests follow each other: single turns, and trajectories of several turns with tool calls between |
+//! | `request`, `limits` | requests and events; limits of steps and sequences |
+//! | `weights`, `copy` | the engine's view of the policy's weights; their quantized copy |
 //! | `scheduler` | which tokens the next step computes |
-//! | `sequence`, `block_manager` | one completion in the making; which KV blocks are free, shared or used |
+//! | `sequence`, `block_manager` | one completion while it is sampled; which KV blocks are free, shared or used |
 //! | `kept` | unfinished sequences whose keys and values stay in the cache |
-//! | `batch`, `runner`, `mixer`, `kv_cache` | a step's tensors; the network over them; its attention and gated delta nets; its memory |
-//! | `draft_head`, `draft_rows` | drafts by the model's own head |
-//! | `state_pages` | states of gated delta nets, a page a sequence |
-//! | `stages`, `pipeline` | which ranks have which layers; the runner of an engine with several stages |
-//! | `gpu` | the runner of a GPU: recorded decode steps, the sampler on the device |
-//! | `speculation` | draft tokens: where they come from, and how many pay |
+//! | `batch`, `runner`, `mixer`, `kv_cache` | a step's tensors; the network that runs on them; its attention and gated delta nets; the KV cache |
+//! | `draft_head`, `draft_rows` | draft tokens from the model's own head |
+//! | `state_pages` | states of gated delta nets, one page per sequence |
+//! | `stages`, `pipeline` | which ranks hold which layers; the runner of an engine with several stages |
+//! | `gpu` | the runner on a GPU: decode steps as CUDA graphs, sampling on the device |
+//! | `speculation` | where draft tokens come from, and how many are worth computing |
 //! | `sampler`, `filters` | logits to tokens |
-//! | `step_clock` | times of decode steps, the same ones on all ranks |
+//! | `step_clock` | times of decode steps, agreed on by all ranks |
 //! | `stop`, `detokenizer` | when a completion ends; its text so far |
 
 mod batch;

@@ -1,4 +1,4 @@
-//! Size and shape of an engine.
+//! Sizes and formats of an engine.
 
 use tch::{Device, Kind};
 
@@ -10,19 +10,19 @@ use crate::cuda::Placement;
 use crate::error::{Error, Result};
 use crate::model::ModelSpec;
 
-/// How an engine's products read weights, and how it stores what it keeps.
+/// Formats of the engine's weights, KV cache and states.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct EngineFormats {
-    /// How products read the weights of blocks.
+    /// Format of the blocks' weights in GEMMs.
     pub quantization: RolloutQuantization,
-    /// How keys and values are stored.
+    /// Dtype of keys and values in the cache.
     pub kv_cache_dtype: KvCacheDtype,
-    /// How states of gated delta nets are stored.
+    /// Dtype of the states of gated delta nets.
     pub state_dtype: StateDtype,
 }
 
 impl EngineFormats {
-    /// Weights, keys and values in the type of the network, states in float32.
+    /// Weights, keys and values in the dtype of the network, states in float32.
     pub const PLAIN: Self = Self {
         quantization: RolloutQuantization::None,
         kv_cache_dtype: KvCacheDtype::Auto,
@@ -30,54 +30,55 @@ impl EngineFormats {
     };
 }
 
-/// Size and shape of an engine.
+/// Sizes and formats of an engine.
 #[derive(Debug, Clone, PartialEq)]
 pub struct EngineOptions {
-    /// KV cache of this rank; the group uses as many blocks as its poorest rank has.
+    /// Bytes of this rank's KV cache. The group uses as many blocks as its rank with the smallest cache holds.
     pub kv_cache_bytes: usize,
     /// Tokens per KV block.
     pub block_size: usize,
-    /// Most sequences decoded at once.
+    /// Maximum number of sequences that are decoded at once.
     pub max_num_seqs: usize,
-    /// Most tokens prefilled in one step.
+    /// Maximum number of tokens that are prefilled in one step.
     pub max_num_batched_tokens: usize,
-    /// Longest prompt and completion together.
+    /// Maximum length of prompt and completion together, in tokens.
     pub max_model_length: usize,
-    /// Type of weights, activations and cache.
+    /// Dtype of weights, activations and cache.
     pub kind: Kind,
-    /// Type of the residual stream.
+    /// Dtype of the residual stream.
     pub residual: Kind,
-    /// How products read the weights of blocks.
+    /// Format of the blocks' weights in GEMMs.
     pub quantization: RolloutQuantization,
-    /// How keys and values are stored.
+    /// Dtype of keys and values in the cache.
     pub kv_cache_dtype: KvCacheDtype,
-    /// How states of gated delta nets are stored.
+    /// Dtype of the states of gated delta nets.
     pub state_dtype: StateDtype,
-    /// Where weights and cache are.
+    /// Device of the weights and the cache.
     pub device: Device,
-    /// A completion's bits depend on nothing but its prompt and key: not on order, neighbours, chunks or preemption. One
-    /// algorithm for a product whatever the batch, one attention for prompts and decode steps; slower. On one GPU only.
+    /// Makes a completion's bits depend on nothing but its prompt and random key: not on order, neighbours, chunks or preemption. GEMMs then use one
+    /// algorithm for all batch sizes, and prompts the attention of decode steps, which is slower. On one GPU only.
     pub strict: bool,
-    /// A token's log-probability has the bits that a trainer with the format [`Exact`](crate::model::Exact) gives it. On a GPU `strict` goes with it.
+    /// Gives a token's log-probability the bits that a trainer with the format [`Exact`](crate::model::Exact) computes. On a GPU it requires
+    /// `strict`.
     pub exact: bool,
-    /// Trajectories have the experts that their tokens went to.
+    /// Records in trajectories which experts each token was routed to.
     pub records_experts: bool,
-    /// How tokens are drafted.
+    /// The source and number of draft tokens.
     pub speculation: SpeculationOptions,
 }
 
 impl EngineOptions {
-    /// Type of the cache.
+    /// Dtype of the KV cache.
     pub(super) fn cache_kind(&self) -> Kind {
         cache_kind(self.kv_cache_dtype, self.kind)
     }
 
-    /// Rows of the largest decode step: sequences and drafts.
+    /// Rows of the largest decode step: sequences and their draft tokens.
     pub(super) fn most_decode_rows(&self) -> usize {
         self.speculation.most_rows(self.max_num_seqs)
     }
 
-    /// Refuses options that do not go together, or not with this model.
+    /// Refuses options that exclude each other or that this model does not support.
     pub(super) fn check(&self, spec: &ModelSpec, ranks: &EngineRanks) -> Result<()> {
         let placement = Placement { on_cuda: self.device.is_cuda(), kind: self.kind };
         let own = [

@@ -1,13 +1,12 @@
-//! The runner of an engine whose layers are in stages.
+//! The runner of an engine with pipeline stages.
 //!
-//! Every rank launches and collects the same steps, and goes from tick to tick with the others: in tick t stage s computes the step that
-//! was launched s ticks before. Then all meet: what a stage's layers gave goes to the next one, and the tokens of the step that is through
-//! go from the last stage to all. With as many steps under way as there are stages, and no sequence in two of them, a stage waits for the
-//! slowest alone. Nothing is buffered, and a rank that fails ends the meeting on all others, as it ends every collective.
+//! Every rank launches and collects the same steps, and all proceed in ticks: in tick t, stage s computes the step that was launched s ticks before.
+//! Then all ranks communicate: each stage's output goes to the next stage, and the tokens of the step that finished go from the last stage to all.
+//! There are as many steps under way as stages, and no sequence is in two of them, so a stage waits only for the slowest one. Nothing is buffered. A
+//! rank that fails ends the exchange on all others, as with every collective.
 //!
-//! Stages run in lock step, where other engines send activations on as soon as they exist. With as many steps in flight as stages, no
-//! step could start earlier unless step times differ. In return all ranks make the same collective calls, so deadlines and failures
-//! need no second mechanism.
+//! Stages run in lock step, where other engines send activations on as soon as they exist. With as many steps in flight as stages, no step could
+//! start earlier unless step times differ. In return all ranks make the same collective calls, so deadlines and failures need no second mechanism.
 
 use std::collections::VecDeque;
 use std::time::Instant;
@@ -23,7 +22,7 @@ use crate::error::Result;
 use crate::ranks::{Collective, all_gather_json};
 use crate::types::TokenLogprob;
 
-/// One rank of one stage.
+/// The runner of one rank of one stage.
 #[derive(Debug)]
 pub(super) struct PipelineRunner<'a> {
     own: HostRunner<'a>,
@@ -36,7 +35,7 @@ pub(super) struct PipelineRunner<'a> {
     times: StageTimes,
 }
 
-/// A step on its way through the stages.
+/// A step that is on its way through the stages.
 #[derive(Debug)]
 struct PipelineStep {
     work: StepWork,
@@ -49,7 +48,7 @@ struct StepResult {
     experts: Vec<u16>, // of all layers, token by token
 }
 
-/// A sampled token on its way: its id, the bits of its log-probability, and the same of the most probable ids.
+/// A sampled token as ranks exchange it: its id, the bits of its log-probability, and the same pairs for the most probable ids.
 type SentToken = (u32, u32, Vec<(u32, u32)>);
 
 impl Runner for PipelineRunner<'_> {
@@ -104,7 +103,7 @@ impl<'a> PipelineRunner<'a> {
         self.pipe.rank() + 1 == self.pipe.size()
     }
 
-    /// Takes every step one stage further, and lets one enter. Collective over the pipeline.
+    /// Moves every step to the next stage, and lets a new one enter. Collective over the pipeline.
     fn tick(&mut self, entering: Option<PipelineStep>) -> Result<()> {
         let start = Instant::now();
         self.stages.pop_back(); // is through
@@ -128,7 +127,7 @@ impl<'a> PipelineRunner<'a> {
         Ok(())
     }
 
-    /// Gives every stage what the one before made of its step.
+    /// Sends each stage's output to the next stage.
     fn pass_on(&mut self, x: Option<Tensor>) -> Result<()> {
         let last = self.pipe.size() - 1;
         let most = (0..last).map(|stage| self.num_tokens(stage)).max().unwrap_or(0);
@@ -148,12 +147,12 @@ impl<'a> PipelineRunner<'a> {
         Ok(())
     }
 
-    /// Tokens of a stage's step; 0 without one.
+    /// Number of tokens of a stage's current step; 0 without one.
     fn num_tokens(&self, stage: usize) -> usize {
         self.stages[stage].as_ref().map_or(0, |step| step.work.num_tokens())
     }
 
-    /// Gives all stages what the last one sampled, if it had a step, and the experts that the step's tokens had on every stage.
+    /// Sends the last stage's samples, if it had a step, to all stages, with the experts of the step's tokens from every stage.
     fn bring_back(&mut self, sampled: &[Sampled]) -> Result<()> {
         let num_tokens = self.num_tokens(self.pipe.size() - 1);
         if num_tokens == 0 {

@@ -11,36 +11,36 @@ use crate::model::ModelSpec;
 use crate::tools::GroupKey;
 use crate::types::{FinishReason, RoutedExperts, SamplingParams, TokenLogprob, Trajectory};
 
-/// Most tokens that are reported beside each sampled one, as with OpenAI.
+/// Maximum number of most probable tokens that are reported with each sampled one; OpenAI's limit.
 const MAX_TOP_LOGPROBS: usize = 20;
 
-/// The numbers of tokens and experts that a model has.
+/// The number of token ids and of experts of a model.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ModelIds {
     pub vocab_size: usize,
     pub num_experts: usize,
-    /// Experts of a token in all layers.
+    /// Experts of a token, summed over all layers.
     pub experts_per_token: usize,
 }
 
-/// A prompt to be continued `params.num_generations` times.
+/// A prompt to sample `params.num_generations` completions of.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Request {
-    /// Third word of the random keys, after seed and step. Requests with equal keys and tokens get equal completions.
+    /// The third word of the random keys, after seed and step. Requests with equal keys and tokens get equal completions.
     pub prompt_id: u64,
     /// Token ids of the prompt; at least one.
     pub token_ids: Vec<u32>,
-    /// Step at which the request was first scheduled: second word of the random keys.
+    /// The step in which the request was first scheduled. It is the second word of the random keys.
     pub first_step: u64,
-    /// Number of its first completion: last word of the random keys. Above 0 where one completion of a group goes on alone.
+    /// The number of the first completion, which is the last word of the random keys. It is above 0 if one completion of a group continues alone.
     pub first_sample: usize,
-    /// How tokens are drawn and when a completion ends. Requests of one session may differ in theirs.
+    /// How tokens are sampled and when a completion ends. Requests of one session may have different parameters.
     #[serde(with = "unshared")]
     pub params: Arc<SamplingParams>,
-    /// Tokens that an earlier session sampled of each completion; empty if none.
+    /// Tokens of each completion that an earlier session sampled; empty for a new request.
     pub begun: Vec<Trajectory>,
-    /// The adapter to sample with, of those that the engine's weights let requests choose among; `None` is the base model. An engine with
-    /// one set of adapters, or with none, takes `None` alone.
+    /// Index of the LoRA adapter to sample with, among those in the engine's weights; `None` is the base model. An engine with a single set of
+    /// adapters, or with none, accepts only `None`.
     pub adapter: Option<usize>,
 }
 
@@ -55,37 +55,37 @@ pub enum Event {
     Token {
         /// The request.
         request: RequestId,
-        /// The completion.
+        /// The completion's number within the request.
         sample: usize,
-        /// The sampled id.
+        /// The sampled token id.
         token_id: u32,
         /// Log-probability of the token in nats, as in [`Trajectory::rollout_logprobs`](crate::types::Trajectory::rollout_logprobs).
         logprob: f32,
-        /// The most probable ids, as many as `top_logprobs` asks for, most probable first.
+        /// The most probable token ids, `top_logprobs` of them, most probable first.
         top_logprobs: Vec<TokenLogprob>,
     },
     /// A completion ended.
     Finished {
         /// The request.
         request: RequestId,
-        /// The completion.
+        /// The completion's number within the request.
         sample: usize,
         /// Why it ended.
         reason: FinishReason,
     },
-    /// The last completion of a request ended, or all had ended when it was submitted.
+    /// The last completion of a request ended. Also reported when all had already ended at submission.
     Complete {
         /// The request.
         request: RequestId,
     },
-    /// A completion gave its KV blocks to others. It keeps its tokens and is computed again.
+    /// A completion was preempted: its KV blocks went to other sequences. It keeps its tokens, and its keys and values are computed again.
     Preempted {
         /// The request.
         request: RequestId,
-        /// The completion.
+        /// The completion's number within the request.
         sample: usize,
     },
-    /// A request was removed, because its structure took more work than a token may.
+    /// A request was removed because computing its structure's allowed tokens took too long.
     Failed {
         /// The request.
         request: RequestId,
@@ -104,7 +104,7 @@ impl ModelIds {
     }
 }
 
-/// Parameters on their way to another rank.
+/// Serialises shared parameters by value, to send them to another rank.
 mod unshared {
     use std::sync::Arc;
 
@@ -122,21 +122,21 @@ mod unshared {
 }
 
 impl Request {
-    /// The group that it belongs to.
+    /// The group that the request belongs to.
     pub(crate) fn group(&self) -> GroupKey {
         GroupKey { prompt_id: self.prompt_id, first_step: self.first_step }
     }
 
-    /// All tokens that its first completion goes on from.
+    /// The prompt and the already sampled tokens of the first completion.
     pub(crate) fn context(&self) -> Vec<u32> {
         let begun = self.begun.first().map_or(&[][..], |trajectory| &trajectory.token_ids);
         [&self.token_ids[..], begun].concat()
     }
 
-    /// Whether an engine whose model has `ids`, with `num_adapters` to choose among and `limits`, can serve the request.
+    /// Checks that an engine supports this request. `ids` describe its model, `num_adapters` is the number of its adapters.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] with what it can serve.
+    /// [`Error::InvalidArgument`] that says what the engine supports.
     pub(super) fn check(&self, ids: ModelIds, num_adapters: usize, limits: &StepLimits) -> Result<()> {
         self.params.check()?;
         if let Some(adapter) = self.adapter.filter(|adapter| *adapter >= num_adapters) {
@@ -147,7 +147,7 @@ impl Request {
         if let Some(id) = self.token_ids.iter().chain(begun).find(|&&id| id as usize >= vocab_size) {
             return refuse(format!("token ids below {vocab_size}"), format!("{id} in prompt {}", self.prompt_id));
         }
-        // Kernels index by what is recorded.
+        // Kernels index by the recorded experts, so check them.
         for RoutedExperts { per_token, experts } in self.begun.iter().map(|trajectory| &trajectory.routed_experts) {
             let ModelIds { num_experts, experts_per_token, .. } = ids;
             let unknown = experts.iter().max().filter(|&&expert| usize::from(expert) >= num_experts);
@@ -177,17 +177,17 @@ impl Request {
     }
 }
 
-/// A sampling parameter that is out of its range.
+/// A sampling parameter outside its valid range.
 pub(crate) struct ParamFault {
     pub name: &'static str,
-    /// The range, in words.
+    /// The valid range, in words.
     pub expected: &'static str,
-    /// The value.
+    /// The value that was passed.
     pub got: String,
 }
 
 impl SamplingParams {
-    /// Whether all values are within their ranges.
+    /// Checks that all values are within their ranges.
     pub(super) fn check(&self) -> Result<()> {
         match self.fault() {
             Some(fault) => refuse(fault.expected.to_owned(), fault.got),
@@ -195,7 +195,7 @@ impl SamplingParams {
         }
     }
 
-    /// The first value that is out of its range.
+    /// The first parameter outside its valid range.
     pub(crate) fn fault(&self) -> Option<ParamFault> {
         let min_p = self.min_p.map_or_else(|| "none".to_owned(), |p| p.to_string());
         let has_min_p = self.min_p.is_none_or(|p| is_within(p, 0.0..=1.0));

@@ -1,5 +1,5 @@
-//! The experts that a step's tokens go to: recorded for the trainer, and taken again where a prefix is computed once more, or its keys
-//! and values would be others.
+//! Routing of a step's tokens to experts. It is recorded for the trainer. When a prefix is computed again, the recorded experts are used again,
+//! because other experts would give other keys and values.
 
 use std::cell::RefCell;
 use std::ops::Range;
@@ -13,19 +13,18 @@ use crate::model::{ModelSpec, Routes};
 use crate::ops::router::Routing;
 use crate::torch;
 
-/// Routing of one step, T tokens with K experts in each of the layers that have some.
+/// Routing of one step: T tokens with K experts in each layer that has experts.
 #[derive(Debug)]
 pub(super) struct StepRoutes {
-    /// Experts of an earlier computation, -1 where there was none.
+    /// Recorded experts of an earlier computation, -1 where there is none.
     recorded: Option<Tensor>, // [T, layers, K] int64
-    /// The place of each of the stage's layers among those of the model that have experts.
+    /// For each layer of the stage, its index among the model's layers that have experts.
     places: Vec<i64>,
-    /// Choices of each layer that was computed.
+    /// Chosen experts of each layer that has been computed.
     chosen: RefCell<Vec<Tensor>>, // [T, K] each
 }
 
-/// Experts that an earlier computation has recorded of a step's tokens, token by token in all layers that have some, -1 where there are
-/// none; `None` if no token has any.
+/// The recorded experts of a step's tokens, token by token in all layers with experts, -1 where none is recorded; `None` if no token has any.
 pub(super) fn recorded_experts(spec: &ModelSpec, step: &Step, sequences: &[EngineSequence]) -> Option<Vec<i16>> {
     let of = |run: &TokenRun| {
         let routed = &sequences[run.sequence].routed_experts;
@@ -46,7 +45,7 @@ pub(super) fn recorded_experts(spec: &ModelSpec, step: &Step, sequences: &[Engin
 }
 
 impl StepRoutes {
-    /// The routes of a step in the `layers` of a stage; `None` if they have no experts.
+    /// The routing of a step in the `layers` of a stage; `None` if they have no experts.
     pub(super) fn new(
         (spec, layers): (&ModelSpec, &Range<usize>),
         step: &Step,
@@ -67,7 +66,7 @@ impl StepRoutes {
         Ok(Some(Self { recorded, places, chosen: RefCell::default() }))
     }
 
-    /// The experts of all rows, token by token.
+    /// The chosen experts of all rows, token by token.
     pub(super) fn into_experts(self) -> Result<Vec<u16>> {
         let all = Tensor::f_stack(&self.chosen.into_inner(), 1)?; // [T, layers, K]
         Ok(torch::i64_vec(&all)?.into_iter().map(|expert| expert as u16).collect())

@@ -1,5 +1,6 @@
-//! The loop of every session. A policy decides which groups begin before a step and when the session ends; turns submit requests and take
-//! in the engine's events. Batches, replaced groups and served clients are policies; tools, agents and clients take turns.
+//! The sampling loop of every session. A policy decides which groups begin before each step and when the session ends. Turns submit requests and
+//! handle the engine's events. There are policies for batches, replacement groups and HTTP clients, and turns for single completions, tools, agents
+//! and clients.
 
 use super::engine::RolloutEngine;
 use super::request::Event;
@@ -7,33 +8,32 @@ use super::session::Session;
 use super::turns::Turns;
 use crate::error::Result;
 
-/// Whether a session takes another step.
+/// Whether a session runs another step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Flow {
-    /// Take another step.
+    /// Run another step.
     Step,
-    /// It ends. Groups that are not complete are left to a later one.
+    /// End the session. A later session may continue incomplete groups.
     End,
 }
 
-/// A session's beginnings and its end. Every rank of the engine must decide the same.
+/// Decides what a session begins and when it ends. Every rank of the engine must decide the same.
 pub trait SamplingPolicy<T: ?Sized> {
-    /// Gathers and checks requests before the session opens. A refusal here leaves the sequences that the engine keeps in place.
+    /// Gathers and checks requests before the session opens. If it refuses, the engine keeps its unfinished sequences.
     ///
     /// # Errors
-    /// Returns why they cannot be served.
+    /// Returns why the requests cannot be run.
     fn prepare(&mut self, _engine: &RolloutEngine<'_>, _turns: &mut T) -> Result<()> {
         Ok(())
     }
 
-    /// Begins what is to be begun before the next step, exchanges what ranks must know of one another, and decides whether there is a
-    /// next step.
+    /// Begins new groups before the next step, exchanges what the ranks need from each other, and decides whether there is a next step.
     ///
     /// # Errors
     /// The errors of the turns and of the exchange.
     fn next(&mut self, turns: &mut T, session: &mut Session<'_>) -> Result<Flow>;
 
-    /// Takes a group that is complete, or leaves it to a later session.
+    /// Takes over a group that is complete, or leaves it to a later session.
     ///
     /// # Errors
     /// The errors of the tokenizer.
@@ -41,7 +41,7 @@ pub trait SamplingPolicy<T: ?Sized> {
         Ok(())
     }
 
-    /// Takes the groups that are not complete as they stand, once no step is under way.
+    /// Takes over the unfinished groups in their current state, once no step is under way.
     ///
     /// # Errors
     /// The errors of the tokenizer.
@@ -51,10 +51,10 @@ pub trait SamplingPolicy<T: ?Sized> {
 }
 
 impl RolloutEngine<'_> {
-    /// Runs a session to the end that `policy` gives it. Collective over the engine's ranks.
+    /// Runs a session until `policy` ends it. Collective over the engine's ranks.
     ///
     /// # Errors
-    /// The errors of the policy, the turns and the session, which cannot go on then.
+    /// The errors of the policy, the turns and the session. The session cannot continue after an error.
     #[doc(hidden)]
     pub fn run<T: Turns + ?Sized>(&mut self, mut turns: Box<T>, policy: &mut impl SamplingPolicy<T>) -> Result<()> {
         policy.prepare(self, &mut turns)?;
@@ -75,14 +75,14 @@ impl RolloutEngine<'_> {
     }
 }
 
-/// Hands the events of a step to the turns.
+/// Passes the events of a step to the turns.
 fn deliver<T: Turns + ?Sized>(turns: &mut T, events: Vec<Event>, session: &mut Session<'_>) -> Result<()> {
     #[cfg(test)]
     tap::record(&events);
     events.into_iter().try_for_each(|event| turns.on_event(event, session))
 }
 
-/// Tokens as the engine reports them, for tests that hold what is trained on to them.
+/// Records tokens as the engine reports them. Tests compare them with the tokens that are trained on.
 #[cfg(test)]
 pub(crate) mod tap {
     use std::cell::RefCell;
@@ -90,7 +90,7 @@ pub(crate) mod tap {
 
     use crate::rollout::{Event, RequestId};
 
-    /// Ids and the bits of their log-probabilities, in the order of sampling.
+    /// Token ids and the bits of their log-probabilities, in the order of sampling.
     pub(crate) type SampledTurn = Vec<(u32, u32)>;
 
     thread_local! {
@@ -107,7 +107,7 @@ pub(crate) mod tap {
         });
     }
 
-    /// The turns that sessions of this thread have sampled since the last call. Call after each session: numbers of requests come again.
+    /// The turns that sessions of this thread have sampled since the last call. Call it after each session, because request numbers are reused.
     pub(crate) fn take() -> Vec<SampledTurn> {
         TURNS.take().into_values().collect()
     }

@@ -1,4 +1,4 @@
-//! How steps are computed: [`Runner`], and the one on libtorch's operations and the host's sampler.
+//! The [`Runner`] trait for computing steps, and its implementation with libtorch operations and sampling on the host.
 
 use std::collections::VecDeque;
 
@@ -23,21 +23,22 @@ use crate::ops::{embedding, exact, linear, try_map};
 use crate::ranks::{Collective, ReduceOp};
 use crate::torch;
 
-/// Computes steps in the order of their launch. Collective over the tensor-parallel group.
+/// Computes steps in the order in which they are launched. Collective over the tensor-parallel group.
 pub(super) trait Runner {
-    /// Steps that may be under way when the next one is launched.
+    /// Maximum number of steps under way when the next one is launched.
     fn lag(&self) -> usize;
 
-    /// Takes a step on. Its sequences' blocks hold room for it; tokens that they do not know yet come out of the step before.
+    /// Launches a step. Its sequences' blocks have space for it. Tokens that the sequences do not have yet are read from the output of the previous
+    /// step.
     fn launch(&mut self, step: &Step, draws: &[Draw], sequences: &[EngineSequence]) -> Result<()>;
 
-    /// The tokens that the oldest step under way sampled, one for each of its draws.
+    /// Returns the tokens that the oldest step under way sampled, one for each of its draws.
     fn collect(&mut self) -> Result<Vec<Sampled>>;
 
-    /// The experts of all tokens of the step that was collected last, token by token; none unless they are recorded.
+    /// Returns the experts of all tokens of the step that was collected last, token by token; empty unless experts are recorded.
     fn take_experts(&mut self) -> Vec<u16>;
 
-    /// The drafts of a decode step that have `depth` others before them, by the model's own head.
+    /// Samples the draft tokens at index `depth` of a decode step with the model's own draft head.
     fn draft(
         &mut self,
         _step: &Step,
@@ -48,16 +49,16 @@ pub(super) trait Runner {
         unreachable!("engines on CPUs alone have a draft head")
     }
 
-    /// Has states in these pages take in so many of the drafts that are stored beside them, as they are taken in by steps.
+    /// Adds accepted draft tokens to the states of these pages: (page, number of its stored draft tokens), as a step would.
     fn settle(&mut self, pages: &[(u32, usize)]) -> Result<()>;
 
-    /// How long this rank computed and waited since the last call, where layers are in stages.
+    /// How long this rank computed and waited since the last call, with pipeline stages.
     fn take_times(&mut self) -> StageTimes {
         StageTimes::default()
     }
 }
 
-/// libtorch's operations step by step, logits to the host, and the sampler there: of one stage's layers, or of all.
+/// Runs steps with libtorch operations, copies the logits to the host and samples there; for the layers of one stage, or for all.
 #[derive(Debug)]
 pub(super) struct HostRunner<'a> {
     pub(super) spec: &'a ModelSpec,
@@ -76,7 +77,7 @@ pub(super) struct HostRunner<'a> {
     pub(super) head_drafts: Option<HeadDrafts>, // of the step that is being drafted
 }
 
-/// The work of a step on one stage, apart from its sequences, which go on meanwhile.
+/// One stage's inputs for a step, independent of its sequences, which may change before it is computed.
 #[derive(Debug)]
 pub(super) struct StepWork {
     batch: StepBatch,
@@ -87,12 +88,12 @@ pub(super) struct StepWork {
 }
 
 impl StepWork {
-    /// Tokens of the step.
+    /// Number of tokens of the step.
     pub(super) fn num_tokens(&self) -> usize {
         self.batch.token_ids.size()[0] as usize
     }
 
-    /// The experts of the stage's layers, token by token, once they are computed; none unless they are recorded.
+    /// The experts of the stage's layers, token by token, once computed; empty unless experts are recorded.
     pub(super) fn take_experts(&mut self) -> Result<Vec<u16>> {
         self.routes.take().map_or_else(|| Ok(Vec::new()), StepRoutes::into_experts)
     }
@@ -180,7 +181,7 @@ impl<'a> HostRunner<'a> {
         }
     }
 
-    /// The tensors of a step, as its sequences are now.
+    /// Builds the tensors of a step from the current state of its sequences.
     pub(super) fn prepare(&self, step: &Step, sequences: &[EngineSequence]) -> Result<StepWork> {
         let device = self.weights.embedding.device();
         let has_adapters = self.weights.num_adapters > 0;
@@ -195,8 +196,8 @@ impl<'a> HostRunner<'a> {
         Ok(StepWork { batch, routes, copies: step.copies.clone(), state_copies: step.state_copies.clone(), head })
     }
 
-    /// The output of the stage's layers for `input` [T, D], on the first stage for the step's tokens. Copies the blocks and pages that
-    /// new sequences begin with.
+    /// Runs the stage's layers on `input` [T, D], or on the first stage on the step's tokens. Also copies the blocks and pages that new sequences
+    /// start from.
     pub(super) fn compute(&self, work: &StepWork, input: Option<Tensor>) -> Result<Tensor> {
         let device = work.batch.token_ids.device();
         let x = no_grad(|| {
@@ -220,14 +221,14 @@ impl<'a> HostRunner<'a> {
         Ok(x)
     }
 
-    /// The tokens that are drawn of the last layer's rows. Collective over the tensor-parallel group.
+    /// Samples tokens from the last layer's output. Collective over the tensor-parallel group.
     pub(super) fn sample(&self, work: &StepWork, x: &Tensor /* [T, D] */, draws: &[Draw]) -> Result<Vec<Sampled>> {
         let vocab = self.spec.vocab_range(self.tp.rank(), self.tp.size());
         let sampler = Sampler { vocab, tp: self.tp };
         sampler.sample(&self.logits(&work.batch, x)?, draws)
     }
 
-    /// Room for the residual stream of so many tokens [T, D].
+    /// Allocates a residual stream for this many tokens. [T, D]
     pub(super) fn stream(&self, num_tokens: usize) -> Result<Tensor> {
         let shape = [num_tokens as i64, self.spec.hidden_size as i64];
         Ok(Tensor::f_zeros(shape, (self.residual, self.weights.embedding.device()))?)
@@ -251,7 +252,7 @@ impl<'a> HostRunner<'a> {
         Ok(x)
     }
 
-    /// Logits of the batch's `last_rows` over this rank's vocabulary [L, V of this rank], on the host.
+    /// Logits of the batch's `last_rows` over this rank's vocabulary, on the host. [L, V of this rank]
     fn logits(&self, batch: &StepBatch, x: &Tensor /* [T, D] */) -> Result<Vec<f32>> {
         no_grad(|| {
             let rows = x.f_index_select(0, &batch.last_rows)?; // [L, D]
@@ -265,7 +266,7 @@ impl<'a> HostRunner<'a> {
         })
     }
 
-    /// Rows of the embedding where the residual stream begins. [T, D]
+    /// Scales embedding rows to start the residual stream. [T, D]
     pub(super) fn scaled(&self, rows: Tensor) -> Result<Tensor> {
         let kind = self.weights.embedding.kind();
         if self.exact {
@@ -274,7 +275,7 @@ impl<'a> HostRunner<'a> {
         Ok(self.spec.scale_embedding(rows, kind)?.f_to_kind(self.residual)?)
     }
 
-    /// Rows of the whole table, or the sum over the group of what each rank's rows give. [T] -> [T, D]
+    /// Looks up embeddings: in the whole table, or as the sum over the group of each rank's part. [T] -> [T, D]
     pub(super) fn embed(&self, token_ids: &Tensor) -> Result<Tensor> {
         let table = &self.weights.embedding;
         if table.size()[0] == self.spec.vocab_size as i64 {

@@ -1,4 +1,4 @@
-//! One completion in the making.
+//! The state of one completion while it is sampled.
 
 use std::sync::Arc;
 
@@ -6,57 +6,57 @@ use super::detokenizer::Detokenizer;
 use crate::data::{Grammar, GrammarStart, TokenMask};
 use crate::types::{FinishReason, RoutedExperts, SamplingParams, Trajectory};
 
-/// Where a sequence waits: in front are those that others wait for.
+/// Priority of a waiting sequence; first are those that others wait for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum QueuePriority {
-    /// Preempted, or about to compute the prompt for its begun group.
+    /// Preempted, or about to compute the prompt for its partly sampled group.
     First,
-    /// A sequence of a group that was begun.
+    /// Belongs to a group that is partly sampled.
     Begun,
-    /// A sequence of a group of which nothing is sampled yet.
+    /// Belongs to a group with no sampled tokens.
     New,
 }
 
-/// A prompt and what has been sampled after it.
+/// A prompt and the tokens that have been sampled after it.
 #[derive(Debug)]
 pub(super) struct EngineSequence {
-    /// Index of its request; a group's sequences are neighbours in sample order.
+    /// Index of the request. The sequences of a group are contiguous, in sample order.
     pub(super) group: usize,
-    /// How its tokens are drawn.
+    /// How the tokens are sampled.
     pub(super) params: Arc<SamplingParams>,
-    /// The adapter that computes it, of those that requests choose among.
+    /// Index of the LoRA adapter, if requests choose among several.
     pub(super) adapter: Option<usize>,
     pub(super) turn: QueuePriority,
-    /// Prompt, then completion.
+    /// Token ids of the prompt, then of the completion.
     pub(super) token_ids: Vec<u32>,
     pub(super) prompt_len: usize,
-    /// Prompt and completion at their longest.
+    /// Maximum length of prompt and completion together.
     pub(super) max_len: usize,
-    /// One per completion token, as is each of the next two.
+    /// Log-probability of each completion token. The next two fields have one entry per completion token, too.
     pub(super) rollout_logprobs: Vec<f32>,
     pub(super) loss_mask: Vec<bool>,
     pub(super) weight_versions: Vec<u64>,
-    /// Experts of its first tokens, of a model that has some.
+    /// Experts of the first tokens, for a model with experts.
     pub(super) routed_experts: RoutedExperts,
-    /// Blocks of its keys and values, in token order; empty while it waits.
+    /// KV blocks in token order; empty while the sequence waits.
     pub(super) block_table: Vec<u32>,
-    /// Page of its states, while it has blocks; none of a model without states.
+    /// State page while the sequence has blocks; `None` for a model without states.
     pub(super) state_page: Option<u32>,
-    /// Tokens up to the end of its newest turn, where context follows that; 0 otherwise.
+    /// Number of tokens up to the end of the newest turn if context follows it, else 0.
     pub(super) turn_end: usize,
-    /// Tokens that were computed before: a prefill computes them again.
+    /// Number of tokens that were computed before, and that a prefill computes again.
     pub(super) num_known: usize,
-    /// Tokens that steps under way sample: part of the sequence, not known yet.
+    /// Number of tokens that steps under way sample. They count as part of the sequence, but their values are not known yet.
     pub(super) num_pending: usize,
-    /// Number of the newest step that samples for it.
+    /// Number of the newest step that samples for this sequence.
     pub(super) last_step: usize,
-    /// Tokens whose keys and values are in the cache, or will be by a step under way.
+    /// Number of tokens whose keys and values are in the cache, or will be after the steps under way.
     pub(super) num_computed: usize,
-    /// Of those, the ones that its states have taken in, or will have; the others were drafts.
+    /// Number of these tokens that the states include, or will include. The others were draft tokens.
     pub(super) num_in_state: usize,
     pub(super) finish_reason: Option<FinishReason>,
     pub(super) detokenizer: Detokenizer,
-    /// How far it has followed its structure, with the tokens that may come next.
+    /// Position in the grammar of its structured output, with the tokens that are allowed next.
     grammar: Option<GrammarStart>,
 }
 
@@ -88,20 +88,20 @@ impl EngineSequence {
         }
     }
 
-    /// Holds it to a structure from its beginning.
+    /// Follows a grammar from its beginning.
     pub(super) fn follow(&mut self, grammar: &Arc<Grammar>) {
         self.grammar = Some(grammar.begin());
     }
 
-    /// The tokens that may come next, if not all may.
+    /// The tokens that are allowed next; `None` if all are.
     pub(super) fn allowed(&self) -> Option<&TokenMask> {
         self.grammar.as_ref().map(|grammar| &grammar.allowed)
     }
 
-    /// Takes the newest token into its structure.
+    /// Advances the grammar by the newest token.
     ///
     /// # Errors
-    /// The reason why the structure cannot be followed further.
+    /// The reason why the grammar cannot advance.
     pub(super) fn advance_grammar(&mut self) -> Result<(), String> {
         if let (Some(GrammarStart { state, allowed }), Some(&token_id)) = (&mut self.grammar, self.token_ids.last()) {
             *allowed = state.advance(token_id)?;
@@ -109,7 +109,7 @@ impl EngineSequence {
         Ok(())
     }
 
-    /// Takes in what an earlier rollout has sampled of it.
+    /// Restores the tokens that an earlier rollout sampled.
     pub(super) fn resume(&mut self, begun: Trajectory) {
         let context_end = begun.loss_mask.iter().rposition(|is_sampled| !is_sampled).map_or(0, |at| at + 1);
         self.detokenizer = Detokenizer::after(context_end);
@@ -129,7 +129,7 @@ impl EngineSequence {
         self.finish_reason = begun.finish_reason.or((self.len() >= self.max_len).then_some(FinishReason::Length));
     }
 
-    /// Takes in a token that was sampled.
+    /// Appends a sampled token.
     pub(super) fn push(&mut self, token_id: u32, logprob: f32) {
         self.token_ids.push(token_id);
         self.rollout_logprobs.push(logprob);
@@ -137,7 +137,7 @@ impl EngineSequence {
         self.weight_versions.push(self.params.step);
     }
 
-    /// Drops its tokens and what is known of them.
+    /// Drops the tokens and their data.
     pub(super) fn forget_tokens(&mut self) {
         self.token_ids = Vec::new();
         self.prompt_len = 0;
@@ -166,22 +166,22 @@ impl EngineSequence {
         self.block_table[position / block_size] as usize * block_size + position % block_size
     }
 
-    /// The number of its adapter, -1 for the base model.
+    /// The number of its LoRA adapter, -1 for the base model.
     pub(super) fn adapter_number(&self) -> i32 {
         self.adapter.map_or(-1, |adapter| adapter as i32)
     }
 
-    /// Known tokens.
+    /// Number of known tokens.
     pub(super) fn len(&self) -> usize {
         self.token_ids.len()
     }
 
-    /// Known and pending tokens.
+    /// Number of known and pending tokens.
     pub(super) fn num_tokens(&self) -> usize {
         self.len() + self.num_pending
     }
 
-    /// The token that ends it by its length is known, or pending.
+    /// Whether the token at the length limit is known or pending.
     pub(super) fn is_full(&self) -> bool {
         self.num_tokens() >= self.max_len
     }
@@ -190,7 +190,7 @@ impl EngineSequence {
         &self.token_ids[self.prompt_len..]
     }
 
-    /// Whether nothing has been sampled yet, nor is being sampled.
+    /// Whether no token has been sampled yet or is being sampled.
     pub(super) fn is_fresh(&self) -> bool {
         self.num_tokens() == self.prompt_len
     }

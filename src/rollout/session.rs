@@ -1,4 +1,4 @@
-//! An engine that is stepped: requests come at any time, each step computes for all of them.
+//! Sessions drive an awake engine step by step: requests may be submitted at any time, and each step computes for all of them.
 
 use std::collections::VecDeque;
 
@@ -22,29 +22,29 @@ use crate::phase::{self, Phase};
 use crate::ranks::Collective;
 use crate::types::Trajectory;
 
-/// Removed requests that are worth waiting for the steps under way to take them off the scheduler's list.
+/// Compact the list once this many leading requests are removed.
 const MANY_REMOVED: usize = 256;
 
 /// How busy a session is.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct SessionLoad {
-    /// Completions that have KV blocks.
+    /// Completions that hold KV blocks.
     pub num_running: usize,
     /// Completions that wait for blocks or a slot.
     pub num_waiting: usize,
     /// KV blocks that no sequence reads.
     pub num_free_blocks: usize,
-    /// KV blocks in all.
+    /// Total KV blocks.
     pub num_blocks: usize,
-    /// Times that a completion gave its blocks to others.
+    /// Number of preemptions: a completion released its blocks to others.
     pub num_preemptions: usize,
     /// Draft tokens that were computed.
     pub num_draft_tokens: usize,
-    /// Of those, the ones that were drawn.
+    /// Draft tokens that were accepted.
     pub num_accepted_tokens: usize,
 }
 
-/// Requests under way on an engine that is awake. Every rank of the engine makes the same calls in the same order.
+/// The requests under way on an awake engine. Every rank of the engine makes the same calls in the same order.
 ///
 /// ```no_run
 /// # use colo_grpo::{Result, RolloutEngine, Trajectory, engine::{Event, Request}};
@@ -122,7 +122,7 @@ impl<'r> Session<'r> {
             }
             Some(state) => Box::new(GpuRunner::new(state, (own, weights), memory, ranks)?),
         };
-        // For good, if the session fails.
+        // If the session fails, these are lost for good.
         let (own_kept, drafter) =
             (std::mem::take(kept), speculator.take().or_else(|| Speculator::new(options.speculation)));
         let drafter = drafter.map(|drafter| drafter.agree(&*ranks.all)).transpose()?;
@@ -153,7 +153,7 @@ impl<'r> Session<'r> {
     /// Queues a request behind those that wait. Its prompt is computed once for all completions.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) for parameters or a prompt that cannot be served.
+    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) for parameters or a prompt that the engine does not support.
     pub fn submit(&mut self, request: Request) -> Result<RequestId> {
         request.check(self.ids, self.num_adapters, &self.scheduler.limits)?;
         let grammar =
@@ -161,16 +161,16 @@ impl<'r> Session<'r> {
         Ok(self.scheduler.submit(request, grammar.as_ref()))
     }
 
-    /// Whether this is one of the model's token ids.
+    /// Whether this id is in the model's vocabulary.
     pub(crate) fn knows(&self, token_id: u32) -> bool {
         (token_id as usize) < self.ids.vocab_size
     }
 
-    /// Ends a request, complete or not: its blocks are free, nothing more is reported of it, and nothing is kept. A session that goes on
-    /// for long removes every request once it is complete.
+    /// Removes a request, complete or not: its blocks are freed, no more events are reported, and none of its data is kept. A long session should
+    /// remove every request once it is complete.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) for a request that is removed already.
+    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) for a request that was already removed.
     pub fn remove(&mut self, request: RequestId) -> Result<()> {
         if !self.scheduler.knows(request.0) {
             return Err(Error::InvalidArgument {
@@ -183,19 +183,19 @@ impl<'r> Session<'r> {
         Ok(())
     }
 
-    /// Lets completions that end by themselves leave their keys and values to their next turn: a request whose `begun` has the same
-    /// tokens with context behind them. They are given up where blocks run short. Returns the counts so far.
+    /// Lets completions that end a turn leave their keys and values to their next turn: a request whose `begun` has the same tokens followed by
+    /// context. They are freed if blocks run short. Returns the counters so far.
     pub(crate) fn keep_turns(&mut self) -> EngineStats {
         self.scheduler.keep_turns();
         self.stats()
     }
 
-    /// The engine's counts so far.
+    /// The engine's counters so far.
     pub(crate) fn stats(&self) -> EngineStats {
         self.scheduler.stats
     }
 
-    /// Frees what the completion of a prompt has left to a next turn that there will not be.
+    /// Frees the blocks that a completion left to a next turn, because there will be none.
     pub(crate) fn forget_turn(&mut self, prompt: &[u32], completion: &[u32]) {
         self.scheduler.forget_turn(&[prompt, completion].concat());
     }
@@ -210,14 +210,15 @@ impl<'r> Session<'r> {
         self.scheduler.has_work() || !self.under_way.is_empty() || self.scheduler.has_events()
     }
 
-    /// Launches the next step, if there is one, and reads the oldest one under way once more of them are launched than the runner
-    /// needs. Returns the events since the last call; none while a step is only launched.
+    /// Launches the next step, if there is one. If more steps are under way than the runner needs, it also collects the oldest. Returns the events
+    /// since the last call; empty while a step is only launched.
     ///
     /// # Errors
-    /// [`Error::NonFinite`](crate::Error::NonFinite) for logits that are not numbers, and the device's errors. The session cannot go on.
+    /// [`Error::NonFinite`](crate::Error::NonFinite) for logits that are NaN or infinite, and errors of the device. The session cannot continue after
+    /// an error.
     pub fn step(&mut self) -> Result<Vec<Event>> {
         if self.scheduler.has_events() {
-            return Ok(self.scheduler.take_events()); // of requests that were complete when they were submitted
+            return Ok(self.scheduler.take_events()); // of requests that were already complete at submission
         }
         phase::beat();
         if self.scheduler.num_removed() >= MANY_REMOVED {
@@ -246,7 +247,7 @@ impl<'r> Session<'r> {
         Ok(self.scheduler.take_events())
     }
 
-    /// Reads the steps under way and launches no other. Returns their events.
+    /// Collects all steps under way without launching another. Returns their events.
     ///
     /// # Errors
     /// The errors of [`Session::step`].
@@ -258,8 +259,8 @@ impl<'r> Session<'r> {
         Ok(self.scheduler.take_events())
     }
 
-    /// The completions of a request as they stand, in sample order, without rewards; with their texts if the request is complete.
-    /// None if nothing is sampled yet.
+    /// The completions of a request so far, in sample order, without rewards. They have texts if the request is complete. Empty if nothing has been
+    /// sampled yet.
     ///
     /// # Errors
     /// The errors of the tokenizer.
@@ -276,13 +277,12 @@ impl<'r> Session<'r> {
         sequences.iter().map(completion).collect()
     }
 
-    /// One completion of a request as it stands, without its text.
+    /// One completion of a request so far, without its text.
     pub(crate) fn trajectory(&self, request: RequestId, sample: usize) -> Trajectory {
         self.scheduler.sequences[self.scheduler.members(request.0)][sample].trajectory()
     }
 
-    /// Ends the session after the steps under way. An engine that keeps sequences keeps those that are unfinished, for the next
-    /// session to go on with.
+    /// Ends the session after the steps under way. If the engine keeps sequences, unfinished ones stay for the next session to continue.
     ///
     /// # Errors
     /// The errors of [`Session::step`].
@@ -302,7 +302,7 @@ impl<'r> Session<'r> {
         Ok(())
     }
 
-    /// Whether there was a step to launch: not while everything left waits for the results of those under way.
+    /// Launches a step, if there is one. Returns false if all remaining work waits for the results of steps under way.
     fn launch(&mut self) -> Result<bool> {
         let Some(mut step) = self.scheduler.schedule() else { return Ok(false) };
         if step.is_decode && self.has_draft_head {
@@ -315,7 +315,7 @@ impl<'r> Session<'r> {
         Ok(true)
     }
 
-    /// Has the model's head follow a decode step's tokens, and make its drafts one behind the other.
+    /// Runs the draft head on a decode step's tokens, and samples its draft tokens one after another.
     fn draft(&mut self, step: &mut Step) -> Result<()> {
         let of_run = |run: &TokenRun| run.drafts.token_ids.len();
         let most = if step.asks_head { step.runs.iter().map(of_run).max().unwrap_or(0) } else { 0 };
@@ -348,7 +348,7 @@ impl<'r> Session<'r> {
 }
 
 impl RolloutEngine<'_> {
-    /// Opens a session. Sequences that an earlier one left unfinished are at hand, if the engine keeps them.
+    /// Opens a session. It continues sequences that an earlier session left unfinished, if the engine keeps them.
     ///
     /// # Errors
     /// The errors of the device.
@@ -356,7 +356,7 @@ impl RolloutEngine<'_> {
         Session::open(self)
     }
 
-    /// Longest prompt and completion together that the cache holds, in tokens. A sequence's last token is never fed.
+    /// Maximum length of prompt and completion together that the cache holds, in tokens. The last token of a sequence is never processed.
     pub fn max_sequence_length(&self) -> usize {
         let limits = self.limits();
         limits.max_model_length.min(limits.num_blocks * limits.block_size + 1)

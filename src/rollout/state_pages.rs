@@ -1,8 +1,7 @@
-//! States of gated delta nets: a page for every sequence that runs, beside the KV blocks of the attention layers, on an arena of their
-//! own.
+//! States of gated delta nets: a page for every running sequence, in an arena of their own. The KV blocks of attention layers are separate.
 //!
-//! With `mamba_ssm_cache_dtype = bfloat16` a step computes in float32 and rounds each state once when it ends. How a prompt is cut
-//! into steps then changes its bits, so `strict` refuses the setting.
+//! With `mamba_ssm_cache_dtype = bfloat16` a step computes in float32 and rounds each state once at its end. How a prompt is split into steps then
+//! changes its bits, so `strict` refuses the setting.
 #![allow(unsafe_code)]
 
 use std::collections::HashMap;
@@ -18,14 +17,14 @@ use crate::model::{DeltaNetSpec, Mixer, ModelSpec, Section};
 use crate::ops::delta_net::{DeltaHeads, DeltaState, DraftedState};
 use crate::torch::{self, accumulation_kind};
 
-/// Pages that are copied at once: their layer's states stand in memory once more.
+/// Maximum number of pages copied at once, because their states of one layer are held twice meanwhile.
 const COPIES: usize = 32;
-/// Tensors begin at multiples of this, in bytes.
+/// Alignment of each tensor, in bytes.
 const ALIGNMENT: usize = 256;
-/// Inputs of a draft begin at multiples of this, in elements.
+/// Alignment of a draft token's inputs, in elements.
 const ALIGNED_COLUMNS: usize = 8;
 
-/// Bytes of one sequence's states in all layers, on one rank; 0 of a model without gated delta nets.
+/// Bytes of one sequence's states in all layers, on one rank; 0 for a model without gated delta nets.
 pub fn state_page_bytes(
     spec: &ModelSpec,
     tp_size: usize,
@@ -37,21 +36,21 @@ pub fn state_page_bytes(
     delta_nets(spec, tp_size).flat_map(|(_, delta_net)| sections(delta_net.heads, 1, kinds, device)).map(bytes).sum()
 }
 
-/// Bytes beside one sequence's states with so many draft tokens in a step: the inputs of those that the states have not taken in yet, and
-/// the hidden states that a draft head reads.
+/// Additional bytes per sequence for draft tokens: the inputs of those that the states do not include yet, and the hidden states that a draft head
+/// reads.
 pub fn draft_input_bytes(spec: &ModelSpec, tp_size: usize, kind: Kind, num_drafts: usize) -> usize {
     let of_nets =
         delta_nets(spec, tp_size).map(|(_, net)| bytes(inputs(net.heads, 1, num_drafts, kind))).sum::<usize>();
     of_nets + bytes((hidden_shape(spec, 1, num_drafts), kind))
 }
 
-/// Hidden states that pages keep for a draft head: those of a step's newest token and of drafts behind it. None without a head.
+/// Shape of the hidden states that pages keep for a draft head: those of a step's newest token and of its draft tokens. No rows without a head.
 fn hidden_shape(spec: &ModelSpec, num_pages: usize, num_drafts: usize) -> Vec<i64> {
     let rows = if spec.draft_head.is_some() { 1 + num_drafts } else { 0 };
     [num_pages, rows, spec.hidden_size].map(|size| size as i64).into()
 }
 
-/// The type of the rule's states beside weights of `kind`.
+/// Dtype of the recurrent states for weights of `kind`.
 fn state_kind(dtype: StateDtype, kind: Kind) -> Kind {
     match dtype {
         StateDtype::Float32 => accumulation_kind(kind),
@@ -59,17 +58,17 @@ fn state_kind(dtype: StateDtype, kind: Kind) -> Kind {
     }
 }
 
-/// Memory of sequences in an engine that is awake.
+/// Cache memory of the sequences of an awake engine.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct SequenceMemory<'a> {
-    /// Keys and values, of layers with attention.
+    /// Keys and values of layers with attention.
     pub(super) kv_cache: &'a KvCache,
-    /// States of gated delta nets, where the model has some.
+    /// States of gated delta nets, if the model has some.
     pub(super) states: Option<&'a StatePages>,
 }
 
-/// One state a page, by layer. The rows of the convolution are the last W - 1 on a CPU; the kernels of a GPU have W, that of position p
-/// in slot p % W, so that a step writes one of them and none that another block reads.
+/// The states of each layer, one per page. On a CPU a state has the last W - 1 input rows of the convolution. The GPU kernels keep W rows, with
+/// position p in slot p % W, so that a step writes only one slot, which no other thread block reads.
 #[derive(Debug)]
 pub(super) struct StatePages {
     arena: Arena,
@@ -110,7 +109,7 @@ impl StatePages {
         Ok(Some(Self { arena, nets, num_pages, num_drafts, kinds, layers, inputs, hidden, kept }))
     }
 
-    /// Puts memory behind all pages, whose states stay if there was some. A sequence's first step reads none of its page.
+    /// Maps the memory of all pages. States remain if they were mapped already. The first step of a sequence does not read its page.
     pub(super) fn wake(&mut self) -> Result<()> {
         if !self.layers.is_empty() {
             return Ok(());
@@ -132,7 +131,7 @@ impl StatePages {
         Ok(())
     }
 
-    /// Gives the memory back. Never fails: the arena keeps an error for the next wake.
+    /// Unmaps the memory. Never fails: the arena keeps an error for the next wake.
     pub(super) fn sleep(&mut self) {
         self.layers.clear();
         self.inputs.clear();
@@ -140,25 +139,25 @@ impl StatePages {
         self.arena.unmap();
     }
 
-    /// Memory that waking has to map.
+    /// Bytes that waking has to map.
     pub(super) fn absent_bytes(&self) -> usize {
         self.arena.absent_bytes()
     }
 
-    /// A layer's states, all pages.
+    /// The states of a layer, in all pages.
     ///
     /// # Panics
-    /// If the engine is asleep, or the layer has none.
+    /// If the engine is asleep, or the layer has no states.
     pub(super) fn layer(&self, layer: usize) -> &DeltaState {
         self.find(layer).expect("states of a layer that has some, of an engine that is awake")
     }
 
-    /// A layer's states, all pages; none of a layer with attention.
+    /// The states of a layer, in all pages; `None` for a layer with attention.
     pub(super) fn find(&self, layer: usize) -> Option<&DeltaState> {
         self.layers.get(&layer)
     }
 
-    /// Copies of a layer's states in these pages, as they are stored.
+    /// Copies of a layer's states in these pages, as stored.
     pub(super) fn read(&self, layer: usize, pages: &Tensor /* [N] i64 */) -> Result<DeltaState> {
         self.layer(layer).fork(pages)
     }
@@ -172,12 +171,12 @@ impl StatePages {
         Ok(())
     }
 
-    /// Rows of hidden states that a page keeps for a draft head.
+    /// Number of hidden-state rows that a page keeps for a draft head.
     pub(super) fn num_kept_rows(&self) -> usize {
         self.hidden.0[1] as usize
     }
 
-    /// Hidden states that pages keep for a draft head, page by page. [pages * rows, D]
+    /// The hidden states that pages keep for a draft head, page by page. [pages * rows, D]
     ///
     /// # Panics
     /// If the engine is asleep.
@@ -185,7 +184,7 @@ impl StatePages {
         self.kept.as_ref().expect("an engine that is awake").flatten(0, 1)
     }
 
-    /// Makes the hidden state of the row with these numbers the first of each page.
+    /// Makes row `rows[i]` of the hidden states in page `pages[i]` the first row of that page.
     pub(super) fn keep_newest(&self, pages: &Tensor /* [N] i64 */, rows: &[i64] /* [N] */) -> Result<()> {
         let first = pages.f_mul_scalar(self.num_kept_rows() as i64)?;
         let newest = first.f_add(&torch::tensor_on(rows, self.arena.device())?)?;
@@ -194,7 +193,7 @@ impl StatePages {
         Ok(())
     }
 
-    /// Copies of a layer's states in these pages with the drafts that they have not taken in, to compute with.
+    /// Copies of a layer's states in these pages, with the stored draft tokens that they do not include yet.
     pub(super) fn read_drafted(&self, layer: usize, pages: &Tensor /* [N] i64 */) -> Result<DraftedState> {
         let mut state = self.read(layer, pages)?;
         let kind = state.rule.kind();
@@ -202,7 +201,7 @@ impl StatePages {
         Ok(DraftedState { state, inputs: self.inputs[&layer].f_index_select(0, pages)?, kind })
     }
 
-    /// Replaces the drafts that a layer's states in these pages have not taken in.
+    /// Replaces the stored draft tokens that a layer's states in these pages do not include yet.
     pub(super) fn write_inputs(
         &self,
         layer: usize,
@@ -213,7 +212,7 @@ impl StatePages {
         Ok(())
     }
 
-    /// Copies whole pages (from, to), all layers; none is both, and none has drafts.
+    /// Copies whole pages (from, to) in all layers. No page is both source and destination, and none has stored draft tokens.
     pub(super) fn copy(&self, copies: &[(u32, u32)]) -> Result<()> {
         for copies in copies.chunks(COPIES) {
             let pages = |page: &dyn Fn(&(u32, u32)) -> u32| {
@@ -236,7 +235,7 @@ impl Drop for StatePages {
     }
 }
 
-/// Shapes and types of a layer's states, in the order of [`DeltaState`].
+/// Shapes and dtypes of a layer's states, in the order of the fields of [`DeltaState`].
 fn sections(heads: DeltaHeads, num_pages: usize, [rows, states]: [Kind; 2], device: Device) -> [(Vec<i64>, Kind); 2] {
     let DeltaHeads { num_value_heads, key_dim, value_dim, conv_width, .. } = heads;
     let slots = if device.is_cuda() { conv_width } else { conv_width - 1 };
@@ -247,7 +246,7 @@ fn sections(heads: DeltaHeads, num_pages: usize, [rows, states]: [Kind; 2], devi
     ]
 }
 
-/// Shape and type of a layer's stored inputs of drafts.
+/// Shape and dtype of a layer's stored inputs of draft tokens.
 fn inputs(heads: DeltaHeads, num_pages: usize, num_drafts: usize, kind: Kind) -> (Vec<i64>, Kind) {
     let columns = DraftedState::input_columns(heads).next_multiple_of(ALIGNED_COLUMNS);
     (vec![num_pages as i64, num_drafts as i64, columns as i64], kind)

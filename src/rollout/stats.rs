@@ -1,64 +1,64 @@
-//! An engine's counts.
+//! An engine's counters.
 
 use std::time::Duration;
 
-/// Counts since the engine woke, over the whole tensor-parallel group.
+/// Counters since the engine woke, over the whole tensor-parallel group.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct EngineStats {
     /// Blocks of the KV cache.
     pub num_blocks: usize,
-    /// Most blocks in use at once.
+    /// Maximum number of KV blocks in use at once.
     pub peak_blocks: usize,
     /// Forward passes.
     pub num_steps: usize,
-    /// Tokens sampled.
+    /// Sampled tokens.
     pub num_generated_tokens: usize,
-    /// Tokens computed in prefill steps, those of preempted sequences again.
+    /// Tokens computed in prefill steps; tokens of preempted sequences count again.
     pub num_prefilled_tokens: usize,
-    /// Prefilled tokens of sequences that had been computed before: carried ones, prompts included, preempted ones, and
-    /// earlier turns whose blocks were needed by others.
+    /// Prefilled tokens that had been computed before: those of preempted sequences, of sequences carried over from earlier rollouts (with prompts),
+    /// and of earlier turns whose blocks were freed.
     pub num_recomputed_tokens: usize,
-    /// Tokens of carried sequences, prompts once a group, whose keys and values were still in the cache.
+    /// Tokens of carried-over sequences whose keys and values were still in the cache; a prompt counts once per group.
     pub num_kept_tokens: usize,
     /// Tokens of earlier turns whose keys and values were still in the cache when the next turn of their trajectory began.
     pub num_turn_tokens: usize,
-    /// Tokens of earlier turns that were computed again when the next turn began, as others needed their blocks.
+    /// Tokens of earlier turns that were computed again when the next turn began, because their blocks had been freed.
     pub num_lost_turn_tokens: usize,
-    /// Tokens that did not have to be prefilled, because another completion of the group had been through them.
+    /// Tokens that were not prefilled, because another completion of the group had already computed them.
     pub num_shared_tokens: usize,
-    /// Sequences that had to give their blocks back.
+    /// Number of preemptions.
     pub num_preemptions: usize,
     /// Draft tokens that were computed.
     pub num_draft_tokens: usize,
-    /// Of those, the ones that were drawn, and so did not need a step of their own.
+    /// Draft tokens that were accepted, and so did not need a step of their own.
     pub num_accepted_tokens: usize,
-    /// Times that a sequence had drafts in a step.
+    /// Number of (sequence, step) pairs with draft tokens.
     pub num_drafted_sequences: usize,
-    /// Steps that waited for the tokens before them, to have drafts.
+    /// Steps that waited for the tokens of earlier steps, in order to have draft tokens.
     pub num_waited_steps: usize,
-    /// Completions finished.
+    /// Finished completions.
     pub num_finished: usize,
-    /// This rank's time in steps, of an engine in stages.
+    /// This rank's time in steps, with pipeline stages.
     pub stage: StageTimes,
 }
 
-/// How long one rank of an engine in stages computed, and how long it met the other stages.
+/// How long one rank of an engine with pipeline stages computed, and how long it waited for other stages.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct StageTimes {
-    /// Time in the rank's own layers, embedding, head and sampler among them.
+    /// Time in the rank's own layers, including embedding, head and sampler.
     pub computing: Duration,
-    /// Time in exchanges with other stages, which begin when the slowest one comes.
+    /// Time in exchanges with other stages, including waiting for the slowest one.
     pub waiting: Duration,
 }
 
-/// What became of an engine's draft tokens.
+/// Counts of an engine's draft tokens.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct DraftCounts {
     /// Draft tokens that were computed.
     pub computed: usize,
-    /// Of those, the ones that were drawn.
+    /// Draft tokens that were accepted, because the engine sampled the same token.
     pub accepted: usize,
-    /// Times that a sequence had drafts in a step.
+    /// Number of (sequence, step) pairs with draft tokens.
     pub drafted: usize,
 }
 

@@ -1,4 +1,4 @@
-//! Times of decode steps, the same ones on all ranks of an engine.
+//! Times of decode steps, equal on all ranks of an engine.
 
 use std::time::Instant;
 
@@ -7,24 +7,24 @@ use super::speculation::StepTime;
 use crate::error::Result;
 use crate::ranks::{Collective, all_gather_f64};
 
-/// Steps of one exchange of times.
+/// Number of steps between two exchanges of times.
 const EXCHANGED: usize = 64;
 
-/// Measures from result to result. Several ranks go by the first one's times, which they exchange now and then, after the same step.
+/// Measures the time from one step's result to the next. All ranks use rank 0's times, which they exchange every [`EXCHANGED`] steps.
 #[derive(Debug, Default)]
 pub(super) struct StepClock {
-    /// When the step before gave its result, if it was a decode step, and whether that waited.
+    /// Time of the previous step's result, if that was a decode step, and whether that step waited for known tokens.
     before: Option<(Instant, bool)>,
     num_steps: usize,
     own: Vec<StepTime>, // not exchanged yet
 }
 
 impl StepClock {
-    /// Takes in that a step has its result now. Returns the times that all ranks know since the last call. Collective.
+    /// Records that the result of a step is available now. Returns the newly exchanged times. Collective.
     pub(super) fn tell(&mut self, step: &Step, all: &dyn Collective) -> Result<Vec<StepTime>> {
         let (now, waited) = (Instant::now(), step.waited);
         let before = std::mem::replace(&mut self.before, step.is_decode.then_some((now, waited)));
-        // A step behind one of another kind has had another begin.
+        // After a step of another kind the interval does not begin at its launch.
         if let Some((before, _)) = before.filter(|before| step.is_decode && before.1 == waited) {
             let nanos = u64::try_from((now - before).as_nanos()).unwrap_or(u64::MAX);
             self.own.push(StepTime { waited, rows: step.num_tokens(), nanos });

@@ -1,4 +1,4 @@
-//! When a completion ends: an end-of-sequence id, a stop string, or a length.
+//! When a completion ends: at an end-of-sequence id, a stop string, or a length.
 
 use std::fmt;
 use std::sync::Arc;
@@ -8,18 +8,18 @@ use crate::error::Result;
 use crate::ops::random::RandomKey;
 use crate::types::FinishReason;
 
-/// Bounds the tokens of a completion by the key that it is sampled with, so that the bound does not depend on who samples it. Completions
-/// of random weights have no end of their own: benchmarks and tests give them one.
+/// Limits the length of a completion as a function of its random key, so that the limit does not depend on the rank that samples it. Completions from
+/// random weights never end by themselves, so benchmarks and tests use such limits.
 #[derive(Clone)]
 pub struct CompletionLimit(Arc<dyn Fn(RandomKey) -> usize + Send + Sync>);
 
 impl CompletionLimit {
-    /// Bounds every completion to what `most_tokens` returns for its key, at least 1.
+    /// Limits every completion to the number of tokens that `most_tokens` returns for its key, at least 1.
     pub fn new(most_tokens: impl Fn(RandomKey) -> usize + Send + Sync + 'static) -> Self {
         Self(Arc::new(most_tokens))
     }
 
-    /// Most tokens of the completion with `key`.
+    /// Maximum number of tokens of the completion with `key`.
     pub(super) fn of(&self, key: RandomKey) -> usize {
         self.0(key)
     }
@@ -31,16 +31,16 @@ impl fmt::Debug for CompletionLimit {
     }
 }
 
-/// Ends completions: by an end-of-sequence id, then by a stop string, whose text stays, then by length.
+/// Rules that end completions: an end-of-sequence id, then a stop string (its text is kept), then the length limit.
 pub(super) struct StopRules<'a> {
     /// Ids that end a completion. The id stays the completion's last token.
     pub(super) eos_token_ids: &'a [u32],
-    /// Token ids to text, special tokens skipped.
+    /// Decodes token ids to text without special tokens.
     pub(super) decode: &'a dyn Fn(&[u32]) -> Result<String>,
 }
 
 impl StopRules<'_> {
-    /// Judges a sequence whose last token has just been sampled.
+    /// Checks whether a sequence ends with its newest token.
     pub(super) fn finish_reason(&self, sequence: &mut EngineSequence) -> Result<Option<FinishReason>> {
         if sequence.completion().last().is_some_and(|id| self.eos_token_ids.contains(id)) {
             return Ok(Some(FinishReason::Eos));
@@ -62,13 +62,13 @@ mod tests {
     use super::*;
     use crate::types::SamplingParams;
 
-    /// Bytes as tokens, so that characters span tokens.
+    /// Decodes bytes as tokens, so that a character can span several tokens.
     fn decode(ids: &[u32]) -> Result<String> {
         let bytes: Vec<u8> = ids.iter().map(|&id| id as u8).collect();
         Ok(String::from_utf8_lossy(&bytes).into_owned())
     }
 
-    /// The text at which a completion that goes on for ever is ended, and why.
+    /// The text and reason with which an endless completion ends.
     fn run(text: &str, stop: &[&str], max_completion_length: usize) -> (String, FinishReason) {
         let stop: Vec<String> = stop.iter().map(|&stop| stop.to_owned()).collect();
         let rules = StopRules { eos_token_ids: &[0], decode: &decode };

@@ -8,23 +8,23 @@ use crate::error::{Error, Result};
 use crate::model::{BlockParams, Exact, Format, ModelSpec, ParamTable, Section, Stage, StoredBlock, Unit};
 use crate::types::Place;
 
-/// One tensor-parallel rank's weights, borrowed from the policy for as long as the engine is awake.
+/// The weights of one tensor-parallel rank, borrowed from the policy while the engine is awake.
 #[derive(Debug)]
 pub struct EngineWeights<'a> {
-    /// The whole embedding table, looked up unsplit; or this rank's vocabulary rows, whose lookups are summed over the group. Without
-    /// rows on stages other than the first.
+    /// The embedding table: either the whole table, or this rank's vocabulary rows, whose look-ups are summed over the group. No rows on stages other
+    /// than the first.
     pub embedding: Tensor, // [V or V of this rank or 0, D]
-    /// This rank's slices of its stage's layers.
+    /// This rank's slices of the layers of its stage.
     pub blocks: Vec<BlockParams>,
-    /// This rank's slice of the head that drafts tokens, of a model that is served with one; on the last stage.
+    /// This rank's slice of the draft head, on the last stage of an engine that uses one.
     pub draft_head: Option<BlockParams>,
-    /// Norm before the head, on the last stage.
+    /// Weight of the norm before the head, on the last stage.
     pub final_norm: Tensor, // [D or 0]
-    /// This rank's vocabulary rows of the head, as [`ModelSpec::vocab_range`] splits them. Without rows on stages other than the last.
+    /// This rank's vocabulary rows of the language model head, split by [`ModelSpec::vocab_range`]. No rows on stages other than the last.
     pub lm_head: Tensor, // [V of this rank or 0, D]
-    /// Where blocks are stored in a format of their own, they hold nothing before `prepare`.
+    /// The stored blocks, if these are in a quantized format; `blocks` then holds valid data only after `prepare`.
     pub stored: Option<StoredBlocks<'a>>,
-    /// Adapters that requests choose among, which are stacked beside the blocks' matrices. 0 where all requests have the same adapters, or
+    /// Number of LoRA adapters that requests choose among; they are stacked beside the blocks' matrices. 0 if all requests use the same adapters, or
     /// none.
     pub num_adapters: usize,
     /// The policy's version when these weights were taken.
@@ -33,33 +33,33 @@ pub struct EngineWeights<'a> {
     pub policy: PhantomData<&'a ()>,
 }
 
-/// Blocks that are decoded in turn into the same few buffers, of which a rank's [`EngineWeights::blocks`] are views.
+/// Quantized blocks. They are dequantized, one after the other, into two buffers; a rank's [`EngineWeights::blocks`] are views of these.
 #[derive(Debug)]
 pub struct StoredBlocks<'a> {
     /// The layout of whole blocks.
     pub table: ParamTable,
-    /// The blocks as they are stored.
+    /// The blocks in their stored format.
     pub blocks: &'a [StoredBlock],
-    /// Where block `layer` goes: buffer `layer % 2`.
+    /// Dequantization buffers; block `layer` goes to buffer `layer % 2`.
     pub buffers: [Tensor; 2], // [len of the longest block]
 }
 
 impl EngineWeights<'_> {
-    /// Makes a block ready to be read, until the second after it is made so. Queued on libtorch's current stream like the
-    /// products that read it; on a GPU nothing is allocated, so that it can be recorded in a graph.
+    /// Dequantizes a block, if blocks are stored quantized. It stays valid until the call for block `layer + 2`. The work is queued on libtorch's
+    /// current stream, like the GEMMs that read it. On a GPU it allocates nothing, so it can be captured as a CUDA graph.
     pub(super) fn prepare(&self, layer: usize) -> Result<()> {
         let Some(StoredBlocks { table, blocks, buffers }) = &self.stored else { return Ok(()) };
         let layout = table.unit(Unit::Block(layer));
         blocks[layer].decode(layout, &buffers[layer % buffers.len()].f_narrow(0, 0, layout.len as i64)?)
     }
 
-    /// Makes products of blocks of which a row has the same bits in training.
+    /// Makes the blocks' GEMMs give each row the same bits as in training.
     pub(super) fn multiply_exactly(&mut self) -> Result<()> {
         let mut room = |_: Section| -> Result<Tensor> { unreachable!("the format has no sections") };
         self.blocks.iter_mut().try_for_each(|block| block.prepare(&Exact, &mut room))
     }
 
-    /// The format that products of blocks are made in.
+    /// The format in which the blocks' GEMMs run.
     ///
     /// # Panics
     /// If there are no blocks.

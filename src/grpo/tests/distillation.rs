@@ -1,4 +1,4 @@
-//! The divergence over a teacher's most probable tokens, held to TRL's `SDPOTrainer`.
+//! Tests the divergence over a teacher's most probable tokens against TRL's `SDPOTrainer`.
 
 use serde_json::Value;
 use tch::{Device, Kind, Tensor};
@@ -8,13 +8,13 @@ use super::super::{
 };
 use crate::config::LossType;
 
-/// All rows of a value by token, one behind the other.
+/// All rows of a JSON value by token, concatenated.
 fn packed(value: &Value) -> Vec<f64> {
     let rows = value.as_array().unwrap().iter().flat_map(|row| row.as_array().unwrap());
     rows.map(|number| number.as_f64().unwrap()).collect()
 }
 
-/// The policy's log-probabilities of all tokens, and a loss of them at the teacher's.
+/// The policy's log-probabilities of all tokens, and the tokens that the teacher scored.
 struct Scored {
     log_p: Tensor,     // [C, V]
     targets: Tensor,   // [C, 1] i64
@@ -49,7 +49,7 @@ impl Scored {
         policy_loss(&input, &config, &of).unwrap()
     }
 
-    /// The gradient by the logits, as the head's backward makes it. `[C, V]`
+    /// The gradient with respect to the logits, as the head's backward computes it. `[C, V]`
     fn dlogits(&self, output: &LossOutput) -> Tensor {
         let dtop = output.dtop.as_ref().unwrap();
         let direct = self.log_p.zeros_like().scatter_add(1, &self.top_ids, dtop);

@@ -1,4 +1,4 @@
-//! Losses, advantages and their metrics held to TRL's own numbers, which `scripts/golden_trl.py` makes.
+//! Tests losses, advantages and their metrics against TRL's numbers from `scripts/golden_trl.py`.
 
 use serde_json::Value;
 use tch::Tensor;
@@ -39,7 +39,7 @@ fn golden_batch(golden: &Value, case: &Value) -> LossBatch {
     }
 }
 
-/// Leaves the tokens of the masked sequence out of a value by token, if the case has one.
+/// Removes the tokens of the masked sequence from per-token values, if the case has one.
 fn packed_tokens(golden: &Value, case: &Value) -> impl Fn(&[f64]) -> Vec<f64> {
     let lengths: Vec<i64> = numbers(&golden["batch"]["lengths"]).iter().map(|length| *length as i64).collect();
     let masked = case["mask_truncated"].as_bool().unwrap().then(|| golden["truncated"].as_i64().unwrap());
@@ -79,7 +79,7 @@ fn losses_gradients_and_metrics_equal_trl() {
         assert_eq!(metrics.len(), stats.entries().len(), "{name}: {metrics:?}");
         for (metric, got) in stats.entries() {
             let expected = metrics[*metric].as_f64().unwrap_or(f64::NAN);
-            // TRL averages what it counts in float32.
+            // TRL averages its counts in float32.
             assert_close(&[got.value()], &[expected], 1e-6, &format!("{name}: {metric}"));
         }
     }
@@ -111,7 +111,7 @@ fn adaptive_entropy_bonus_equals_trl() {
     }
 }
 
-/// The divergence that TRL's `RLOOTrainer` takes off the rewards, times beta: a sum of k1 by sequence.
+/// The divergence that TRL's `RLOOTrainer` subtracts from the rewards, times beta: the sum of k1 over a sequence.
 fn divergences(batch: &Value) -> Vec<f64> {
     let tokens = |name: &str| numbers(&batch[name]).iter().map(|value| *value as f32).collect::<Vec<_>>();
     let (old, reference) = (tokens("old_logprobs"), tokens("ref_logprobs"));

@@ -1,4 +1,4 @@
-//! Helpers of this room's tests: packed batches, configurations by a case's keys, comparisons.
+//! Helpers of this module's tests: packed batches, configurations from a case's keys, comparisons.
 
 mod distillation;
 mod golden;
@@ -10,7 +10,7 @@ use tch::{Device, Kind, Tensor};
 use super::{Denominators, Distillation, EntropyTerm, LossConfig, LossInput};
 use crate::config::ObjectiveConfig;
 
-/// A packed batch whose tensors live together.
+/// A packed batch that owns its tensors.
 #[derive(Debug)]
 struct LossBatch {
     lengths: Vec<i64>,
@@ -51,7 +51,7 @@ impl LossBatch {
         }
     }
 
-    /// Sequences `from..to` as a micro-batch of its own.
+    /// Sequences `from..to` as a separate micro-batch.
     fn slice(&self, from: usize, to: usize) -> LossBatch {
         let start: i64 = self.lengths[..from].iter().sum();
         let count: i64 = self.lengths[from..to].iter().sum();
@@ -69,7 +69,7 @@ impl LossBatch {
         }
     }
 
-    /// Log-probabilities of all sorts around one another; sequence 2 is masked and has no tokens.
+    /// A batch of random log-probabilities. Sequence 2 is masked and has no tokens.
     fn random(kind: Kind) -> LossBatch {
         tch::manual_seed(1);
         let lengths = vec![4, 1, 0, 9, 2, 3];
@@ -97,7 +97,7 @@ fn indices(lengths: &[i64]) -> Tensor {
     Tensor::from_slice(&rows)
 }
 
-/// The losses and estimators of a case beside the defaults, which are TRL's.
+/// The objective of a case; missing keys have TRL's defaults.
 fn objective(value: &Value) -> ObjectiveConfig {
     let number = |key: &str| value[key].as_f64();
     let default = ObjectiveConfig::default();
@@ -116,7 +116,7 @@ fn objective(value: &Value) -> ObjectiveConfig {
     }
 }
 
-/// The configuration of a case; keys that a case leaves out have the defaults, which are TRL's.
+/// The configuration of a case; missing keys have TRL's defaults.
 pub(crate) fn parse_config(value: &Value) -> LossConfig {
     let number = |key: &str| value[key].as_f64();
     LossConfig {
@@ -140,7 +140,7 @@ pub(crate) fn parse_config(value: &Value) -> LossConfig {
     }
 }
 
-/// The entropy term of an update over tokens of `entropies`, with a bonus of constant weight.
+/// The entropy term of an update over tokens with `entropies`, with a constant bonus coefficient.
 pub(crate) fn entropy_term(config: &LossConfig, entropies: &[f64]) -> Option<EntropyTerm> {
     let coef = config.objective.entropy_coef;
     let of_all = EntropyTerm { least: None, coef, num_tokens: entropies.len() as f64 };
@@ -151,7 +151,7 @@ pub(crate) fn entropy_term(config: &LossConfig, entropies: &[f64]) -> Option<Ent
     Some(EntropyTerm::of_highest(entropies, config.objective.top_entropy_quantile, coef))
 }
 
-/// Fails unless `got` is within `relative` of `expected`, element by element; NaN equals NaN.
+/// Panics unless `got` is within a relative error of `relative` of `expected`, element by element; NaN equals NaN.
 fn assert_close(got: &[f64], expected: &[f64], relative: f64, what: &str) {
     assert_eq!(got.len(), expected.len(), "{what}: length");
     for (got, expected) in got.iter().zip(expected) {

@@ -1,4 +1,4 @@
-//! The loss held to libtorch's autograd, and to itself over micro-batches.
+//! Tests the loss against libtorch's autograd, and whole batches against micro-batches.
 
 use tch::Kind;
 
@@ -14,7 +14,7 @@ fn assert_same_stats(got: &LossStats, expected: &LossStats, what: &str) {
     }
 }
 
-/// Every loss at every level with everything switched on, with each estimator of the KL divergence.
+/// Every loss type at every level with all options on, with each estimator of the KL divergence.
 fn configurations() -> impl Iterator<Item = LossConfig> {
     let levels = [ImportanceSamplingLevel::Token, ImportanceSamplingLevel::Sequence];
     let pairs = LossType::ALL.iter().flat_map(move |loss_type| levels.map(|level| (*loss_type, level)));
@@ -39,7 +39,7 @@ fn configurations() -> impl Iterator<Item = LossConfig> {
 
 #[test]
 fn analytic_gradients_equal_autograd() {
-    // The ratios of cispo and vespo are constants that autograd would not know of: TRL's numbers hold those.
+    // Autograd does not treat the ratios of cispo and vespo as constants; TRL's numbers test these.
     for (config, kind) in configurations()
         .filter(|config| !matches!(config.loss_type, LossType::Cispo | LossType::Vespo))
         .flat_map(|config| [(config.clone(), Kind::Double), (config, Kind::Float)])
@@ -98,7 +98,7 @@ fn wrong_shapes_and_missing_inputs_are_refused_by_name() {
     assert!(error(LossInput { teacher_logprobs: Some(&short), ..batch.input(true) }, 0.0).contains("teacher_logprobs"));
 }
 
-/// The divergence from a teacher that is the policy, and its gradient, are exactly 0; without another weight nothing is learned.
+/// With the policy as its own teacher, the divergence and its gradient are exactly 0, so nothing is learned.
 #[test]
 fn distillation_from_the_policy_itself_has_zero_gradient() {
     let batch = LossBatch::random(Kind::Float);

@@ -103,7 +103,7 @@ impl StepShape {
             Mlp::Dense(dense) => Some(dense.intermediate),
             Mlp::Experts(experts) => experts.shared.map(|SharedExpertSpec(shared)| shared.intermediate),
         });
-        // // The rows of all chosen experts of a token, counted as one row.
+        // The rows of all chosen experts of a token, counted as one row.
         let of_experts = spec
             .experts()
             .map_or(0, |experts| experts.router.num_experts_per_tok * experts.tp_slice(tp_size).expert.intermediate);

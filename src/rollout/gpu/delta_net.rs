@@ -53,7 +53,7 @@ impl DecoderNetwork<'_> {
         let part = |number: usize| projected.narrow(1, starts[number], columns.parts()[number] as i64);
         let [qkv, z, b, a] = [0, 1, 2, 3].map(part);
         for (number, part) in [&qkv, &z, &b, &a].into_iter().enumerate() {
-            // // One GEMM for all projections; in a quantized format only for the last two, which stay unquantized.
+            // One GEMM for all projections; in a quantized format only for the last two, which stay unquantized.
             if let Some(rest) = joined(w, columns, number) {
                 let out = projected.narrow(1, starts[number], rest.size()[0]);
                 self.product(DecoderOp::Qkv, normed, &rest, None, &out)?;

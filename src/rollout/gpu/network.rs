@@ -83,7 +83,7 @@ impl DecoderNetwork<'_> {
         let first = |buffer: &Tensor| buffer.narrow(0, 0, rows);
         let (mut x, gate_up, mut act) =
             (first(&self.buffers.x), first(&self.buffers.gate_up), first(&self.buffers.act));
-        // // Outputs of attention and of the MLP before the all-reduce. With NCCL both use one buffer.
+        // Outputs of attention and of the MLP before the all-reduce. With NCCL both use one buffer.
         let (mut normed, mut parts) = match self.sums {
             Some(sums) => (first(&sums.normed()?), [first(&sums.part(0)?), first(&sums.part(1)?)]),
             None => (first(&self.buffers.normed), [first(&self.buffers.delta), first(&self.buffers.delta)]),
@@ -180,7 +180,7 @@ impl DecoderNetwork<'_> {
     ) -> Result<()> {
         let Some((q, k, NormOptions { eps, .. })) = norms else { return Ok(()) };
         let rows = qkv.q.size()[0];
-        // // Use the memory of the MLP's activation, free at this point, as scratch: 8 bytes per row.
+        // Use the memory of the MLP's activation, free at this point, as scratch: 8 bytes per row.
         let scratch = self.buffers.act.view(-1).narrow(0, 0, 4 * rows).view_dtype(Kind::Float);
         let mut sums = scratch.narrow(0, 0, 2 * rows).view([rows, 2]);
         let counts_k = attention.has_first_of_key(self.tp.rank(), self.tp.size());

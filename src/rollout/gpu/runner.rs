@@ -266,7 +266,7 @@ impl Runner for GpuRunner<'_> {
             }
         };
         let sampled = step.runs.iter().filter(|run| !run.samples.is_empty());
-        // // For a run with draft tokens, the next step uses what the host knows by then.
+        // For a run with draft tokens, the next step uses what the host knows by then.
         let samples = sampled.flat_map(|run| {
             let first = run.tokens.end - run.drafts.token_ids.len();
             (first..=run.tokens.end).flat_map(|position| run.samples.clone().map(move |index| (index, position)))
@@ -330,7 +330,7 @@ impl Runner for GpuRunner<'_> {
         for (draw, top) in top {
             let Sampled { token_id, logprob, top: of_draw } = &mut sampled[draw];
             *of_draw = top;
-            // // The device and the host sum in different orders: report one log-probability for one token.
+            // The device and the host sum in different orders: report one log-probability for one token.
             let own = of_draw.iter_mut().filter(|other| other.token_id == *token_id);
             own.for_each(|own| own.logprob = *logprob);
         }
@@ -355,7 +355,7 @@ fn decode_hidden(
     kernels::next_tokens(&inputs.from, last, &mut ids)?;
     let prefixes = SharedPrefixes { groups: &inputs.groups, num_shared_blocks: &inputs.num_shared };
     DecoderOp::AttentionPlan.run(|| plans.update(&inputs.context_lens, prefixes))?;
-    // // Decode steps compute their tokens for the first time, so no experts are recorded.
+    // Decode steps compute their tokens for the first time, so no experts are recorded.
     let tokens = StepTokens {
         ids: &ids,
         positions: &inputs.positions,

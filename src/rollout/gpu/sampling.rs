@@ -48,7 +48,7 @@ impl DecoderNetwork<'_> {
             self.cut(&draws, drawn.sampling)?;
             draws.cuts = Some(&cuts);
         }
-        // // Use the mean share, so that all ranks get the same number. Strict steps use one part: sums are then split equally in all batches.
+        // Use the mean share, so that all ranks get the same number. Strict steps use one part: sums are then split equally in all batches.
         let parts = match self.tuning {
             Tuning::Fixed | Tuning::Exact => 1,
             _ => kernels::sample_parts(rows as usize, self.spec.vocab_size / tp_size) as i64,

@@ -33,7 +33,7 @@ const LASTING_TRIALS: usize = 200;
 /// State that persists between wakes: streams, addresses, CUDA graphs. While asleep it holds little memory, unless the engine keeps its memory.
 #[derive(Debug)]
 pub(in crate::rollout) struct GpuState {
-    // // Declared before the arena, so that graphs are dropped first: they use its addresses.
+    // Declared before the arena, so that graphs are dropped first: they use its addresses.
     pub(super) graphs: Graphs,
     pub(super) buffers: Option<DecodeBuffers>,
     pub(super) shape: StepShape,

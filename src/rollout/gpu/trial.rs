@@ -132,7 +132,7 @@ impl TrialBatch {
         for index in 0..count {
             let prompt = vec![1; prompt_len.clamp(1, context)];
             let mut sequence = EngineSequence::new(index / group, params.clone(), &prompt, context);
-            // // Use different tokens in each row: equal rows take less power, so the GPU would clock higher.
+            // Use different tokens in each row: equal rows take less power, so the GPU would clock higher.
             let last = 1 + index * (vocab_size - 1) / count;
             sequence.token_ids.resize(context, last as u32);
             sequence.block_table = match index % group {
@@ -141,7 +141,7 @@ impl TrialBatch {
             };
             sequences.push(sequence);
         }
-        // // All sequences grow at the same time, so interleave their blocks in memory.
+        // All sequences grow at the same time, so interleave their blocks in memory.
         for _ in num_shared..longest {
             sequences.iter_mut().zip(free.by_ref()).for_each(|(sequence, block)| sequence.block_table.push(block));
         }

@@ -1,12 +1,11 @@
-//! Exact sampling from logits that are split over a tensor-parallel group by vocabulary.
+//! Exact sampling from logits whose vocabulary is split over a tensor-parallel group.
 //!
-//! A token is drawn by Gumbel-max: argmax over ids of (processed logit + noise), ties to the lowest id. The noise is a
-//! function of (seed, step, prompt id, sample, position, vocabulary id), so that a draw depends neither on the batch
-//! it stands in nor on how the vocabulary is split. Each rank offers its candidates with its log-sum-exp, one small
-//! gather follows, and every rank decides alike.
+//! Tokens are sampled by Gumbel-max: argmax over ids of (processed logit + noise), ties to the lowest id. The noise is a function of (seed, step,
+//! prompt id, sample, position, vocabulary id), so a sample depends neither on its batch nor on the split of the vocabulary. Each rank computes its
+//! candidates and its log-sum-exp, one small all-gather follows, and every rank makes the same decision.
 //!
-//! Recorded log-probabilities are those of the distribution at the sampling temperature, before top-k, top-p, min-p and penalties:
-//! what the trainer computes for the same token.
+//! Recorded log-probabilities are those of the distribution at the sampling temperature, before top-k, top-p, min-p and penalties: the trainer
+//! computes the same for each token.
 
 #[cfg(test)]
 mod tests;
@@ -21,36 +20,36 @@ use crate::ops::random::RandomKey;
 use crate::ranks::{Collective, all_gather_bytes};
 use crate::types::{SamplingParams, TokenLogprob};
 
-/// First word of the sampler's random keys, apart from those of initialisation and shuffling.
+/// First word of the sampler's random keys. It separates them from those of initialisation and shuffling.
 const STREAM: u64 = u64::from_be_bytes(*b"sampling");
 
-/// One token to draw.
+/// One token to sample.
 #[derive(Debug)]
 pub(super) struct Draw<'a> {
-    /// Row of the logits.
+    /// Row of the logits to sample from.
     pub(super) row: usize,
-    /// How the token is drawn.
+    /// How the token is sampled.
     pub(super) params: &'a SamplingParams,
-    /// Step at which the completion was begun.
+    /// The step in which the completion was begun.
     pub(super) step: u64,
     pub(super) prompt_id: u64,
     /// Index of the completion within its group.
     pub(super) sample: usize,
-    /// Prompt and completion so far: what a repetition penalty looks at, with the drafts.
+    /// Prompt and completion so far. A repetition penalty applies to these and to `drafts`.
     pub(super) token_ids: &'a [u32],
-    /// Draft tokens behind them that are taken for sampled ones.
+    /// Draft tokens after `token_ids`, treated as if they were sampled.
     pub(super) drafts: &'a [u32],
-    /// The ids that may be drawn, if not all.
+    /// The token ids that may be sampled; `None` allows all.
     pub(super) allowed: Option<&'a TokenMask>,
 }
 
 impl Draw<'_> {
-    /// Key of all draws of the completion.
+    /// The random key of all draws of this completion.
     pub(super) fn key(&self) -> RandomKey {
         sampling_key(self.params.seed, self.step, self.prompt_id, self.sample)
     }
 
-    /// The position drawn for: tokens before it.
+    /// The position of the sampled token: the number of tokens before it.
     pub(super) fn position(&self) -> usize {
         self.token_ids.len() + self.drafts.len()
     }
@@ -59,7 +58,7 @@ impl Draw<'_> {
         self.params.temperature == 0.0
     }
 
-    /// The factor that turns a logit into one at the draw's temperature.
+    /// The multiplier from a logit to a logit at the draw's temperature.
     fn scale(&self) -> f32 {
         if self.is_greedy() { 1.0 } else { 1.0 / self.params.temperature }
     }
@@ -69,7 +68,7 @@ impl Draw<'_> {
     }
 }
 
-/// A [`Draw`] for a step that is computed after its sequences have changed.
+/// An owned [`Draw`], for a step that is computed after its sequences have changed.
 #[derive(Debug)]
 pub(super) struct OwnedDraw {
     row: usize,
@@ -95,62 +94,62 @@ impl OwnedDraw {
     }
 }
 
-/// A drawn token.
+/// A sampled token.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Sampled {
     pub(super) token_id: u32,
-    /// ln softmax(logits / temperature)[token_id] before penalty and filters, in nats; temperature 0 counts as 1. Over the ids that
-    /// are allowed, where not all are.
+    /// ln softmax(logits / temperature)[token_id] in nats, before penalty and filters; temperature 0 counts as 1. With structured output, the softmax
+    /// is over the allowed ids only.
     pub(super) logprob: f32,
-    /// The `top_logprobs` most probable ids by the same measure.
+    /// The `top_logprobs` most probable ids, with log-probabilities under the same distribution.
     pub(super) top: Vec<TokenLogprob>,
 }
 
 impl Sampled {
-    /// Behind a draft, whose row may never count: logits that are not numbers are an error only if it does.
+    /// Marks non-finite logits in a row behind a draft token. They are an error only if the row counts, because the draft token was accepted.
     pub(super) fn not_finite() -> Self {
         Self { token_id: u32::MAX, logprob: f32::NAN, top: Vec::new() }
     }
 
-    /// The token as a draft: any where logits were not numbers.
+    /// The id to use as a draft token: 0 where the logits were not finite.
     pub(super) fn known_id(&self) -> u32 {
         if self.token_id == u32::MAX { 0 } else { self.token_id }
     }
 
-    /// The token.
+    /// Checks that the row's logits were finite.
     ///
     /// # Errors
-    /// [`Error::NonFinite`] for a row whose logits were not numbers.
+    /// [`Error::NonFinite`] if they were not.
     pub(super) fn check(&self, prompt_id: u64, position: usize) -> Result<()> {
         if self.token_id == u32::MAX { Err(non_finite(prompt_id, position)) } else { Ok(()) }
     }
 }
 
-/// A rank's share of one draw.
+/// One rank's contribution to one draw.
 #[derive(Debug, Clone, PartialEq)]
 struct Offer {
-    /// Over the rank's share of logits / temperature.
+    /// Log-sum-exp of this rank's share of logits / temperature.
     log_sum_exp: f64,
     candidates: Vec<Candidate>,
-    /// The rank's most probable ids before penalty and filters, most probable first.
+    /// This rank's most probable ids before penalty and filters, most probable first.
     top: Vec<Candidate>,
 }
 
-/// Draws tokens from this rank's share of the vocabulary.
+/// Samples tokens from logits, of which this rank has a share of the vocabulary.
 #[derive(Debug)]
 pub(super) struct Sampler<'a> {
-    /// Ids of the logits' columns.
+    /// Token ids of the logits' columns on this rank.
     pub(super) vocab: Range<usize>,
     pub(super) tp: &'a dyn Collective,
 }
 
 impl Sampler<'_> {
-    /// Draws one token for each of `draws`, in order. Collective over the tensor-parallel group.
+    /// Samples one token for each of `draws`, in order. Collective over the tensor-parallel group.
     ///
     /// Order of processing, as in vLLM: repetition penalty, temperature, min-p, top-k, top-p.
     ///
     /// # Errors
-    /// [`Error::NonFinite`] for logits that are not numbers, on every rank together.
+    /// [`Error::NonFinite`] for logits that are NaN or infinite, on every rank together.
     pub(super) fn sample(
         &self,
         logits: &[f32], /* [rows, V of this rank] */
@@ -165,7 +164,7 @@ impl Sampler<'_> {
         draws.iter().enumerate().map(decide).collect()
     }
 
-    /// The `top_logprobs` most probable ids of draws whose tokens are drawn elsewhere, before penalty and filters. Collective over the
+    /// The `top_logprobs` most probable ids, before penalty and filters, for draws whose tokens are sampled elsewhere. Collective over the
     /// tensor-parallel group.
     ///
     /// # Errors
@@ -190,7 +189,7 @@ impl Sampler<'_> {
         Ok(draws.iter().enumerate().map(top).collect())
     }
 
-    /// This rank's share of each draw; the draws are spread over libtorch's number of threads.
+    /// This rank's contribution to each draw. The draws are divided among as many threads as libtorch uses.
     fn offers(&self, logits: &[f32], draws: &[Draw]) -> Vec<Offer> {
         let per_thread = draws.len().div_ceil(tch::get_num_threads().max(1) as usize).max(1);
         if per_thread >= draws.len() {
@@ -223,7 +222,7 @@ impl Sampler<'_> {
         draws.iter().map(offer).collect()
     }
 
-    /// masked = the logits of ids that are allowed, minus infinity elsewhere.
+    /// masked = logits of the allowed ids, minus infinity for others.
     fn mask(&self, raw: &[f32], allowed: &TokenMask, masked: &mut Vec<f32>) {
         let logit =
             |(column, &logit)| if allowed.contains(self.vocab.start + column) { logit } else { f32::NEG_INFINITY };
@@ -231,7 +230,7 @@ impl Sampler<'_> {
         masked.extend(raw.iter().enumerate().map(logit));
     }
 
-    /// The shard's `top_logprobs` most probable ids.
+    /// This rank's `top_logprobs` most probable ids.
     fn top(&self, raw: &[f32], draw: &Draw) -> Vec<Candidate> {
         let count = draw.params.top_logprobs;
         if count == 0 {
@@ -268,7 +267,7 @@ impl Sampler<'_> {
         }
     }
 
-    /// With filters, all ids that may survive them; without, the shard's winner.
+    /// Candidates of this rank: with filters, all ids that may survive them; without, the id with the largest noisy logit.
     fn candidates(&self, raw: &[f32], values: &[f32], draw: &Draw, noise: &mut [f32]) -> Vec<Candidate> {
         let scale = draw.scale();
         let start = self.vocab.start;
@@ -297,7 +296,7 @@ impl Sampler<'_> {
         vec![candidate(best.0)]
     }
 
-    /// The winner among all ranks' candidates.
+    /// Chooses the winner among all ranks' candidates.
     fn decide<'b>(&self, draw: &Draw, offers: impl Iterator<Item = &'b Offer> + Clone) -> Result<Sampled> {
         let log_sum_exp = log_sum_exp(offers.clone().map(|offer| offer.log_sum_exp));
         if !log_sum_exp.is_finite() {
@@ -324,9 +323,9 @@ impl Sampler<'_> {
         Ok(Sampled { token_id: winner.id, logprob: winner.logprob(log_sum_exp), top })
     }
 
-    /// Every rank's offers, in rank order.
+    /// All-gathers the contributions, in rank order.
     fn exchange(&self, own: Vec<Offer>) -> Result<Vec<Vec<Offer>>> {
-        // A step that finishes no prompt draws nothing, on any rank.
+        // A step in which no prompt ends samples nothing, on any rank.
         if self.tp.size() == 1 || own.is_empty() {
             return Ok(vec![own]);
         }
@@ -335,7 +334,7 @@ impl Sampler<'_> {
     }
 }
 
-/// The most probable ids among those that all ranks offer.
+/// The most probable ids over all ranks' contributions.
 fn top_of<'b>(draw: &Draw, offers: impl Iterator<Item = &'b Offer>, log_sum_exp: f64) -> Vec<TokenLogprob> {
     let mut top: Vec<Candidate> = offers.flat_map(|offer| offer.top.iter().copied()).collect();
     filters::keep_first(&mut top, draw.params.top_logprobs);
@@ -343,7 +342,7 @@ fn top_of<'b>(draw: &Draw, offers: impl Iterator<Item = &'b Offer>, log_sum_exp:
     top.iter().map(of).collect()
 }
 
-/// Key of all draws of one completion; rows are positions, entries vocabulary ids.
+/// The random key of all draws of one completion. Rows are positions, entries are vocabulary ids.
 pub(super) fn sampling_key(seed: u64, step: u64, prompt_id: u64, sample: usize) -> RandomKey {
     RandomKey::new(seed, STREAM).fold(step).fold(prompt_id).fold(sample as u64)
 }

@@ -3,7 +3,7 @@ use crate::ranks::SingleRank;
 
 const VOCAB: usize = 13;
 
-/// Draws from a vocabulary split at `bounds`, as the ranks of a group would.
+/// Samples with a vocabulary that is split at `bounds`, as the ranks of a group would.
 fn sample(bounds: &[usize], logits: &[f32], draws: &[Draw]) -> Result<Vec<Sampled>> {
     let tp = SingleRank::default();
     let sampler = |vocab: Range<usize>| Sampler { vocab, tp: &tp };
@@ -45,8 +45,8 @@ fn softmax(values: &[f64]) -> Vec<f64> {
     values.iter().map(|value| value.exp() / total).collect()
 }
 
-/// Draws follow `expected`: chi-square under its 99.99 % point for at most 12 degrees of freedom, and nothing that has
-/// no mass is ever drawn.
+/// Checks that samples follow `expected`: the chi-square is below its 99.99 % point for at most 12 degrees of freedom, and an id of probability 0 is
+/// never sampled.
 fn assert_distribution(params: &SamplingParams, expected: &[f64]) {
     let count = 20_000;
     let sampled = sample(&[0, VOCAB], &logits(0), &draws(params, count)).unwrap();
@@ -70,7 +70,7 @@ fn samples_follow_the_softmax_at_the_temperature() {
     }
 }
 
-/// The filters by their definitions, on probabilities: min-p, then top-k, then top-p of what is left.
+/// A reference for the filters by their definitions, on probabilities: min-p, then top-k, then top-p of what remains.
 fn filtered(values: &[f64], params: &SamplingParams) -> Vec<f64> {
     let p = softmax(values);
     let max = p.iter().copied().fold(0.0, f64::max);
@@ -180,7 +180,7 @@ fn requests_of_one_step_may_have_different_sampling_parameters() {
     }
 }
 
-/// Forbidden ids change the draw as a distribution over fewer ids would, penalties and filters included.
+/// With forbidden ids, samples, penalties and filters behave as if the distribution had only the allowed ids.
 #[test]
 fn masked_ids_have_no_influence_on_sampling() {
     let base = SamplingParams { top_logprobs: VOCAB, ..SamplingParams::default() };
@@ -203,7 +203,7 @@ fn masked_ids_have_no_influence_on_sampling() {
             assert!((f64::from(sampled.logprob) - p[sampled.token_id as usize].ln()).abs() < 1e-6);
             assert_eq!(sampled.top.len(), ids.len(), "no other has a probability");
         }
-        // One of the shards has no id that is allowed.
+        // One of the shards has no allowed id.
         for (whole, split) in whole.iter().zip(sample(&[0, 6, 9, VOCAB], &raw, &draws).unwrap()) {
             assert_eq!(whole.token_id, split.token_id);
         }

@@ -1,4 +1,4 @@
-//! Which waiting sequences begin, or go on: whole groups, with the blocks of their prompt that are computed already.
+//! Decides which waiting sequences start or continue: whole groups, reusing the blocks of their prompt that are already computed.
 
 use std::ops::Range;
 
@@ -9,8 +9,8 @@ use crate::rollout::sequence::{EngineSequence, QueuePriority};
 use crate::types::Trajectory;
 
 impl Scheduler {
-    /// Gives the sequences of a new group what an earlier rollout sampled of them, and queues those that are not finished or running.
-    /// Queues `begun`. One trajectory of a begun group whose prompt no running sequence holds goes in front, to compute it for the others.
+    /// Gives the sequences of a new group the tokens in `begun`, which an earlier rollout sampled, and queues those that are neither finished nor
+    /// running. If no running sequence holds the prompt, one of them goes to the front of the queue, to compute it for the others.
     pub(super) fn queue(&mut self, group: usize, begun: Vec<Trajectory>) {
         let members = self.members(group);
         for (index, completion) in members.clone().zip(begun) {
@@ -39,14 +39,14 @@ impl Scheduler {
         }
     }
 
-    /// Behind those that wait for the same turn.
+    /// Inserts a sequence behind those of equal priority.
     fn enqueue(&mut self, index: usize, turn: QueuePriority) {
         self.sequences[index].turn = turn;
         let at = self.waiting.partition_point(|&waiting| self.sequences[waiting].turn <= turn);
         self.waiting.insert(at, index);
     }
 
-    /// Unfinished, and without blocks.
+    /// Whether a sequence is unfinished and has no blocks.
     fn is_open(&self, index: usize) -> bool {
         self.sequences[index].finish_reason.is_none() && self.sequences[index].block_table.is_empty()
     }
@@ -56,7 +56,7 @@ impl Scheduler {
         self.sequences[self.members(group)].iter().find(|sequence| !sequence.block_table.is_empty())
     }
 
-    /// Runs a sequence from the blocks that an earlier rollout kept of it, if it did and a slot is left.
+    /// Continues a sequence from the blocks that an earlier rollout kept, if there are any and a slot is free.
     fn go_on(&mut self, index: usize) {
         let sequence = &self.sequences[index];
         let is_kept = sequence.finish_reason.is_none() && sequence.adapter.is_none(); // kept ones are known by their tokens alone
@@ -76,9 +76,9 @@ impl Scheduler {
         self.running.push(index);
     }
 
-    /// Admits the front of the queue if slots and blocks are there. While others run, a group waits until all of it fits
-    /// and every running sequence keeps a block to grow into; alone, it is cut to what fits. Whether that, or blocks that
-    /// were freed for it, make another try worth while.
+    /// Admits the front of the queue if slots and blocks are free. While others run, a group waits until all of it fits and every running sequence
+    /// still has a free block to grow into. With nothing running, the group is reduced to what fits. Returns whether to try again: something was
+    /// admitted, or blocks were freed for it.
     pub(super) fn admit(&mut self) -> bool {
         let Some(members) = self.front() else { return false };
         let slots = self.limits.max_num_seqs - self.running.len();
@@ -112,8 +112,8 @@ impl Scheduler {
         true
     }
 
-    /// The sequences at the front of the queue that need the same computation: one group's, if nothing is sampled yet. None
-    /// while a token that it begins with is under way, or its prompt is about to be computed by another of its group.
+    /// The sequences at the front of the queue that need the same computation: a whole group if none of its tokens are sampled yet. `None` while its
+    /// first tokens are still being sampled, or while another sequence of the group is about to compute its prompt.
     fn front(&self) -> Option<Range<usize>> {
         let is_ready = |&&first: &&usize| self.sequences[first].num_pending == 0 && !self.prompt_is_coming(first);
         let &first = self.waiting.front().filter(is_ready)?;
@@ -125,7 +125,7 @@ impl Scheduler {
         Some(first..first + count)
     }
 
-    /// Whether another sequence of the group is admitted but not yet through the prompt's full blocks.
+    /// Whether another sequence of the group is admitted but has not yet computed the full blocks of the prompt.
     fn prompt_is_coming(&self, index: usize) -> bool {
         let num_tokens = self.shareable_blocks(index) * self.limits.block_size;
         let is_coming = |member: usize| {
@@ -135,7 +135,7 @@ impl Scheduler {
         self.shared_prefix(index).is_empty() && self.members(self.sequences[index].group).any(is_coming)
     }
 
-    /// Full blocks of a sequence's prompt, of which at least one token of it is left to compute, for its logits.
+    /// Number of full blocks of a sequence's prompt that can be shared. At least one prompt token remains to be computed, for its logits.
     fn shareable_blocks(&self, index: usize) -> usize {
         if self.states.are_used() {
             return 0; // nobody has the states after these blocks
@@ -155,7 +155,7 @@ impl Scheduler {
         holder.map_or(Vec::new(), |holder| self.sequences[holder].block_table[..num_blocks].to_vec())
     }
 
-    /// Gives a sequence whose run begins behind shared blocks of its prompt the experts of their tokens, which another of its group has.
+    /// If a run starts behind shared blocks of the prompt, copies the recorded experts of their tokens from another sequence of the group.
     pub(super) fn share_experts(&mut self, run: &TokenRun) {
         let sequence = &self.sequences[run.sequence];
         let num_shared = run.tokens.start;
@@ -169,7 +169,7 @@ impl Scheduler {
         }
     }
 
-    /// Blocks that each further member of a group needs: a copy of the prompt's last block, unless it is full.
+    /// Blocks that each further member of a group needs: one for a copy of the prompt's last block, unless that is full.
     fn tail_blocks(&self, index: usize) -> usize {
         usize::from(!self.sequences[index].len().is_multiple_of(self.limits.block_size))
     }

@@ -1,4 +1,4 @@
-//! Drafts of a decode step's sequences, and what became of them.
+//! Draft tokens of a decode step, and counting how many were accepted.
 
 use super::{Scheduler, Step, TokenRun};
 use crate::rollout::sampler::Draw;
@@ -6,7 +6,7 @@ use crate::rollout::sequence::EngineSequence;
 use crate::rollout::speculation::{DraftRequest, DraftedText, Drafts};
 
 impl Scheduler {
-    /// Whether the next step has drafts, which need all tokens before them: it is to be scheduled once no other is under way.
+    /// Whether the next step gets draft tokens. It then needs all tokens before it, so schedule it once no other step is under way.
     pub(in crate::rollout) fn is_to_draft(&mut self) -> bool {
         if self.speculator.is_none() || !self.has_work() {
             return false;
@@ -17,7 +17,7 @@ impl Scheduler {
         is_decode && self.speculator.as_mut().is_some_and(|speculator| speculator.is_to_draft(num_seqs, most_rows))
     }
 
-    /// Adds drafts to a decode step whose tokens are all known, as far as rows and free blocks reach; nobody is preempted for one.
+    /// Adds draft tokens to a decode step whose tokens are all known, as far as rows and free blocks allow. It never preempts a sequence.
     pub(super) fn add_drafts(&mut self, step: &mut Step) {
         let Self { speculator: Some(speculator), limits, sequences, blocks, groups, num_dropped, .. } = self else {
             return;
@@ -33,7 +33,7 @@ impl Scheduler {
             let sequence = &sequences[run.sequence];
             let group = &groups[sequence.group - *num_dropped];
             let sample = run.sequence - group.members.start;
-            // The token behind the last draft is sampled, and the longest sequence ends with it. A structure allows tokens one by one.
+            // The token after the last draft token is sampled too and may be the last one. A structure needs tokens one at a time, so no drafts.
             let left = sequence.max_len - sequence.len();
             let most = if sequence.allowed().is_some() { 0 } else { left.saturating_sub(1) };
             DraftRequest {
@@ -60,7 +60,7 @@ impl Scheduler {
         }
     }
 
-    /// Draws of the drafts that have `depth` others before them, of the runs that have so many.
+    /// The draws for the draft tokens at index `depth`, of the runs that have so many.
     pub(in crate::rollout) fn head_draws<'a>(&'a self, step: &'a Step, depth: usize) -> Vec<Draw<'a>> {
         let num_drafts =
             step.runs.iter().flat_map(|run| std::iter::repeat_n(run.drafts.token_ids.len(), run.num_draws()));
@@ -69,7 +69,7 @@ impl Scheduler {
         of_depth.enumerate().map(|(row, (draw, _))| Draw { row, ..draw }).collect()
     }
 
-    /// Pages of states that have not taken in the newest drafts that were drawn, and how many of these; from now on they have. Call only with
+    /// State pages that do not yet include the newest accepted draft tokens, with the number of these; they then count as included. Call it only with
     /// no step under way.
     pub(in crate::rollout) fn settle_drafts(&mut self) -> Vec<(u32, usize)> {
         let settle = |sequence: &mut EngineSequence| {
@@ -80,7 +80,7 @@ impl Scheduler {
         self.running.iter().filter_map(|&index| settle(&mut self.sequences[index])).collect()
     }
 
-    /// Tells the drafts' source of a sequence's newest tokens.
+    /// Reports a sequence's newest tokens to the source of draft tokens.
     pub(super) fn observe(&mut self, index: usize) {
         let (request, sample) = self.place(index);
         let sequence = &self.sequences[index];
@@ -94,7 +94,7 @@ impl Scheduler {
         speculator.observe(DraftedText { request: request.0, sample, token_ids, prompt_len });
     }
 
-    /// Counts the drafts of a run, of which the first `num_drawn` were drawn, and lets the next ones be chosen by that.
+    /// Records that the first `num_drawn` draft tokens of a run were accepted, for choosing the number of later ones.
     pub(super) fn take_drafts(&mut self, run: &TokenRun, num_drawn: usize, goes_on: bool) {
         let Drafts { token_ids, matched } = &run.drafts;
         self.stats.num_drafted_sequences += 1;
@@ -106,7 +106,7 @@ impl Scheduler {
         }
     }
 
-    /// A request is complete, or removed.
+    /// Ends drafting for a request that is complete or removed.
     pub(super) fn end_drafts(&mut self, request: usize) {
         let members = self.members(request);
         if let Some(speculator) = &mut self.speculator {

@@ -1,20 +1,20 @@
-//! Which tokens the next step computes. A pure function of the requests, of when they were submitted and of what was sampled, so
-//! that every rank of a tensor-parallel group takes the same decisions without talking.
+//! Decides which tokens the next step computes. The scheduler is a pure function of the requests, of the times of their submission and of the sampled
+//! tokens. So every rank of a tensor-parallel group makes the same decisions without communication.
 //!
-//! Requests may be submitted between any two steps. Sequences wait in order. A group is admitted whole: its prompt is prefilled once, in chunks if it is long, its full
-//! blocks are shared by the completions and its last partial block is copied for each. A step either prefills or decodes;
-//! prefill comes first, but between the chunks of a long prompt the others are decoded for a few steps. When blocks run out the sequence admitted last gives its own back, keeps its tokens, waits at
-//! the front and is computed again.
+//! Requests may be submitted between any two steps. Sequences wait in order. A group is admitted as a whole: its prompt is prefilled once, in chunks
+//! if it is long; the completions share its full blocks, and each gets a copy of its last partial block. A step either prefills or decodes. Prefill
+//! has priority, but between the chunks of a long prompt the other sequences are decoded for a few steps. If blocks run out, the sequence admitted
+//! last is preempted: it releases its blocks, keeps its tokens, waits at the front of the queue and is computed again.
 //!
-//! A rollout may leave sequences unfinished, whose blocks then stay where they are ([`Scheduler::into_kept`]). Those that the next
-//! one goes on with run at once, without being computed again, and the others' blocks are free; one that goes on with none holds
-//! them all, and takes them before any of its own when blocks run out.
+//! A rollout may leave sequences unfinished; their blocks can stay in the cache ([`Scheduler::into_kept`]). Sequences that the next rollout continues
+//! then run at once, without being computed again, and the blocks of the others are freed. A rollout that continues none leaves them in place, but
+//! takes their blocks before its own sequences' if blocks run short.
 //!
-//! With tools, a sequence that ends a turn leaves its blocks to the next one ([`Scheduler::keep_turns`]), as long as nobody else needs them.
+//! With tools, a sequence that ends a turn leaves its blocks to its next turn ([`Scheduler::keep_turns`]), as long as no other sequence needs them.
 //!
-//! Steps may be scheduled before the results of earlier ones are known. A token that a step under way samples counts as the
-//! sequence's own; what it is, the device knows. A sequence that turns out to have ended has then run for nothing: that
-//! surplus token is dropped. Steps with drafts are scheduled with nothing under way, and nothing is scheduled before their results.
+//! Steps may be scheduled before the results of earlier ones are known. A token that a step under way samples already counts as part of the sequence;
+//! only the device knows its value. If the sequence turns out to have ended, the surplus token is dropped. Steps with draft tokens are scheduled only
+//! with nothing under way, and nothing is scheduled before their results.
 
 mod admission;
 mod drafting;
@@ -45,7 +45,7 @@ use crate::error::Result;
 use states::StateSlots;
 pub(super) use step::{Step, TokenRun};
 
-/// One request's sequences and the first words of their random keys.
+/// The sequences of one request and the first words of their random keys.
 #[derive(Debug)]
 struct Group {
     members: Range<usize>,
@@ -78,7 +78,7 @@ pub(super) struct Scheduler {
 }
 
 impl Scheduler {
-    /// Holds what an earlier rollout `kept`; counting goes on from `stats`.
+    /// Creates a scheduler that holds the sequences `kept` by an earlier rollout; counters continue from `stats`.
     pub(super) fn new(limits: StepLimits, kept: KeptSequences, stats: EngineStats) -> Self {
         let mut blocks = BlockManager::new(limits.num_blocks, limits.block_size);
         blocks.adopt(kept.tables());
@@ -106,18 +106,18 @@ impl Scheduler {
         }
     }
 
-    /// Bounds completions by `limit`, too.
+    /// Also limits completions by `limit`.
     pub(super) fn with_completion_limit(self, limit: Option<CompletionLimit>) -> Self {
         Self { completion_limit: limit, ..self }
     }
 
-    /// Drafts tokens.
+    /// Enables draft tokens.
     pub(super) fn with_speculator(self, speculator: Option<Speculator>) -> Self {
         Self { speculator, ..self }
     }
 
-    /// Queues a sequence for each completion of `request`, which has been checked, behind those that wait. `grammar` is that of its
-    /// structure. Sequences that are kept run at once.
+    /// Queues a sequence for each completion of a checked `request`, behind the waiting ones. `grammar` is compiled from its structure. Kept
+    /// sequences run at once.
     pub(super) fn submit(&mut self, request: Request, grammar: Option<&Arc<Grammar>>) -> RequestId {
         let Request { prompt_id, token_ids, first_step, first_sample, params, begun, adapter } = request;
         let (group, first) = (self.num_dropped + self.groups.len(), self.sequences.len());
@@ -146,8 +146,7 @@ impl Scheduler {
         RequestId(group)
     }
 
-    /// Sequences that a later rollout may continue: unfinished ones, computed up to their last token, and those that were held
-    /// for others.
+    /// The sequences that a later rollout may continue: unfinished ones, computed up to their last token, and those kept from earlier rollouts.
     pub(super) fn into_kept(mut self) -> KeptSequences {
         self.drop_unclaimed();
         let mut kept = self.kept;
@@ -169,8 +168,8 @@ impl Scheduler {
         !self.waiting.is_empty() || !self.running.is_empty()
     }
 
-    /// Whether a sequence that runs is held to a structure, and would be scheduled before its last token is known, which its next one
-    /// cannot be drawn without.
+    /// Whether a running sequence with structured output would be scheduled before its last token is known. Its next token cannot be sampled without
+    /// that.
     pub(super) fn runs_ahead_of_structure(&self) -> bool {
         (self.limits.num_stages == 1 || self.limits.runs_ahead)
             && self.running.iter().any(|&index| self.sequences[index].allowed().is_some())
@@ -185,7 +184,7 @@ impl Scheduler {
         &self.groups[group - self.num_dropped]
     }
 
-    /// Whether anything has happened that was not taken yet.
+    /// Whether there are events that have not been taken.
     pub(super) fn has_events(&self) -> bool {
         !self.events.is_empty()
     }
@@ -195,8 +194,8 @@ impl Scheduler {
         std::mem::take(&mut self.events)
     }
 
-    /// Admits what fits, then picks the next step's tokens; `None` if everything left waits for the results of steps under
-    /// way. Call only with work left.
+    /// Admits what fits, then picks the next step's tokens; `None` if all remaining work waits for results of steps under way. Call it only with work
+    /// left.
     pub(super) fn schedule(&mut self) -> Option<Step> {
         self.admit_all();
         let mut step = match self.prefilling.is_empty() {
@@ -221,7 +220,7 @@ impl Scheduler {
         while self.admit() {}
     }
 
-    /// One draw for each sequence that samples in `step`, and one for each draft, in order.
+    /// The draws of `step` in order: one for each sampling sequence and one for each draft token.
     pub(super) fn draws<'a>(&'a self, step: &'a Step) -> Vec<Draw<'a>> {
         let mut next_row = 0;
         let draws = step.runs.iter().flat_map(|run| {
@@ -242,7 +241,7 @@ impl Scheduler {
         draws.collect()
     }
 
-    /// free + used == total, at any time; with no work left and nothing kept, all blocks are free.
+    /// Checks that free + used == total, at any time; with no work left and nothing kept, all blocks must be free.
     pub(super) fn check_integrity(&self) -> Result<()> {
         let tables = self.sequences.iter().map(|sequence| sequence.block_table.as_slice());
         let pages = self.sequences.iter().filter_map(|sequence| sequence.state_page);
@@ -250,15 +249,15 @@ impl Scheduler {
         self.blocks.check_integrity(tables.chain(self.kept.tables()).chain(self.between_turns.tables()))
     }
 
-    /// Frees the memory of a sequence.
+    /// Frees the blocks and the state page of a sequence.
     fn release(&mut self, index: usize) {
         let EngineSequence { block_table, state_page, .. } = &mut self.sequences[index];
         self.blocks.release(block_table);
         self.states.give_back(state_page);
     }
 
-    /// Frees what is kept of an earlier rollout once the one has begun that goes on with it: nobody will ask for what it has not
-    /// claimed. A step that was taken back leaves such sequences, or one with more of them than run at once.
+    /// Frees the sequences kept from an earlier rollout that the current one did not claim: no one will claim them any more. Such sequences remain if
+    /// a training step was undone, or if there are more of them than can run at once.
     pub(super) fn drop_unclaimed(&mut self) {
         if std::mem::take(&mut self.has_unclaimed) {
             while let Some(place) = self.kept.take_any() {
@@ -272,7 +271,7 @@ impl Scheduler {
         self.states.give_back(&mut state_page);
     }
 
-    /// Frees the memory of one sequence that is kept for a later rollout, or left to a next turn, if there is one.
+    /// Frees one sequence that is kept for a later rollout or for a next turn. Returns whether there was one.
     fn drop_kept(&mut self) -> bool {
         let kept = self.kept.take_any().or_else(|| self.between_turns.take_any());
         kept.map(|place| self.free(place)).is_some()

@@ -1,4 +1,4 @@
-//! Requests that nobody waits for any longer: they end, their blocks are free, and what is known of them is dropped.
+//! Removes requests whose results are no longer needed: ends them, frees their blocks and drops their data.
 
 use super::Scheduler;
 use crate::rollout::request::{Event, RequestId};
@@ -6,8 +6,8 @@ use crate::rollout::session::SessionLoad;
 use crate::types::FinishReason;
 
 impl Scheduler {
-    /// Ends what is unfinished of a request, frees its blocks and drops its tokens and events. A step under way may still compute for
-    /// it; its result is dropped.
+    /// Ends the unfinished sequences of a request, frees its blocks and drops its tokens and events. If a step under way still computes for it, that
+    /// result is dropped.
     pub(in crate::rollout) fn remove(&mut self, group: usize) {
         self.end_drafts(group);
         for index in self.members(group) {
@@ -42,12 +42,12 @@ impl Scheduler {
         }
     }
 
-    /// Requests at the front of the list that are removed; those behind one that goes on stay in the list.
+    /// Number of removed requests at the front of the list. Removed requests behind an active one stay in the list.
     pub(in crate::rollout) fn num_removed(&self) -> usize {
         self.groups.iter().take_while(|group| group.is_removed).count()
     }
 
-    /// Takes removed requests off the front of the list. Call only with no step under way: steps hold indices of sequences.
+    /// Deletes removed requests from the front of the list. Call it only with no step under way, because steps hold indices of sequences.
     pub(in crate::rollout) fn compact(&mut self) {
         let num_groups = self.num_removed();
         let Some(last) = self.groups[..num_groups].last() else { return };
@@ -62,7 +62,7 @@ impl Scheduler {
 }
 
 impl Event {
-    /// The request that it is about.
+    /// The request that the event belongs to.
     pub fn request(&self) -> RequestId {
         match *self {
             Self::Token { request, .. }

@@ -1,4 +1,4 @@
-//! What steps have sampled, taken into their sequences.
+//! Adds the sampled tokens of finished steps to their sequences.
 
 use super::{Scheduler, Step, TokenRun};
 use crate::error::Result;
@@ -9,7 +9,8 @@ use crate::rollout::stop::StopRules;
 use crate::types::FinishReason;
 
 impl Scheduler {
-    /// Gives sequences the experts of the oldest step's tokens, if there are any; the members of a group have those of its prompt.
+    /// Records the experts of the oldest step's tokens in their sequences, if there are any; the experts of a prompt are recorded in all members of
+    /// its group.
     pub(in crate::rollout) fn record_experts(&mut self, step: &Step, experts: &[u16]) {
         let per_token = experts.len().checked_div(step.num_tokens()).unwrap_or(0);
         if per_token == 0 {
@@ -30,7 +31,7 @@ impl Scheduler {
         }
     }
 
-    /// Appends what the oldest step under way sampled, in the order of its draws.
+    /// Appends the tokens that the oldest step under way sampled, in the order of its draws.
     pub(in crate::rollout) fn postprocess(
         &mut self,
         step: &Step,
@@ -55,7 +56,7 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Appends a token to a sequence, unless that has ended. Whether it goes on.
+    /// Appends a token to a sequence unless that has ended. Returns whether the sequence continues.
     fn append(&mut self, index: usize, sampled: &Sampled, rules: &StopRules) -> Result<bool> {
         let sequence = &mut self.sequences[index];
         if sequence.finish_reason.is_some() {
@@ -82,8 +83,8 @@ impl Scheduler {
         Ok(self.sequences[index].finish_reason.is_none())
     }
 
-    /// Appends the tokens that were drawn behind the drafts of a run, up to the first that is not its draft, which is itself what the
-    /// sequence goes on with. What lies behind an end was never sampled.
+    /// Appends the tokens sampled at the draft tokens of a run, up to and including the first that differs from its draft token. Tokens after the end
+    /// of the sequence are dropped.
     fn append_drawn(&mut self, run: &TokenRun, sampled: &[Sampled], rules: &StopRules) -> Result<()> {
         let (index, drafts) = (run.sequence, &run.drafts.token_ids);
         if self.sequences[index].finish_reason.is_some() {
@@ -115,7 +116,7 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Whether a sequence's next draft is taken for drawn, as a benchmark has it.
+    /// Whether a benchmark makes the sequence's next draft token count as accepted.
     fn replays(&self, index: usize) -> bool {
         let sequence = &self.sequences[index];
         let group = self.group(sequence.group);
@@ -138,7 +139,7 @@ impl Scheduler {
         }
     }
 
-    /// The request that a sequence belongs to, and the completion's index in it.
+    /// The request of a sequence, and the completion's index in it.
     pub(super) fn place(&self, index: usize) -> (RequestId, usize) {
         let group = self.sequences[index].group;
         (RequestId(group), index - self.group(group).members.start)

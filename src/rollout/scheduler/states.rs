@@ -1,10 +1,10 @@
-//! Which pages hold the states of gated delta nets. Every sequence that runs has one, from its admission until its blocks are
-//! released; a group's prompt is computed in the first member's page, and copied for the others. A sequence that is kept for a later rollout,
-//! or for its next turn, keeps its page.
+//! Assigns pages for the states of gated delta nets. Every running sequence has one, from its admission until its blocks are released. A group's
+//! prompt is computed in the first member's page, and copied for the others. A sequence that is kept for a later rollout, or for its next turn, keeps
+//! its page.
 
 use crate::error::{Error, Result};
 
-/// Pages `0 .. num_pages`, none for a model without states.
+/// Pages `0 .. num_pages`; none for a model without states.
 #[derive(Debug)]
 pub(super) struct StateSlots {
     num_pages: usize,
@@ -16,13 +16,13 @@ impl StateSlots {
         Self { num_pages, free: (0..num_pages as u32).rev().collect() }
     }
 
-    /// Takes over the pages of sequences that are kept of an earlier rollout; before any other is given out.
+    /// Marks the pages of sequences kept from an earlier rollout as used. Call it before any allocation.
     pub(super) fn adopt(&mut self, kept: impl Iterator<Item = u32>) {
         let kept: Vec<u32> = kept.collect();
         self.free.retain(|page| !kept.contains(page));
     }
 
-    /// Sequences that can be admitted.
+    /// Number of sequences that can be admitted.
     pub(super) fn num_free(&self) -> usize {
         if self.are_used() { self.free.len() } else { usize::MAX }
     }
@@ -32,7 +32,7 @@ impl StateSlots {
         self.num_pages > 0
     }
 
-    /// A page for a sequence that is admitted.
+    /// Takes a page for a sequence that is admitted.
     pub(super) fn take(&mut self) -> Option<u32> {
         let page = self.free.pop();
         assert!(page.is_some() || !self.are_used(), "more sequences run than there are pages of states");
@@ -43,7 +43,7 @@ impl StateSlots {
         self.free.extend(page.take());
     }
 
-    /// free + held == total, no page held twice.
+    /// Checks that free + held == total and that no page is held twice.
     pub(super) fn check_integrity(&self, held: impl Iterator<Item = u32>) -> Result<()> {
         let mut pages: Vec<u32> = self.free.iter().copied().chain(held).collect();
         pages.sort_unstable();

@@ -1,16 +1,16 @@
-//! The tokens of the next step: parts of prompts, or one token of every running sequence.
+//! Chooses the tokens of the next step: parts of prompts, or one token of every running sequence.
 
 use std::ops::Range;
 
 use super::{Scheduler, Step, TokenRun};
 use crate::rollout::sequence::EngineSequence;
 
-/// Decode steps between two chunks of a prompt that is longer than `max_num_batched_tokens`: of 7B at 100,000 tokens they take a tenth of a
+/// Decode steps between two chunks of a prompt that is longer than `max_num_batched_tokens`. For a 7B model at 100,000 tokens they take a tenth of a
 /// chunk's time.
 const DECODES_BETWEEN_CHUNKS: usize = 4;
 
 impl Scheduler {
-    /// The next parts of admitted prompts, up to `max_num_batched_tokens`.
+    /// Schedules the next parts of admitted prompts, up to `max_num_batched_tokens`.
     pub(super) fn schedule_prefill(&mut self) -> Step {
         let mut step = Step::new(false, Vec::new());
         let mut budget = self.limits.max_num_batched_tokens;
@@ -43,7 +43,7 @@ impl Scheduler {
         step
     }
 
-    /// The other members of a prefilled group take over its computed tokens; their tails are copied after the forward.
+    /// Lets the other members of a prefilled group share its computed tokens; partial last blocks are copied after the forward pass.
     fn fork(&mut self, members: Range<usize>, step: &mut Step) {
         let (first, num_tokens) = (members.start, self.sequences[members.start].num_computed);
         let EngineSequence { ref block_table, state_page, .. } = self.sequences[first];
@@ -58,7 +58,8 @@ impl Scheduler {
         }
     }
 
-    /// Tokens after which a step takes no further prompt: of several stages an equal part of them all, unless that is few.
+    /// Number of tokens after which a step takes no further prompt. With several stages, it is an equal part of all tokens to prefill, unless that is
+    /// too few.
     fn prefill_share(&self) -> usize {
         let left = |members: &Range<usize>| {
             let sequence = &self.sequences[members.start];
@@ -73,14 +74,14 @@ impl Scheduler {
         }
     }
 
-    /// The last token of every running sequence that is not at its length limit; of several stages, an equal part of them that no
-    /// step under way has. Those admitted last make room.
+    /// Schedules the last token of every running sequence that is not at its length limit. With several stages, these are an equal share of the
+    /// sequences, none of them in a step under way. The sequences admitted last are preempted if blocks run short.
     pub(super) fn schedule_decode(&mut self) -> Step {
         self.decode_step(&|_| false)
     }
 
-    /// A decode step of the sequences that are through their prompts, if it is its turn between the chunks of a long one and there are such.
-    /// Nobody makes room for it.
+    /// Schedules a decode step of the sequences whose prompts are computed, if one is due between the chunks of a long prompt. It preempts no
+    /// sequence.
     pub(super) fn schedule_between_chunks(&mut self) -> Option<Step> {
         self.num_decodes_due = self.num_decodes_due.checked_sub(1)?;
         let prefilling = self.prefilling.clone();
@@ -105,7 +106,7 @@ impl Scheduler {
                 taken.push(index);
                 next += 1;
             } else if self.drop_kept() {
-                // Once more, with what it gave back.
+                // Try again with the blocks that were freed.
             } else if self.prefilling.is_empty() {
                 self.preempt_last();
             } else {

@@ -26,7 +26,7 @@ const ROOMY: StepLimits = StepLimits {
 };
 const END: u32 = 0;
 
-/// Completions of all sequences, and what it took, with `lag` steps under way when the next one is scheduled.
+/// Runs all sequences to their end with `lag` steps under way when the next is scheduled. Returns completions and statistics.
 fn simulate(
     limits: StepLimits,
     prompts: &[Vec<u32>],
@@ -47,7 +47,7 @@ fn scheduler(limits: StepLimits, prompts: &[Vec<u32>], num_generations: usize) -
     resumed(limits, prompts, num_generations, begun, KeptSequences::default(), EngineStats::default()).0
 }
 
-/// A scheduler whose requests are begun, from what an earlier one kept, and how many of them were complete already.
+/// Creates a scheduler with partly sampled requests and the sequences that an earlier one kept. Also returns how many were already complete.
 fn resumed(
     limits: StepLimits,
     prompts: &[Vec<u32>],
@@ -85,7 +85,7 @@ fn complete(events: Vec<Event>) -> Vec<usize> {
     events.into_iter().filter_map(of_event).collect()
 }
 
-/// Goes on until `num_groups` are complete or no work is left, and through the steps then under way; the complete groups.
+/// Runs until `num_groups` are complete or no work is left, then collects the steps under way. Returns the complete groups.
 fn run(scheduler: &mut Scheduler, cache: &mut Cache, lag: usize, num_groups: usize) -> Vec<usize> {
     let limits = scheduler.limits;
     let rules = StopRules { eos_token_ids: &[END], decode: &|_| Ok(String::new()) };
@@ -124,7 +124,7 @@ fn run(scheduler: &mut Scheduler, cache: &mut Cache, lag: usize, num_groups: usi
     complete
 }
 
-/// A completion of which these tokens are sampled.
+/// A trajectory in which these tokens are already sampled.
 fn begun(token_ids: &[u32]) -> Trajectory {
     Trajectory {
         token_ids: token_ids.to_vec(),
@@ -203,7 +203,7 @@ fn interrupted_sequences_continue_with_the_same_tokens() {
     }
 }
 
-/// Other prompts are served in between, from what blocks are left.
+/// Other prompts run in between, with the blocks that are left.
 #[test]
 fn kept_sequences_continue_without_recomputation() {
     let prompts = prompts();
@@ -234,7 +234,7 @@ fn kept_sequences_continue_without_recomputation() {
         if limits.num_blocks == tight.num_blocks {
             assert!(num_recomputed_tokens > 0, "{stats:?}");
         } else if limits.has_states && limits.max_num_seqs == few_slots.max_num_seqs {
-            // The other prompts take pages of kept states, and a prompt whose states nobody has is computed again.
+            // The other prompts take pages of kept states, and a prompt whose states are lost is computed again.
             assert!(num_prefilled_tokens > num_prompt_tokens, "{stats:?}");
         } else {
             assert_eq!((num_prefilled_tokens, num_recomputed_tokens), (num_prompt_tokens, 0), "{stats:?}");
@@ -242,7 +242,7 @@ fn kept_sequences_continue_without_recomputation() {
     }
 }
 
-/// A step that is taken back samples the same tokens again; of every sequence two tables are then kept.
+/// A step that is undone samples the same tokens again, so two block tables are kept for every sequence.
 #[test]
 fn kept_sequences_that_nobody_continues_are_freed() {
     let prompts = prompts();
@@ -268,7 +268,7 @@ fn kept_sequences_that_nobody_continues_are_freed() {
     assert_eq!(completions, simulate(ROOMY, &prompts, 3, 0).0);
 }
 
-/// Tokens that several sequences read are counted once.
+/// Tokens in blocks that several sequences share are counted once.
 #[test]
 fn a_kept_group_needs_as_many_blocks_as_a_recomputed_one() {
     let mut scheduler = scheduler(ROOMY, &[(1..13).collect()], 3);
@@ -298,7 +298,7 @@ fn a_kept_group_needs_as_many_blocks_as_a_recomputed_one() {
     );
 }
 
-/// Requests that come while others run change nothing of what these sample, and are served beside them.
+/// Requests that are submitted while others run do not change the tokens of the running ones, and run beside them.
 #[test]
 fn requests_may_be_added_between_any_two_steps() {
     let prompts = prompts();
@@ -347,14 +347,14 @@ fn a_group_computes_its_prompt_once() {
     assert_eq!((stats.num_generated_tokens, stats.num_finished), (generated, 8));
 }
 
-/// The expert of a token is its position.
+/// The dummy model's expert for a token is the token's position.
 #[test]
 fn shared_blocks_keep_the_experts_recorded_for_them() {
     let rules = StopRules { eos_token_ids: &[END], decode: &|_| Ok(String::new()) };
     let held = vec![vec![begun(&[9; 5]), Trajectory::default(), Trajectory::default()]];
     let (kept, stats) = Default::default();
     let (mut scheduler, _) = resumed(ROOMY, &[(1..11).collect()], 3, held, kept, stats);
-    // The begun completion with the prompt; the others behind its full blocks; all of them.
+    // Three steps: the partly sampled completion with the prompt; the others after its full blocks; all of them.
     for _ in 0..3 {
         let step = scheduler.schedule().expect("nothing is under way");
         let experts = step.runs.iter().flat_map(|run| run.tokens.clone()).map(|position| position as u16);
@@ -382,7 +382,7 @@ fn sequences_that_can_never_fit_are_refused_with_the_numbers() {
     assert!(refusal(ROOMY, 0).contains("one of 0"));
 }
 
-/// With as many steps under way as stages, each stage has one of about equally many sequences, and no sequence is in two of them.
+/// With as many steps under way as stages, each step has about equally many sequences, and no sequence is in two of them.
 #[test]
 fn pipeline_stages_get_equal_shares_of_the_sequences() {
     let prompts = vec![vec![1, 2, 3]; 4];

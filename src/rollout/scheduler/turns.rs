@@ -1,26 +1,26 @@
-//! Blocks between two turns. A sequence that ended a turn leaves its keys and values behind, and its states, known by its tokens; the next
-//! turn, a sequence of the same tokens with context behind them, prefills from there. They are the first to go where blocks or pages of states
-//! run short, and are then computed again.
+//! Keeps blocks between two turns. A sequence that ends a turn leaves its keys, values and states in the cache, found by its tokens. The next turn is
+//! a sequence of these tokens followed by context, and prefills from there. If blocks or state pages run short, they are the first to be freed, and
+//! are computed again later.
 
 use super::Scheduler;
 use crate::rollout::kept::KeptPlace;
 use crate::rollout::sequence::EngineSequence;
 
 impl Scheduler {
-    /// Lets sequences that end by themselves leave their blocks to their next turn, until [`Scheduler::forget_turn`].
+    /// Lets sequences that end a turn leave their blocks to their next turn, until [`Scheduler::forget_turn`].
     pub(in crate::rollout) fn keep_turns(&mut self) {
         self.keeps_turns = true;
     }
 
-    /// Frees what a sequence of these tokens has left to its next turn, if it has: there will be none.
+    /// Frees the blocks that a sequence of these tokens left to its next turn, if any, because there will be none.
     pub(in crate::rollout) fn forget_turn(&mut self, token_ids: &[u32]) {
         if let Some(place) = self.between_turns.take(token_ids) {
             self.free(place);
         }
     }
 
-    /// Leaves the blocks of a sequence that ended a turn to the next one. Keys and values of tokens behind the end, which steps that run ahead
-    /// compute, are overwritten; a state that has taken such tokens in, or lacks drafts that were drawn, is of no use.
+    /// Leaves the blocks of a sequence that ended a turn to its next turn. Steps that ran ahead may have written keys and values after the end; these
+    /// are overwritten later. A state that includes such tokens, or lacks accepted draft tokens, is not usable.
     pub(super) fn leave_to_next_turn(&mut self, index: usize) {
         let drafts = self.speculator.is_some();
         let sequence = &mut self.sequences[index];
@@ -39,7 +39,7 @@ impl Scheduler {
         }
     }
 
-    /// Takes over what an earlier rollout kept of a begun sequence that is between two turns.
+    /// Takes over the kept blocks of an earlier rollout for a sequence that is between two turns.
     pub(super) fn adopt_turn(&mut self, index: usize) {
         let sequence = &self.sequences[index];
         let end = match sequence.finish_reason {
@@ -54,14 +54,14 @@ impl Scheduler {
         }
     }
 
-    /// What the turn before has left to a sequence that waits.
+    /// Takes the blocks that the previous turn left to a waiting sequence.
     pub(super) fn take_turn(&mut self, index: usize) -> Option<KeptPlace> {
         let sequence = &self.sequences[index];
         let end = sequence.turn_end;
         (end > sequence.prompt_len).then(|| self.between_turns.take(&sequence.token_ids[..end])).flatten()
     }
 
-    /// Gives it back to a sequence that is not admitted yet.
+    /// Puts the blocks back for a sequence that was not admitted.
     pub(super) fn put_turn(&mut self, index: usize, place: Option<KeptPlace>) {
         let sequence = &self.sequences[index];
         let token_ids = &sequence.token_ids[..sequence.turn_end];
@@ -70,7 +70,7 @@ impl Scheduler {
         }
     }
 
-    /// Admits a sequence that goes on with what the turn before has left.
+    /// Admits a sequence that continues with the blocks of its previous turn.
     pub(super) fn continue_turn(&mut self, index: usize, place: KeptPlace) {
         let KeptPlace { mut block_table, state_page, num_computed } = place;
         let sequence = &mut self.sequences[index];

@@ -1,15 +1,15 @@
-//! How often draft tokens are drawn, by how far the text in front of them agreed.
+//! Acceptance rates of draft tokens, by the length of the match that they were found by.
 
 use super::drafts::Drafts;
 
-/// Bounds of the classes of agreement, in tokens.
+/// Lower bounds of the classes of match length, in tokens.
 const BOUNDS: [usize; 7] = [3, 4, 5, 7, 9, 13, 21];
-/// Draws of a class after which older ones count half.
+/// When a class reaches this many checks, its counts are halved, so newer ones weigh more.
 const MANY: u32 = 256;
-/// Draws that a class is thought to have had.
+/// Virtual number of checks per class, for the prior.
 const PRIOR: f64 = 4.0;
 
-/// Draft tokens that were checked, and those that were drawn.
+/// Counts of checked and accepted draft tokens, by class of match length.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
 pub(super) struct Acceptance {
     classes: [Class; BOUNDS.len() + 1],
@@ -26,7 +26,7 @@ fn class_of(matched: usize) -> usize {
 }
 
 impl Acceptance {
-    /// Takes in whether a draft token behind `matched` equal ones was drawn.
+    /// Records whether a draft token after `matched` equal tokens was accepted.
     pub(super) fn note(&mut self, matched: usize, is_drawn: bool) {
         let class = &mut self.classes[class_of(matched)];
         if class.checked == MANY {
@@ -36,7 +36,7 @@ impl Acceptance {
         class.drawn += u32::from(is_drawn);
     }
 
-    /// Takes in drafts of which the first `num_drawn` were drawn, and the next one, if there is one, was not.
+    /// Records draft tokens of which the first `num_drawn` were accepted and the next one, if any, was rejected.
     pub(super) fn note_all(&mut self, drafts: &Drafts, num_drawn: usize) {
         (0..num_drawn).for_each(|row| self.note(drafts.matched + row, true));
         if num_drawn < drafts.token_ids.len() {
@@ -44,7 +44,7 @@ impl Acceptance {
         }
     }
 
-    /// For each draft token how probable it is that it is drawn, with all before it; never rising.
+    /// For each draft token, the probability that it and all before it are accepted; never rising.
     pub(super) fn of_rows(&self, drafts: &Drafts) -> Vec<f64> {
         let mut all = 1.0;
         let row = |row| {

@@ -1,44 +1,45 @@
-//! Whether drafts pay, and for how many rows: from times of steps and from how probable drafts are. Knows no clock.
+//! Decides whether draft tokens pay off, and for how many rows, from measured step times and estimated acceptance probabilities. It does not read a
+//! clock itself.
 //!
-//! A step without drafts is launched while the one before it still runs. With drafts the host has to know what was drawn first, so the same
-//! rows take longer. Both times are measured, each by rows, and what a draft costs is what they say.
+//! A step without draft tokens is launched while the previous one still runs. With draft tokens the host must first know the sampled tokens, so the
+//! same number of rows takes longer. Both times are measured by number of rows, and their difference is the cost of drafting.
 
 use std::collections::{BTreeMap, VecDeque};
 
 use crate::rollout::limits::step_rows;
 
-/// Times of a number of rows that are remembered; the median counts.
+/// Number of recent times that are kept per number of rows; their median is used.
 const REMEMBERED: usize = 5;
-/// First times of a number of rows that do not count: the step is recorded, its products are chosen.
+/// Number of first times per number of rows that are ignored, because these steps capture graphs and choose GEMM kernels.
 const PREPARING: usize = 2;
-/// Steps after which a time says nothing any longer: contexts have grown.
+/// Number of steps after which a time is too old to use, because contexts have grown.
 const LASTING: u64 = 4096;
-/// Looks at drafts that expectations are made from, and the fewest.
+/// Maximum number of recent sequences whose acceptance probabilities are averaged; below, the minimum.
 const MOST_LOOKS: usize = 64;
 const LEAST_LOOKS: usize = 8;
-/// Steps of one size between two decisions; of the first ones with drafts each is decided by itself.
+/// Steps of one size between two decisions. For the first `TRIED_FOR` steps after drafting was turned on, every step is decided anew.
 const DECIDED_FOR: u64 = 8;
 const TRIED_FOR: u64 = 16;
-/// Gain from which drafts begin; they end where there is none.
+/// Drafting is turned on at this expected gain, and off when there is none.
 const LEAST_GAIN: f64 = 1.02;
 const MILLION: f64 = 1e6;
 
-/// What is known of a run's steps and drafts. All ranks of an engine have the same.
+/// Measurements of a run's steps and draft tokens. All ranks of an engine hold the same values.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
 pub(super) struct Controller {
     ahead: StepTimes,
     waiting: StepTimes,
     num_steps: u64,
-    /// Probabilities of the draft tokens of sequences, in millionths, the newest look last.
+    /// Acceptance probabilities, in millionths, of recent sequences' draft tokens; the newest is last.
     looks: VecDeque<Vec<u32>>,
     is_on: bool,
-    /// Steps since drafts began.
+    /// Steps since drafting was turned on.
     on_for: u64,
-    /// Size of the steps that this was decided for, and steps since.
+    /// Step size of the last decision, and number of steps since.
     decided: (usize, u64),
 }
 
-/// Times of decode steps by rows.
+/// Times of decode steps by number of rows.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
 struct StepTimes(BTreeMap<usize, RecentTimes>);
 
@@ -52,10 +53,10 @@ struct RecentTimes {
 /// The time of one decode step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(in crate::rollout) struct StepTime {
-    /// The host knew the tokens of all steps before it when it was launched.
+    /// Whether the step was launched only after the results of all earlier steps were known.
     pub(in crate::rollout) waited: bool,
     pub(in crate::rollout) rows: usize,
-    /// Between the results of the step before and its own, in nanoseconds.
+    /// Time between the results of the previous step and of this one, in nanoseconds.
     pub(in crate::rollout) nanos: u64,
 }
 
@@ -71,14 +72,14 @@ impl StepTimes {
     }
 }
 
-/// The times of both kinds of steps by rows, each with those of the other kind, and the gap, where it has none of its own.
+/// Times of both kinds of steps by number of rows. A missing time is taken from the other kind, corrected by the gap.
 struct KnownTimes {
     ahead: BTreeMap<usize, f64>,
     waiting: BTreeMap<usize, f64>,
 }
 
 impl KnownTimes {
-    /// `gap` is what waiting costs.
+    /// Fills missing times; `gap` is the cost of waiting.
     fn new(ahead: BTreeMap<usize, f64>, waiting: BTreeMap<usize, f64>, gap: f64) -> Self {
         let joined = |own: &BTreeMap<usize, f64>, other: &BTreeMap<usize, f64>, gap: f64| {
             let mut all: BTreeMap<usize, f64> = other.iter().map(|(&rows, time)| (rows, time + gap)).collect();
@@ -97,8 +98,8 @@ impl KnownTimes {
     }
 }
 
-/// The time of so many rows: as it is known, or between its neighbours'. More rows than any that are known are thought to take no longer, so that they
-/// are tried.
+/// The time of a step with this many rows, interpolated between measured ones. Beyond the largest measured size the time is assumed constant, so that
+/// larger sizes are tried.
 fn estimate(all: &BTreeMap<usize, f64>, rows: usize) -> Option<f64> {
     let rows = step_rows(rows, usize::MAX);
     let below = all.range(..=rows).next_back();
@@ -113,7 +114,7 @@ fn estimate(all: &BTreeMap<usize, f64>, rows: usize) -> Option<f64> {
 }
 
 impl Controller {
-    /// Takes in the time of a step.
+    /// Records the time of a step.
     pub(super) fn note(&mut self, StepTime { waited, rows, nanos }: StepTime) {
         self.num_steps += 1;
         let times = if waited { &mut self.waiting } else { &mut self.ahead };
@@ -126,13 +127,13 @@ impl Controller {
         }
     }
 
-    /// Takes in how probable the draft tokens of a sequence were; none where nothing occurred before.
+    /// Records the acceptance probabilities of one sequence's draft tokens; empty if it has no match.
     pub(super) fn look(&mut self, probabilities: &[f64]) {
         self.looks.push_back(probabilities.iter().map(|probability| (probability * MILLION) as u32).collect());
         self.looks.drain(..self.looks.len().saturating_sub(MOST_LOOKS));
     }
 
-    /// Draft rows that the next step computes beside `num_seqs` others, with these probabilities, the highest first.
+    /// Number of draft rows to add to the next step of `num_seqs` rows. `probabilities` are those of the draft tokens, the highest first.
     pub(super) fn num_rows(&self, num_seqs: usize, probabilities: &[f64], most_rows: usize) -> usize {
         let times = self.known();
         let gain = |num_drafts: usize| {
@@ -144,7 +145,7 @@ impl Controller {
         best.fold((0.0, 0), |best, other| if other.0 > best.0 { other } else { best }).1
     }
 
-    /// Whether steps of `num_seqs` sequences are to wait for the tokens before them, as drafts are expected to make up for it.
+    /// Whether steps of `num_seqs` sequences should wait for the previous tokens, because draft tokens are expected to make up for it.
     pub(super) fn pays(&mut self, num_seqs: usize, most_rows: usize) -> bool {
         let (size, (before, num_steps)) = (step_rows(num_seqs, usize::MAX), self.decided);
         self.on_for = if self.is_on { self.on_for + 1 } else { 0 };
@@ -158,7 +159,7 @@ impl Controller {
         self.is_on
     }
 
-    /// Tokens a second with drafts, relative to those without; none while too little is known.
+    /// Expected throughput with draft tokens relative to without; `None` while too little is measured.
     fn expected_gain(&self, num_seqs: usize, most_rows: usize) -> Option<f64> {
         let times = self.known();
         let without = num_seqs as f64 / times.ahead(num_seqs)?;
@@ -172,7 +173,7 @@ impl Controller {
             *sum += f64::from(one) / MILLION;
             Some(*sum)
         }));
-        let per_look = num_seqs as f64 / self.looks.len() as f64; // sequences that a look stands for
+        let per_look = num_seqs as f64 / self.looks.len() as f64; // sequences per recorded one
         let with = sizes(num_seqs, most_rows.saturating_sub(num_seqs)).filter_map(|num_drafts| {
             let seen = ((num_drafts as f64 / per_look) as usize).min(probabilities.len());
             let tokens = num_seqs as f64 + per_look * sums[seen];
@@ -190,8 +191,8 @@ impl Controller {
     }
 }
 
-/// Numbers of drafts that are weighed: none, those that the step's size has room for in any case, and those of steps of twice the size,
-/// and so on, so that few sizes are recorded.
+/// The numbers of draft rows to consider: none, what fits into the step's size anyway, and what fits into sizes doubled once, twice and so on. Few
+/// sizes then need captured graphs.
 fn sizes(num_seqs: usize, most: usize) -> impl Iterator<Item = usize> {
     let sizes = std::iter::successors(Some(8usize), |size| size.checked_mul(2));
     let sizes = sizes.take_while(move |&size| size < 2 * (num_seqs + most).max(8));
@@ -204,14 +205,14 @@ fn sizes(num_seqs: usize, most: usize) -> impl Iterator<Item = usize> {
 mod tests {
     use super::*;
 
-    /// A device and what is drafted for it: milliseconds by rows, what waiting costs, how probable each draft token is.
+    /// A simulated device and its draft tokens: milliseconds by rows, cost of waiting, acceptance probability of each draft token.
     struct Device {
         time: fn(usize) -> f64,
         gap: f64,
         probability: f64,
     }
 
-    /// Of a large model on a large GPU: its weights decide up to 64 rows, its power from there on.
+    /// Step time of a large model on a large GPU: bandwidth for weights limits it up to 64 rows, then power.
     fn large(rows: usize) -> f64 {
         5.6 + rows as f64 * if rows <= 64 { 0.0095 } else { 0.025 }
     }
@@ -221,7 +222,7 @@ mod tests {
             (1..8).map(|row| self.probability.powi(row)).collect()
         }
 
-        /// Milliseconds that `num_steps` steps take, the tokens that they give, and the draft rows of the last one.
+        /// Simulates `num_steps` steps. Returns their milliseconds, the number of tokens, and the draft rows of the last step.
         fn run(&self, controller: &mut Controller, num_seqs: usize, num_steps: usize) -> (f64, f64, usize) {
             let (mut time, mut tokens, mut rows) = (0.0, 0.0, 0);
             for _ in 0..num_steps {
@@ -278,7 +279,7 @@ mod tests {
             let rows = device(probability).run(&mut controller, 8, 300).2;
             assert_eq!(rows > 0, drafts, "{probability}");
         }
-        // Sequences end: the few that are left have more drafts.
+        // As sequences end, the few that are left get more draft tokens.
         let rows = [200, 64, 8, 1].map(|num_seqs| device(0.7).run(&mut controller, num_seqs, 100).2);
         assert!(rows[0] < 57 && rows[2] == 56 && rows[3] == 7, "{rows:?}");
     }

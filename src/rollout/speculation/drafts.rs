@@ -1,10 +1,10 @@
 //! Draft tokens of one sequence in one step.
 
-/// Tokens that may follow a sequence. A step computes a row for each and draws there as if it had been sampled; it counts once the row
-/// before it has drawn it.
+/// Tokens that may follow a sequence. A step computes a row for each and samples there as if the draft token had been sampled. This sample counts
+/// only if the row before sampled exactly the draft token.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(in crate::rollout) struct Drafts {
     pub(in crate::rollout) token_ids: Vec<u32>,
-    /// Tokens in front of them that occurred before, in front of the same tokens.
+    /// Length of the match that these tokens were found by: the last tokens of the sequence that equal those before an earlier occurrence.
     pub(in crate::rollout) matched: usize,
 }

@@ -1,23 +1,23 @@
-//! Completions of earlier rollouts by their prompt, as many as a bound on their tokens allows.
+//! Completions of earlier rollouts by prompt, limited by their total number of tokens.
 
 use std::collections::{BTreeMap, HashMap};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
-/// Completions of one prompt that are remembered.
+/// Maximum number of completions remembered per prompt.
 const MOST_OF_PROMPT: usize = 8;
-/// Tokens of all that are remembered, 32 MiB, and what a completion counts for beside its own.
+/// Maximum number of tokens remembered in all (32 MiB); below, the overhead counted per completion, in tokens.
 const MOST_TOKENS: usize = 8 << 20;
 const BESIDE: usize = 32;
 
-/// A number that tells prompts apart.
+/// A hash of a prompt's tokens.
 pub(super) fn prompt_key(token_ids: &[u32]) -> u64 {
     let mut hasher = DefaultHasher::new(); // without random keys: equal on all ranks
     token_ids.hash(&mut hasher);
     hasher.finish()
 }
 
-/// The newest completions of each prompt. The prompts that were sampled longest ago are forgotten first.
+/// The newest completions of each prompt. When full, it first drops the prompts that have not been sampled for longest.
 #[derive(Debug, Default)]
 pub(super) struct EarlierCompletions {
     of_prompts: HashMap<u64, Remembered>,
@@ -39,7 +39,7 @@ impl EarlierCompletions {
         self.of_prompts.get(&prompt).map_or(&[], |remembered| &remembered.completions)
     }
 
-    /// Remembers completions of a prompt.
+    /// Stores completions of a prompt.
     pub(super) fn remember<'a>(&mut self, prompt: u64, completions: impl Iterator<Item = &'a [u32]>) {
         let mut completions = completions.peekable();
         if completions.peek().is_none() {
@@ -67,7 +67,7 @@ impl EarlierCompletions {
         }
     }
 
-    /// A number that tells what was remembered apart.
+    /// A hash of all that is stored.
     pub(super) fn digest(&self) -> u64 {
         self.digest
     }

@@ -1,22 +1,22 @@
-//! Where tokens of a group's texts occurred before: its prompt, its completions, and earlier ones of the same prompt.
+//! An index of token n-grams in a group's texts: its prompt, its completions, and earlier completions of the same prompt.
 //!
-//! The places behind equal pairs of tokens are chained, the newest first, as in an LZ77 compressor. A look-up goes through the newest places of
-//! the pair that a text ends with, and takes the one whose text agrees with it farthest backwards.
+//! As in an LZ77 compressor, the positions after equal pairs of tokens are chained, the newest first. A look-up follows the newest positions for the
+//! last pair of a text, and takes the one with the longest match backwards.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
 use super::drafts::Drafts;
 
-/// Tokens that are compared backwards.
+/// Maximum number of tokens that are compared backwards.
 const MOST_MATCHED: usize = 32;
-/// Places that a look-up compares.
+/// Maximum number of positions that a look-up compares.
 const MOST_PLACES: usize = 16;
-/// Places that an index knows; later tokens are drafted from, and not found.
+/// Maximum number of indexed positions. Later tokens can still serve as draft tokens, but are not found.
 const MOST_KNOWN: usize = 1 << 20;
 const NONE: u32 = u32::MAX;
 
-/// Texts, and the places of their tokens.
+/// Texts, and chained positions of their tokens by pair.
 #[derive(Debug, Default)]
 pub(super) struct DraftIndex {
     texts: Vec<Vec<u32>>,
@@ -24,16 +24,16 @@ pub(super) struct DraftIndex {
     places: Vec<KnownPlace>,
 }
 
-/// A token behind a pair.
+/// The position of a token after a pair.
 #[derive(Debug)]
 struct KnownPlace {
     text: u32,
     position: u32,
-    /// The place of the same pair before this one.
+    /// The previous position after the same pair.
     before: u32,
 }
 
-/// Spreads a pair's bits: fast, and the same in every process.
+/// A fast hash of a pair of tokens, equal in every process.
 #[derive(Debug, Default)]
 pub(super) struct PairHasher(u64);
 
@@ -53,13 +53,13 @@ impl Hasher for PairHasher {
 }
 
 impl DraftIndex {
-    /// Begins a text behind `context`, whose own places are not found.
+    /// Starts a text after `context`. The context takes part in matches but its own positions are not found.
     pub(super) fn begin(&mut self, context: &[u32]) -> usize {
         self.texts.push(context[context.len().saturating_sub(MOST_MATCHED)..].to_vec());
         self.texts.len() - 1
     }
 
-    /// Appends to a text.
+    /// Appends tokens to a text and indexes them.
     pub(super) fn extend(&mut self, text: usize, token_ids: &[u32]) {
         for &token in token_ids {
             let own = &mut self.texts[text];
@@ -72,7 +72,8 @@ impl DraftIndex {
         }
     }
 
-    /// Up to `most` tokens that followed the longest end of a text that occurred before, of equals the newest.
+    /// Up to `most` draft tokens: those that followed the longest earlier match with the end of the text. Among equal lengths the newest match is
+    /// used.
     pub(super) fn drafts(&self, text: usize, most: usize) -> Drafts {
         let own = &self.texts[text];
         let mut next = pair(own).and_then(|pair| self.newest.get(&pair)).copied().unwrap_or(NONE);
@@ -97,7 +98,7 @@ impl DraftIndex {
             let at = start + token_ids.len();
             match source.get(at) {
                 Some(&token) => token_ids.push(token),
-                // A text that repeats itself goes on with its own drafts.
+                // A text that repeats itself continues with its own draft tokens.
                 None if place.text as usize == text => token_ids.push(token_ids[at - source.len()]),
                 None => break,
             }
@@ -106,7 +107,7 @@ impl DraftIndex {
     }
 }
 
-/// The last two tokens of a text.
+/// The last two tokens of a text as one key.
 fn pair(text: &[u32]) -> Option<u64> {
     let (_, &[first, second]) = text.split_last_chunk::<2>()?;
     Some(u64::from(first) << 32 | u64::from(second))

@@ -1,37 +1,38 @@
-//! Drafts that a test makes, or a benchmark.
+//! Draft tokens from a test or benchmark.
 
 use std::fmt;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
-/// Makes the drafts of a completion, in the place of what occurred before. Whatever they are, they change no token, unless they replay an acceptance.
+/// A source of draft tokens that replaces the look-up in earlier texts. No source can change which tokens are sampled, unless it replays an
+/// acceptance rate.
 #[derive(Clone)]
 pub struct DraftInjection {
     source: Arc<DraftSource>,
     replayed_acceptance: Option<f64>,
 }
 
-/// Prompt id, number of the completion, all of its tokens so far and the most that are wanted.
+/// Arguments: prompt id, number of the completion, prompt and completion so far, maximum number of draft tokens.
 type DraftSource = dyn Fn(u64, usize, &[u32], usize) -> Vec<u32> + Send + Sync;
 
 impl DraftInjection {
-    /// `drafts` takes prompt id, number of the completion, prompt and completion so far, and the most tokens that are wanted.
+    /// Creates a source from a function of prompt id, number of the completion, prompt and completion so far, and maximum number of draft tokens.
     pub fn new(drafts: impl Fn(u64, usize, &[u32], usize) -> Vec<u32> + Send + Sync + 'static) -> Self {
         Self { source: Arc::new(drafts), replayed_acceptance: None }
     }
 
-    /// Drafts any tokens, and has each taken for drawn with this probability, whatever was drawn: steps have the rows of a run whose drafts were
-    /// drawn as often. For benchmarks of random weights, whose texts mean nothing.
+    /// Creates arbitrary draft tokens, and counts each as accepted with this probability, whatever was sampled. Steps then have as many rows as in a
+    /// run with this acceptance rate. For benchmarks with random weights, whose texts are not predictable.
     pub fn replaying(acceptance: f64) -> Self {
         Self { replayed_acceptance: Some(acceptance), ..Self::new(|_, _, _, most| vec![0; most]) }
     }
 
-    /// Whether it replays an acceptance.
+    /// Whether it replays an acceptance rate.
     pub(super) fn is_replay(&self) -> bool {
         self.replayed_acceptance.is_some()
     }
 
-    /// Whether the draft at a position is taken for drawn.
+    /// Whether the draft token at a position counts as accepted.
     pub(super) fn replays(&self, prompt_id: u64, sample: usize, position: usize) -> bool {
         let Some(acceptance) = self.replayed_acceptance else { return false };
         let mut hasher = DefaultHasher::new(); // without random keys: equal on all ranks

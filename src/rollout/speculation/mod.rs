@@ -1,15 +1,14 @@
-//! Draft tokens, which the engine checks by drawing: a token is the argmax of logits and of noise that depends on its key, its position and
-//! its id alone, so what is drawn behind a draft that turns out right is what would have been drawn anyway. Whatever is drafted, completions
-//! are the same; only the steps that they take change.
-//!
+//! Speculative decoding. The engine samples each token as the argmax of logits plus noise, where the noise depends only on the random key, the
+//! position and the token id. After an accepted draft token it therefore samples exactly the token that it would have sampled without drafting. So
+//! completions are the same for any draft tokens; only the number of steps changes.
 //! | file | what it is |
 //! |---|---|
 //! | `drafts` | draft tokens of one sequence in one step |
-//! | `index` | where the end of a text occurred before, and what followed |
+//! | `index` | finds earlier matches of a text's end, and what followed |
 //! | `earlier` | completions of earlier rollouts |
-//! | `acceptance` | how often drafts are drawn |
-//! | `control` | whether drafts pay, and for how many rows |
-//! | `injection` | drafts that a test makes |
+//! | `acceptance` | acceptance rates of draft tokens |
+//! | `control` | decides whether drafting pays off, and for how many rows |
+//! | `injection` | draft tokens from a test or benchmark |
 
 mod acceptance;
 mod control;
@@ -35,43 +34,43 @@ use crate::config::Speculation;
 use crate::error::Result;
 use crate::ranks::{Collective, ReduceOp, all_reduce_f64};
 
-/// Rows that a decode step has room for at least, where there are drafts.
+/// Minimum capacity of a decode step, in rows, if there are draft tokens.
 const LEAST_ROWS: usize = 64;
-/// Tokens of a completion between two looks at what would be drafted.
+/// Number of tokens of a completion between two trial look-ups, while drafting is off.
 const LOOK_EVERY: usize = 16;
-/// Probability of a draft token from which `ngram`, which knows no times, computes a row for it.
+/// With `ngram`, which measures no times, a draft token gets a row if its acceptance probability is at least this.
 const LEAST_PROBABILITY: f64 = 0.2;
 
-/// How draft tokens are made.
+/// Source and number of draft tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SpeculationOptions {
-    /// Where they come from.
+    /// Source of the draft tokens.
     pub method: Speculation,
-    /// Most of a sequence in a step.
+    /// Maximum number of draft tokens of a sequence in a step.
     pub num_tokens: usize,
 }
 
 impl SpeculationOptions {
-    /// No drafts.
+    /// No speculative decoding.
     pub const NONE: Self = Self { method: Speculation::None, num_tokens: 0 };
 
-    /// Whether there are drafts.
+    /// Whether speculative decoding is on.
     pub(super) fn is_on(&self) -> bool {
         self.method != Speculation::None
     }
 
-    /// Most draft tokens of a sequence in a step.
+    /// Maximum number of draft tokens of a sequence in a step; 0 if speculative decoding is off.
     pub fn most_drafts(&self) -> usize {
         if self.is_on() { self.num_tokens } else { 0 }
     }
 
-    /// Rows of a decode step of at most `max_num_seqs` sequences, drafts included.
+    /// Maximum rows of a decode step of at most `max_num_seqs` sequences, including draft tokens.
     pub(super) fn most_rows(&self, max_num_seqs: usize) -> usize {
         if self.is_on() { max_num_seqs.max(LEAST_ROWS) } else { max_num_seqs }
     }
 }
 
-/// One completion of a request, as it stands.
+/// The tokens of one completion so far.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct DraftedText<'a> {
     pub(super) request: usize,
@@ -80,18 +79,18 @@ pub(super) struct DraftedText<'a> {
     pub(super) prompt_len: usize,
 }
 
-/// A completion that may have drafts in the next step.
+/// A completion that may get draft tokens in the next step.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct DraftRequest<'a> {
     pub(super) text: DraftedText<'a>,
-    /// Prompt and number of the completion as its random key has them.
+    /// Prompt id and completion number from the completion's random key.
     pub(super) prompt_id: u64,
     pub(super) key_sample: usize,
-    /// Most tokens.
+    /// Maximum number of draft tokens.
     pub(super) most: usize,
 }
 
-/// Makes drafts, and learns how many pay. All ranks of an engine take the same decisions.
+/// Creates draft tokens and learns how many pay off. All ranks of an engine make the same decisions.
 #[derive(Debug)]
 pub(super) struct Speculator {
     options: SpeculationOptions,
@@ -115,14 +114,14 @@ struct TextGroup {
 #[derive(Debug)]
 struct OwnText {
     number: usize,
-    /// Tokens of the completion that the index has.
+    /// Number of the completion's tokens in the index.
     num_indexed: usize,
-    /// What would have been drafted, with how many of it were drawn since.
+    /// Draft tokens of a trial look-up, and how many of them have been matched since.
     looked: Option<(Drafts, usize)>,
 }
 
 impl Speculator {
-    /// None where there are no drafts.
+    /// Creates a speculator; `None` if speculative decoding is off.
     pub(super) fn new(options: SpeculationOptions) -> Option<Self> {
         options.is_on().then(|| Self::fresh(options))
     }
@@ -140,17 +139,17 @@ impl Speculator {
         }
     }
 
-    /// Takes drafts from a test.
+    /// Takes draft tokens from a test or benchmark.
     pub(super) fn inject(&mut self, injection: DraftInjection) {
         self.injection = Some(injection);
     }
 
-    /// Whether the model's head makes the drafts.
+    /// Whether the model's draft head creates the draft tokens.
     pub(super) fn asks_head(&self) -> bool {
         self.options.method == Speculation::Mtp && self.injection.as_ref().is_none_or(DraftInjection::is_replay)
     }
 
-    /// A request was submitted.
+    /// Registers a submitted request.
     pub(super) fn begin(&mut self, request: usize, prompt: &[u32]) {
         if self.options.method == Speculation::Mtp {
             return; // nothing is looked up
@@ -160,7 +159,7 @@ impl Speculator {
         self.groups.entry(key).or_default().num_requests += 1;
     }
 
-    /// A request is complete, or removed: its completions are remembered as far as they are known.
+    /// Ends a request that is complete or removed; its completions so far are stored for later rollouts.
     pub(super) fn end<'a>(&mut self, request: usize, completions: impl Iterator<Item = &'a [u32]>) {
         let Some(key) = self.prompts.remove(&request) else { return };
         self.earlier.remember(key, completions.filter(|completion| !completion.is_empty()));
@@ -172,13 +171,13 @@ impl Speculator {
         }
     }
 
-    /// Whether the tokens of a completion of so many are to be told. While nothing is drafted they are told some at a time, which takes the
-    /// host a fraction of the time.
+    /// Whether to report the new tokens of a completion with `num_sampled` tokens. While no tokens are drafted, they are reported in batches, which
+    /// takes a fraction of the host's time.
     pub(super) fn is_due(&self, request: usize, sample: usize, num_sampled: usize) -> bool {
         self.drafts_now || is_looked_at(request, sample, num_sampled)
     }
 
-    /// A completion has new tokens.
+    /// Adds the new tokens of a completion to the index.
     pub(super) fn observe(&mut self, text: DraftedText) {
         let Some(group) = self.prompts.get(&text.request).and_then(|key| self.groups.get_mut(key)) else { return };
         let (prompt, completion) = text.token_ids.split_at(text.prompt_len);
@@ -197,7 +196,7 @@ impl Speculator {
             group.own(text).looked = goes_on;
         }
         group.index.extend(number, new);
-        // A step with drafts that pay is a look itself; what `ngram` leaves out is looked at all the same.
+        // A step that drafts measures acceptance itself, so no trial look-up is needed. `ngram` may leave drafts out, so it always looks.
         let is_unseen = self.options.method != Speculation::Auto || !self.drafts_now;
         if is_unseen && is_looked_at(text.request, text.sample, completion.len()) {
             let drafts = group.index.drafts(number, self.options.num_tokens);
@@ -207,19 +206,19 @@ impl Speculator {
         }
     }
 
-    /// Whether the next step of so many sequences is to have drafts, for which all their tokens have to be known.
+    /// Whether the next step of this many sequences gets draft tokens. If so, all their tokens must be known before.
     pub(super) fn is_to_draft(&mut self, num_seqs: usize, most_rows: usize) -> bool {
         self.drafts_now = num_seqs < most_rows
             && (self.options.method != Speculation::Auto || self.controller.pays(num_seqs, most_rows));
         self.drafts_now
     }
 
-    /// What [`Speculator::is_to_draft`] has decided.
+    /// The last decision of [`Speculator::is_to_draft`].
     pub(super) fn drafts_now(&self) -> bool {
         self.drafts_now
     }
 
-    /// Drafts for each of `requests`, of a step that has room for `most_rows` draft tokens beside the sequences.
+    /// Creates draft tokens for each of `requests`, in a step with space for `most_rows` draft tokens.
     pub(super) fn drafts(&mut self, requests: &[DraftRequest], most_rows: usize) -> Vec<Drafts> {
         let mut all: Vec<Drafts> = requests.iter().map(|request| self.drafts_of(request)).collect();
         let probabilities: Vec<Vec<f64>> = all.iter().map(|drafts| self.acceptance.of_rows(drafts)).collect();
@@ -263,32 +262,33 @@ impl Speculator {
         })
     }
 
-    /// Whether a draft is taken for drawn, as a benchmark has it.
+    /// Whether a benchmark makes the draft token at a position count as accepted.
     pub(super) fn replays(&self, prompt_id: u64, sample: usize, position: usize) -> bool {
         self.injection.as_ref().is_some_and(|injection| injection.replays(prompt_id, sample, position))
     }
 
-    /// Drafts were checked, of which the first `num_drawn` were drawn. The ones behind an end were not checked: they are not among `drafts`.
+    /// Records that the first `num_drawn` of `drafts` were accepted. `drafts` must not include tokens after the end of the sequence, which were not
+    /// checked.
     pub(super) fn note(&mut self, drafts: &Drafts, num_drawn: usize) {
         self.acceptance.note_all(drafts, num_drawn);
     }
 
-    /// Takes in times of decode steps that all ranks have been told.
+    /// Records times of decode steps that all ranks have received.
     pub(super) fn note_times(&mut self, times: impl Iterator<Item = StepTime>) {
         times.for_each(|time| self.controller.note(time));
     }
 
-    /// Whether it asks for times.
+    /// Whether it needs step times.
     pub(super) fn reads_times(&self) -> bool {
         self.options.method == Speculation::Auto
     }
 
-    /// Ends the session: what it has learned stays.
+    /// Ends the session; measurements are kept.
     pub(super) fn close(self) -> Self {
         Self { prompts: HashMap::new(), groups: HashMap::new(), drafts_now: false, ..self }
     }
 
-    /// Forgets all unless every rank has learned the same: a session that failed may have ended differently. Collective.
+    /// Discards all measurements unless every rank has the same, because a failed session may have ended differently on some. Collective.
     pub(super) fn agree(self, all: &dyn Collective) -> Result<Self> {
         if all.size() == 1 {
             return Ok(self);
@@ -306,7 +306,7 @@ impl Speculator {
 }
 
 impl TextGroup {
-    /// Indexes what is known of a prompt.
+    /// Indexes a prompt and its earlier completions.
     fn begin(&mut self, prompt: &[u32], earlier: &[Arc<[u32]>]) {
         let text = self.index.begin(&[]);
         self.index.extend(text, prompt);
@@ -325,14 +325,14 @@ impl TextGroup {
     }
 }
 
-/// Whether a completion of so many tokens is looked at. Completions take turns: those of a rollout begin together, and all at once would keep the host from
-/// the next step for longer than a step takes.
+/// Whether to make a trial look-up for a completion after this many tokens. Completions of a rollout begin together, so their look-ups are staggered:
+/// all at once would delay the next step.
 fn is_looked_at(request: usize, sample: usize, num_sampled: usize) -> bool {
     let turn = request.wrapping_mul(7).wrapping_add(sample); // of groups of any size each turn has as many
     turn.wrapping_add(num_sampled).is_multiple_of(LOOK_EVERY)
 }
 
-/// Compares what would have been drafted with what came; what is left to compare.
+/// Compares the draft tokens of a trial look-up with the tokens that followed. Returns what is still to be compared.
 fn judge(acceptance: &mut Acceptance, looked: (Drafts, usize), new: &[u32]) -> Option<(Drafts, usize)> {
     let (drafts, mut at) = looked;
     for &token in new {

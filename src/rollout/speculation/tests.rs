@@ -7,7 +7,7 @@ fn speculator(method: Speculation) -> Speculator {
     Speculator::new(SpeculationOptions { method, num_tokens: 3 }).unwrap()
 }
 
-/// A completion behind the prompt.
+/// The prompt followed by a completion.
 fn tokens(completion: &[u32]) -> Vec<u32> {
     [&PROMPT, completion].concat()
 }

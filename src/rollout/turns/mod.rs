@@ -1,5 +1,5 @@
-//! Turns: how requests of a session follow one another. A group of single turns is one request; tools answer turns, and an agent asks for
-//! them.
+//! Turns: how the requests of a session follow each other. A group of single-turn completions is one request. With tools or agents, further turns
+//! follow.
 
 mod news;
 mod tools;
@@ -20,9 +20,9 @@ use crate::ranks::HostGroup;
 use crate::tools::SessionCosts;
 use crate::types::{Prompt, RolloutGroup};
 
-/// A source of requests for a session, which takes in their events. Every rank of the engine makes the same calls in the same order.
+/// A source of requests for a session, which also receives their events. Every rank of the engine makes the same calls in the same order.
 pub trait Turns: std::fmt::Debug {
-    /// Prepares for `session`, before the first request.
+    /// Prepares for `session` before the first request.
     ///
     /// # Errors
     /// Returns why no request can be submitted.
@@ -30,20 +30,20 @@ pub trait Turns: std::fmt::Debug {
         Ok(())
     }
 
-    /// Takes in an event of the engine.
+    /// Handles an event of the engine.
     ///
     /// # Errors
-    /// The errors of the session and of whoever takes turns with the model.
+    /// The errors of the session and of the tools, agents or clients.
     fn on_event(&mut self, event: Event, session: &mut Session<'_>) -> Result<()>;
 
-    /// Takes in what turns led to on any rank, submits what follows, and returns the groups that are complete with it. Called after every
-    /// step; waits a while where there is nothing to decode.
+    /// Exchanges the outcomes of turns between the ranks, submits the requests that follow, and returns the groups that became complete. Called after
+    /// every step; waits a moment if there is nothing to decode.
     ///
     /// # Errors
-    /// The errors of the session, of the exchange between ranks and of whoever takes turns with the model.
+    /// The errors of the session, of the exchange between ranks and of the tools, agents or clients.
     fn advance(&mut self, session: &mut Session<'_>) -> Result<Vec<usize>>;
 
-    /// Leaves groups that were not taken to a later session.
+    /// Hands groups that were not taken to a later session.
     ///
     /// # Errors
     /// The errors of the tokenizer.
@@ -52,19 +52,20 @@ pub trait Turns: std::fmt::Debug {
     }
 }
 
-/// Turns that make up groups, which are numbered from 0 in the order of submission.
+/// Turns whose trajectories form groups, numbered from 0 in the order of submission.
 pub trait GroupTurns: Turns {
-    /// Makes a group ready to be submitted again that an earlier session may have begun.
+    /// Prepares a group, which an earlier session may have begun, to be submitted again.
     fn restore(&mut self, _group: &mut RolloutGroup) {}
 
-    /// Begins a group, or goes on with one of an earlier session, and returns its number. `own` is its prompt, on the rank that brought
-    /// it.
+    /// Submits a new group, or one that an earlier session began, and returns its number. `own` is the group's prompt on the rank that owns it, else
+    /// `None`.
     ///
     /// # Errors
-    /// The errors of [`Session::submit`] and of whoever takes turns with the model.
+    /// The errors of [`Session::submit`] and of the tools, agents or clients.
     fn submit(&mut self, session: &mut Session<'_>, request: Request, own: Option<&Prompt>) -> Result<usize>;
 
-    /// A group of this rank as it stands, with what its environment added to the prompt. No completions if nothing is sampled yet.
+    /// A group of this rank in its current state, with the text that its environment added to the prompt. It has no completions if nothing has been
+    /// sampled yet.
     ///
     /// # Errors
     /// The errors of the tokenizer.
@@ -73,7 +74,7 @@ pub trait GroupTurns: Turns {
     /// If the group is not this rank's.
     fn group(&self, number: usize, session: &Session<'_>) -> Result<RolloutGroup>;
 
-    /// A group of this rank that is complete, for good.
+    /// Removes and returns a complete group of this rank.
     ///
     /// # Errors
     /// The errors of the tokenizer.
@@ -83,12 +84,12 @@ pub trait GroupTurns: Turns {
     fn take_complete(&mut self, number: usize, session: &Session<'_>) -> Result<RolloutGroup>;
 }
 
-/// How long an engine without work waits for turns before it shows that it is alive.
+/// How long an engine without work waits for turns before it reports a heartbeat.
 pub(crate) const BEAT: Duration = Duration::from_millis(50);
-/// How long one of several ranks without work waits for its own turns before it hears of those of others.
+/// How long a rank without work waits for its own turns before it exchanges with other ranks.
 const TICK: Duration = Duration::from_millis(2);
 
-/// Costs of turns in a session, from its beginning.
+/// Measures the costs of turns in a session, from its beginning.
 #[derive(Debug, Clone, Copy)]
 pub struct CostMeter {
     before: EngineStats,
@@ -98,18 +99,18 @@ pub struct CostMeter {
 }
 
 impl CostMeter {
-    /// A meter of a session that is about to begin.
+    /// Creates the meter of a session that is about to begin.
     pub fn new() -> Self {
         Self { before: EngineStats::default(), start: Instant::now(), idle: Duration::ZERO }
     }
 
-    /// Has completions of `session` leave their keys and values to their next turns, which are counted from here on.
+    /// Lets completions of `session` leave their keys and values to their next turns, and starts counting them.
     pub fn begin(&mut self, session: &mut Session<'_>) {
         self.before = session.keep_turns();
     }
 
-    /// Gives all ranks that share an engine the news of each, before a step. `own` returns this rank's, and may wait for some as long as
-    /// it is told.
+    /// Exchanges outcomes between all ranks that share an engine, before a step. `own` returns this rank's outcomes, and may wait for them as long as
+    /// its argument says.
     ///
     /// # Errors
     /// The errors of `own` and of the exchange.
@@ -134,7 +135,7 @@ impl CostMeter {
         Ok(all)
     }
 
-    /// The costs so far on a rank; the first of the ranks that share the engine counts tokens for all.
+    /// The costs so far on a rank. Rank 0 of the engine counts the tokens for all of its ranks.
     pub fn costs(&self, session: &Session<'_>, rank: usize) -> SessionCosts {
         let of_first = |count: usize| if rank == 0 { count } else { 0 };
         let stats = session.stats();
@@ -147,10 +148,10 @@ impl CostMeter {
     }
 }
 
-/// Groups whose completions have one turn: each is one request.
+/// Groups whose completions have a single turn: each group is one request.
 #[derive(Debug, Default)]
 pub struct SingleTurns {
-    /// The first step of each group, and of an own one its prompt.
+    /// The first step of each group, and the prompt if the group is this rank's.
     groups: Vec<(u64, Option<Prompt>)>,
     complete: Vec<usize>,
 }

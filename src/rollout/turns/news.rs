@@ -1,4 +1,4 @@
-//! Outcomes of turns, on their way to the ranks that share an engine.
+//! Outcomes of turns, exchanged between the ranks that share an engine.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -19,8 +19,7 @@ pub struct TurnTools {
     pub conversations: Conversations,
     /// The ranks of the engine.
     pub engine_ranks: HostGroup,
-    /// Takes answers only when no trajectory can be decoded and all tools have answered, so that what is computed together does not
-    /// depend on how long tools take.
+    /// Handles answers only when no trajectory can be decoded and all tools have answered. Batches then do not depend on how long tools take.
     pub waits: bool,
 }
 
@@ -35,33 +34,33 @@ pub(super) struct TurnNews {
 
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum News {
-    /// The group may begin, after these tokens if they are others than its prompt's.
+    /// The group may begin. If `Some`, these token ids replace its prompt.
     Begins(Option<Vec<u32>>),
-    /// Context of the next turn.
+    /// The token ids of the context before the next turn.
     Continues(Vec<u32>),
-    /// It was the last turn.
+    /// The turn was the trajectory's last.
     Ended,
 }
 
-/// The parts of an outcome that its owner alone needs.
+/// The parts of an outcome that only the group's own rank needs.
 #[derive(Debug)]
 pub(super) enum Own {
     Prompt(Prompt),
     End(EpisodeEnd),
 }
 
-/// The outcomes that have come to a rank since the last call.
+/// The outcomes that a rank has received since the last call.
 #[derive(Debug, Default)]
 pub(super) struct OwnNews {
-    /// In the order of groups and samples.
+    /// The outcomes, in the order of groups and samples.
     pub news: Vec<TurnNews>,
-    /// By group and sample.
+    /// The parts for this rank only, by group and sample.
     pub parts: HashMap<(usize, usize), Own>,
 }
 
 impl OwnNews {
-    /// Takes the outcomes of `conversations`, waiting as long as `wait` for the first. `places` has the numbers of this rank's groups in
-    /// the session; with `waits_for_all` all that they wait for are awaited.
+    /// Collects the outcomes of `conversations`, waiting up to `wait` for the first. `places` maps this rank's groups to their numbers in the
+    /// session. With `waits_for_all` it waits for all outcomes that conversations expect.
     pub fn poll(
         conversations: &mut Conversations,
         places: &HashMap<GroupKey, usize>,

@@ -1,4 +1,4 @@
-//! Trajectories of several turns in a session. While tools run for some, the others are decoded; what a tool answers enters between two
+//! Trajectories of several turns in a session. While tools run for some trajectories, the others are decoded. A tool's answer is added between two
 //! steps.
 
 use std::collections::HashMap;
@@ -14,7 +14,7 @@ use crate::tools::{EpisodeEnd, GroupKey, TrajectoryKey};
 use crate::types::{FinishReason, Prompt, RolloutGroup, SamplingParams, Trajectory};
 
 impl TurnTools {
-    /// The tools as a session takes them.
+    /// The turns of a session that uses these tools.
     pub fn turns(&mut self) -> Box<dyn GroupTurns + '_> {
         Box::new(TurnGroups::new(self))
     }
@@ -23,32 +23,32 @@ impl TurnTools {
 /// A group of any rank of the engine.
 #[derive(Debug)]
 struct OpenGroup {
-    /// The prompt of a group of this rank, with what its environment has added.
+    /// The prompt of a group of this rank, with the text that its environment added.
     own: Option<Prompt>,
-    /// The request that goes on with a trajectory of the group, but for `begun`.
+    /// The request that continues a trajectory of the group, without `begun`.
     request: Request,
     trajectories: Vec<TurnedTrajectory>,
     num_open: usize,
 }
 
-/// A trajectory as it stands.
+/// The state of a trajectory.
 #[derive(Debug, Clone, Default)]
 struct TurnedTrajectory {
-    /// The request that samples it, and its sample there; then the engine has its newest tokens.
+    /// The request that samples it, and its sample number there. While set, the engine holds the newest tokens.
     request: Option<(RequestId, usize)>,
     trajectory: Trajectory,
-    /// Whether its last turn is over, and its tools and its environment are done.
+    /// Whether its last turn, its tools and its environment are all finished.
     has_ended: bool,
 }
 
-/// Groups in a session whose trajectories have several turns.
+/// The groups of a session whose trajectories have several turns.
 #[derive(Debug)]
 struct TurnGroups<'t> {
     tools: &'t mut TurnTools,
     tokenizer: Arc<Tokenizer>,
     groups: Vec<OpenGroup>,
     places: HashMap<GroupKey, usize>, // of own groups
-    /// The trajectory that the first completion of each request is.
+    /// For each request, the trajectory that its first completion belongs to.
     keys: HashMap<RequestId, (usize, usize)>, // group, sample
     num_asked: usize,                 // turns that ended and groups that may not begin yet, whose outcome is not known
     meter: CostMeter,
@@ -61,7 +61,7 @@ impl<'t> TurnGroups<'t> {
         Self { tools, tokenizer, groups, places, keys, num_asked: 0, meter: CostMeter::new() }
     }
 
-    /// Submits all trajectories of a group that can be sampled on.
+    /// Submits all trajectories of a group that can be continued.
     fn submit_all(&mut self, session: &mut Session<'_>, place: usize) -> Result<()> {
         let group = &mut self.groups[place];
         let begun: Vec<Trajectory> = group.trajectories.iter().map(|it| it.trajectory.clone()).collect();
@@ -75,7 +75,7 @@ impl<'t> TurnGroups<'t> {
         Ok(())
     }
 
-    /// Begins a group, goes on with a trajectory, or ends it. Returns whether that was the group's last.
+    /// Applies an outcome: begins a group, continues a trajectory, or ends it. Returns whether this completed the group.
     fn take(&mut self, news: TurnNews, session: &mut Session<'_>, own: Option<Own>) -> Result<bool> {
         let TurnNews { group: place, sample, what } = news;
         self.num_asked -= 1;
@@ -203,7 +203,7 @@ impl Turns for TurnGroups<'_> {
 }
 
 impl GroupTurns for TurnGroups<'_> {
-    /// Gives a begun group the prompt that its environments have added to.
+    /// Restores the prompt of a partly sampled group as its environments extended it.
     fn restore(&mut self, group: &mut RolloutGroup) {
         if !group.completions.is_empty() {
             let key = GroupKey { prompt_id: group.prompt.id, first_step: group.first_step };

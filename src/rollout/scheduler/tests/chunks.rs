@@ -1,8 +1,8 @@
-//! Prompts that are longer than a step takes.
+//! Tests of prompts that are longer than one step can hold.
 
 use super::*;
 
-/// Others go on between the chunks of a long prompt, four tokens to a chunk; prompts that share a step are computed first.
+/// Other sequences decode between the chunks of a long prompt, four steps per chunk; prompts that fit into one step together are computed first.
 #[test]
 fn other_sequences_decode_between_chunks_of_a_long_prefill() {
     let limits = StepLimits { max_num_batched_tokens: 8, ..ROOMY };

@@ -1,10 +1,10 @@
-//! Steps with drafts: whatever they are, they change nothing that is sampled.
+//! Tests of steps with draft tokens: no draft token may change what is sampled.
 
 use super::*;
 use crate::config::Speculation;
 use crate::rollout::speculation::{DraftInjection, SpeculationOptions};
 
-/// Drafts of one kind, up to seven of a sequence.
+/// A speculator with draft tokens from `drafts`, up to seven per sequence.
 pub(super) fn speculator(drafts: impl Fn(usize, &[u32]) -> u32 + Send + Sync + 'static) -> Option<Speculator> {
     let options = SpeculationOptions { method: Speculation::Ngram, num_tokens: 7 };
     let mut speculator = Speculator::new(options).unwrap();
@@ -26,7 +26,7 @@ fn wrong(sample: usize, tokens: &[u32]) -> u32 {
     right(sample, tokens) + 1
 }
 
-/// Right three times of four.
+/// Draft tokens that are correct three times out of four.
 pub(super) fn mixed(sample: usize, tokens: &[u32]) -> u32 {
     right(sample, tokens) + u32::from((tokens.len() + sample).is_multiple_of(4))
 }
@@ -35,7 +35,7 @@ fn of_occurrences() -> Option<Speculator> {
     Speculator::new(SpeculationOptions { method: Speculation::Ngram, num_tokens: 4 })
 }
 
-/// A scheduler with three completions of each prompt.
+/// Creates a scheduler with three completions of each prompt.
 fn drafting(speculator: Option<Speculator>, limits: StepLimits, prompts: &[Vec<u32>]) -> Scheduler {
     let (kept, stats) = Default::default();
     let mut scheduler = Scheduler::new(limits, kept, stats).with_speculator(speculator);
@@ -93,7 +93,7 @@ fn draft_tokens_do_not_change_sampled_tokens() {
     }
 }
 
-/// Most sequences and fewest blocks: a draft takes no block that a token needs.
+/// Uses the most sequences and the fewest blocks: a draft token may not take a block that a sampled token needs.
 #[test]
 fn no_sequence_is_preempted_for_a_draft_token() {
     let limits = StepLimits { num_blocks: 34, block_size: 2, ..ROOMY };
@@ -161,7 +161,7 @@ fn drafts_come_from_completions_of_earlier_rollouts() {
     assert!(second.num_steps < first.num_steps);
 }
 
-/// Sequences of one step end, go on and are removed while their drafts are under way.
+/// Sequences of one step end, continue and are removed while their draft tokens are under way.
 #[test]
 fn a_removed_request_leaves_no_state() {
     let mut scheduler = drafting(speculator(right), ROOMY, &prompts());

@@ -1,14 +1,14 @@
-//! What stands for the network in tests of the scheduler.
+//! The dummy network for tests of the scheduler.
 
 use super::*;
 
-/// Keys and values by block and offset; states by page and [`STATE`], stored drafts by page and [`DRAFTS`].
+/// Keys and values by block and offset; states by page and [`STATE`]; stored draft tokens by page and [`DRAFTS`].
 pub(super) type Cache = HashMap<(u32, usize), Vec<u32>>;
 const STATE: usize = usize::MAX;
 const DRAFTS: usize = usize::MAX - 1;
 
-/// Stands for the whole network: the keys and values of a token are the tokens up to it, a state is the tokens that it has seen, and the
-/// next token is a function of them and of the sample.
+/// A dummy network. The keys and values of a token are all tokens up to it, a state is the tokens that it has processed, and the next token is a
+/// function of these and of the sample number.
 pub(super) struct Model<'a> {
     pub(super) cache: &'a mut Cache,
     pub(super) tokens: Vec<Vec<u32>>, // of each sequence, those included that the scheduler does not know yet
@@ -78,7 +78,7 @@ impl Model<'_> {
     }
 }
 
-/// The first stored drafts become part of a page's state.
+/// Moves the first stored draft tokens of a page into its state.
 fn take_in(cache: &mut Cache, page: u32, num_stored: usize) {
     if num_stored > 0 {
         let drafts = cache[&(page, DRAFTS)][..num_stored].to_vec();
@@ -86,7 +86,7 @@ fn take_in(cache: &mut Cache, page: u32, num_stored: usize) {
     }
 }
 
-/// What a session has a runner do before it ends.
+/// Updates the states with accepted draft tokens, as a runner does before its session ends.
 pub(super) fn settle(scheduler: &mut Scheduler, cache: &mut Cache) {
     scheduler.settle_drafts().into_iter().for_each(|(page, num_stored)| take_in(cache, page, num_stored));
 }

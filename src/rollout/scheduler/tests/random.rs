@@ -1,10 +1,10 @@
-//! Random calls of a scheduler, as sessions make them: after every one no block and no page is lost or read by two who do not share it,
-//! and every completion is the one that it would be alone.
+//! Random calls of a scheduler, as sessions make them. After each call, no block or page is lost or read by sequences that do not share it, and every
+//! completion equals the one sampled alone.
 
 use super::*;
 use crate::ops::random::RandomKey;
 
-/// A scheduler with what calls it.
+/// A scheduler and the random caller that drives it.
 struct Calls {
     random: RandomKey,
     num_drawn: u64,
@@ -14,7 +14,7 @@ struct Calls {
     tokens: Vec<Vec<u32>>, // as of `Model`
     under_way: VecDeque<(Step, Vec<Sampled>)>,
     known: Vec<usize>, // requests that are not removed
-    /// Requests for sequences that are begun: next turns, and those that were removed before their end.
+    /// Requests for partly sampled sequences: next turns, and requests that were removed before their end.
     begun: Vec<Request>,
     turns: Vec<Vec<u32>>, // that may have left their blocks to a next one
     num_complete: usize,
@@ -66,7 +66,7 @@ impl Calls {
         (self.tokens, self.known) = Default::default();
     }
 
-    /// One call, drawn.
+    /// Makes one random call.
     fn call(&mut self) {
         match self.below(20) {
             0..3 => self.submit(),
@@ -79,7 +79,7 @@ impl Calls {
         self.scheduler.check_integrity().unwrap();
     }
 
-    /// Prompts of few tokens, which many of them have in common.
+    /// Submits a short prompt; many of them have common beginnings.
     fn submit(&mut self) {
         let request = if self.begun.is_empty() || self.below(2) == 0 {
             let prompt: Vec<u32> = (0..1 + self.below(12)).map(|_| 1 + self.below(2) as u32).collect();
@@ -143,7 +143,7 @@ impl Calls {
         }
     }
 
-    /// Every token is the one that follows those before it, and the last one is an end.
+    /// Checks that every token follows from those before it, and that the last one is an end token.
     fn check_complete(&mut self, group: usize) {
         self.num_complete += 1;
         let first_sample = self.scheduler.group(group).first_sample;
@@ -157,7 +157,7 @@ impl Calls {
         }
     }
 
-    /// A sequence that ended has a next turn, which may be submitted.
+    /// Creates the next turn of a sequence that has ended; it may be submitted later.
     fn end_turn(&mut self, group: usize, sample: usize) {
         self.turns.push(self.scheduler.sequences[self.scheduler.members(group)][sample].token_ids.clone());
         let mut next = self.begun_request(group, sample..sample + 1);
@@ -165,7 +165,7 @@ impl Calls {
         self.begun.push(next);
     }
 
-    /// A request for sequences of another as they stand.
+    /// Creates a request that continues sequences of another request from their current state.
     fn begun_request(&self, group: usize, samples: Range<usize>) -> Request {
         let sequences = &self.scheduler.sequences[self.scheduler.members(group)][samples.clone()];
         let first = &sequences[0];
@@ -196,7 +196,7 @@ impl Calls {
         }
     }
 
-    /// Ends the session; its unfinished requests may be submitted to the next one, which has what is kept of them.
+    /// Ends the session. Its unfinished requests may be submitted to the next session, which has the kept sequences.
     fn reopen(&mut self) {
         while !self.under_way.is_empty() {
             self.collect();
@@ -214,7 +214,7 @@ impl Calls {
         }
     }
 
-    /// Goes on to the end of all requests and frees what was left to next turns and rollouts: no block is lost.
+    /// Runs all requests to their end, frees what is kept for later turns and rollouts, and checks that no block is lost.
     fn end(mut self) -> EngineStats {
         while self.scheduler.has_work() || !self.under_way.is_empty() {
             self.step();

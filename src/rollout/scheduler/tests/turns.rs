@@ -1,8 +1,8 @@
-//! Turns that follow one another.
+//! Tests of completions with several turns.
 
 use super::*;
 
-/// Sequences of up to four turns with context between them, their blocks kept between turns or not.
+/// Runs sequences of up to four turns with context between them; `keeps` says whether their blocks are kept between turns.
 fn several_turns(limits: StepLimits, lag: usize, keeps: bool) -> (Vec<Vec<u32>>, EngineStats) {
     let prompts = prompts();
     let (mut scheduler, mut cache) = (scheduler(limits, &prompts, 1), Cache::new());
@@ -38,7 +38,7 @@ fn a_turn_prefills_only_its_new_context_if_blocks_were_kept() {
         assert!(stats.num_turn_tokens > 50, "{stats:?}");
         assert_eq!((stats.num_recomputed_tokens, stats.num_lost_turn_tokens), (0, 0));
         assert_eq!(stats.num_prefilled_tokens + stats.num_turn_tokens, whole.num_prefilled_tokens);
-        // Few blocks: some are given up, and computed again.
+        // With few blocks, some are freed and computed again.
         for num_blocks in [10, 24] {
             let tight = StepLimits { num_blocks, max_num_batched_tokens: 7, ..ROOMY };
             let (tokens, stats) = several_turns(tight, lag, true);
@@ -48,7 +48,8 @@ fn a_turn_prefills_only_its_new_context_if_blocks_were_kept() {
     }
 }
 
-/// A state is left behind unless a step that ran ahead has fed what was never sampled; pages that others need are given up.
+/// A turn leaves its state to the next unless a step that ran ahead has added a token that was never sampled. Pages that other sequences need are
+/// freed.
 #[test]
 fn a_turn_continues_from_the_saved_delta_net_states() {
     for num_blocks in [10, 24, ROOMY.num_blocks] {
