@@ -1,18 +1,18 @@
-//! Bytes of activations of one micro-batch, from what the explicit forward and backward hold at their fullest moment. Exact for
-//! bfloat16 on a GPU, whose kernels work in place where this says so; a CPU's operations hold a little more.
+//! Predicts the activation memory of one micro-batch: what the explicit forward and backward passes hold at their peak. Exact for bfloat16 on a GPU,
+//! where kernels work in place as stated here; a CPU holds a little more.
 
 use super::bytes::TrainedModel;
 use super::offload::ALIGNMENT_BYTES as OFFLOAD_ALIGNMENT_BYTES;
 use crate::config::GradientCheckpointing;
 use crate::model::{BlockSpec, ElementBytes, head_chunk_tokens};
 
-/// Bytes that cuBLAS takes for itself on a GPU.
+/// Bytes of the cuBLAS workspace on a GPU.
 pub const WORKSPACE_BYTES: usize = 32 << 20;
 
-/// One of a teacher's tokens at a scored token: its id, and sixteen numbers that its loss holds at its fullest moment.
+/// Bytes for one of the teacher's tokens at a scored token: its id, and the sixteen numbers that its loss holds at the peak.
 const TOP_BYTES: usize = 8 + 16 * 4;
 
-/// A micro-batch, as far as memory goes.
+/// The sizes of a micro-batch that its memory depends on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MicroBatchShape {
     /// Tokens that run through the network (T).
@@ -21,40 +21,40 @@ pub struct MicroBatchShape {
     pub scored_tokens: usize,
     /// Whether completions share prompts.
     pub shares_prompts: bool,
-    /// Tokens of a teacher at each scored token (K).
+    /// Number of a teacher's tokens at each scored token (K).
     pub num_top: usize,
 }
 
-/// Bytes of activations on one rank, by what holds them.
+/// Bytes of activations on one rank, by their purpose.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ActivationBytes {
-    /// Bytes that the first blocks keep for their backward: none of them, one, .. all.
+    /// Entry i: bytes that the first i blocks keep for their backward; from 0 to the number of blocks.
     pub saved: Vec<usize>,
-    /// Bytes that come back from the host beside the backward of each block, of the block below.
+    /// For each block: bytes of the block below that are copied back from the host during its backward.
     pub arriving: Vec<usize>,
-    /// Bytes that wait on the host.
+    /// Bytes that are offloaded to the host.
     pub offloaded: usize,
-    /// Held through the whole pass: the last block's output, the rotations.
+    /// Bytes held during the whole pass: the last block's output and the rotary tables.
     pub pass: usize,
-    /// The gradient of the residual stream between two units.
+    /// Bytes of the gradient of the residual stream between two units.
     pub stream: usize,
-    /// The fullest moment of a block's forward that no backward follows.
+    /// Peak bytes of a block's forward without a backward.
     pub block_forward: usize,
-    /// The fullest moment of a block's backward.
+    /// Peak bytes of a block's backward.
     pub block_backward: usize,
-    /// The fullest moment of the head.
+    /// Peak bytes of the head.
     pub head: usize,
-    /// Bytes of the head's forward where no backward follows.
+    /// Peak bytes of the head's forward without a backward.
     pub head_forward: usize,
 }
 
 impl ActivationBytes {
-    /// For a micro-batch.
+    /// Predicts the bytes for a micro-batch.
     pub fn new(model: &TrainedModel<'_>, keep: GradientCheckpointing, shape: MicroBatchShape) -> Self {
         let (spec, sharers) = (&model.table.spec, model.sharers);
         let MicroBatchShape { shares_prompts, num_top, .. } = shape;
         let tokens = shape.tokens.div_ceil(sharers);
-        // Of a part all tokens may be scored.
+        // If ranks share a micro-batch, all tokens of one rank's part may be scored.
         let scored_tokens = if sharers == 1 { shape.scored_tokens } else { shape.scored_tokens.min(tokens) };
         let layers: Vec<BlockSpec> = spec.layers.iter().map(|block| block.with_shared_rows(sharers)).collect();
         let format = model.format;
@@ -78,10 +78,10 @@ impl ActivationBytes {
                 offloaded += moves.iter().map(|bytes| bytes.next_multiple_of(OFFLOAD_ALIGNMENT_BYTES)).sum::<usize>();
             }
         }
-        // Where blocks differ, the fullest moment is that of the one that takes the most.
+        // If blocks differ, the block with the highest peak counts.
         let most = |of: &dyn Fn(BlockSpec) -> usize| layers.iter().map(|block| of(*block)).max().unwrap_or(0);
         let backward = most(&|block| block.backward_bytes(bytes, keep, shares_prompts, drops));
-        // Of a format that rounds and few tokens that is the fullest moment, for the matrix that is rounded then.
+        // With a quantized format and few tokens, the peak is at the input gradient, while the weight matrix is quantized.
         let input_gradient = match format.rounds() {
             true => most(&|block| block.input_gradient_bytes(bytes, keep)) * tokens + matrix,
             false => 0,
@@ -93,21 +93,21 @@ impl ActivationBytes {
             // The last block's output, the rotations.
             pass: (residual * hidden + 2 * wide * spec.attention().head_dim * spec.rotations().len()) * tokens,
             stream: narrow * hidden * tokens,
-            // The largest matrix is not rounded at the fullest moment of a forward of many tokens: another one is.
+            // In the forward of many tokens the largest matrix is not the one that is quantized at the peak.
             block_forward: most(&|block| block.forward_bytes(bytes, sharers > 1)) * tokens + narrow * expanded + matrix,
             block_backward: (backward * tokens).max(input_gradient) + (narrow + wide) * expanded,
-            // Chosen and normalised rows and their gradients, a few numbers a row, and first one chunk of logits, which become
-            // their gradient in place, then the gradient of all rows.
+            // The selected and the normalised rows with their gradients, a few numbers per row; and first one chunk of logits, turned in place into
+            // their gradient, then the gradient of all rows.
             head: ((residual + 2 * narrow) * hidden + 8 * wide + TOP_BYTES * num_top) * scored_tokens
                 + logits.max(all_rows),
-            // Chosen and normalised rows, a few numbers a row, one chunk of logits.
+            // The selected and the normalised rows, a few numbers per row, one chunk of logits.
             head_forward: ((residual + narrow) * hidden + 4 * wide + TOP_BYTES * num_top) * scored_tokens + logits,
         }
     }
 }
 
 impl TrainedModel<'_> {
-    /// Bytes of the host that kept tensors of blocks take, of a micro-batch of so many tokens.
+    /// Bytes of host memory for the offloaded tensors of blocks, for a micro-batch of this many tokens.
     pub fn offloaded_bytes(&self, keep: GradientCheckpointing, tokens: usize) -> usize {
         let shape = MicroBatchShape { tokens, scored_tokens: 0, shares_prompts: false, num_top: 0 };
         ActivationBytes::new(self, keep, shape).offloaded
@@ -128,7 +128,7 @@ mod tests {
     const SHAPE: MicroBatchShape =
         MicroBatchShape { tokens: 1000, scored_tokens: 10, shares_prompts: false, num_top: 0 };
 
-    /// Qwen2.5-7B by hand: D = W = 3584, K = 512, F = 18944, 28 heads.
+    /// Computed by hand for Qwen2.5-7B: D = W = 3584, K = 512, F = 18944, 28 heads.
     #[test]
     fn activation_bytes_match_what_backward_reads() {
         let table = ParamTable::new(Arc::new(ModelSpec::preset("qwen2.5-7b").unwrap()), 1);
@@ -150,7 +150,7 @@ mod tests {
         assert_eq!(selective.block_backward, 1000 * 2 * (2 * 3584 + 4 * 18944));
         assert_eq!(full.block_backward - selective.block_backward, 1000 * (2 * (4608 + 3584 + 3584) + 4 * 28));
         assert!(none.block_backward < selective.block_backward && none.block_forward == full.block_forward);
-        // In float32 the residual stream takes two bytes more an element: x and h of a block, its output; no gradient does.
+        // In float32 each element of the residual stream takes two more bytes: x and h of a block and its output, but no gradient.
         let wide = TrainedModel { residual: Kind::Float, ..model };
         let bytes = |keep| ActivationBytes::new(&wide, keep, SHAPE);
         let (wide_full, wide_none) = (bytes(GradientCheckpointing::Full), bytes(GradientCheckpointing::None));
@@ -166,8 +166,9 @@ mod tests {
         assert_eq!(with_top.head - wide_none.head, 10 * 64 * 72);
     }
 
-    /// A forward of 7B in FP8 has the activation in one byte, and room for the largest matrix: gate and up, its scales and largest values. A
-    /// backward of many tokens has rounded gradients of gate and up beside the activation and its gradient; one of few has that matrix.
+    /// In a forward of a 7B model in FP8, the activation takes one byte per element, and there is space for the largest matrix (gate and up) with its
+    /// scales and maxima. A backward of many tokens peaks with the quantized gradients of gate and up beside the activation and its gradient; one of
+    /// few tokens peaks with that matrix.
     #[test]
     fn planned_bytes_of_fp8_rows_match_the_kernels() {
         let table = ParamTable::new(Arc::new(ModelSpec::preset("qwen2.5-7b").unwrap()), 1);
@@ -199,8 +200,8 @@ mod tests {
         }
     }
 
-    /// Qwen3.5-9B by hand, with an MLP so narrow that no moment of its is the fullest: D = 4096; 32 value heads of 128 with as many keys and 2 x 128 x 16 shared ones, C = 8192. A chunk's
-    /// state is 8,192 elements a token, its pairs are 2,048.
+    /// Computed by hand for Qwen3.5-9B, with the MLP narrowed so that it never is the peak: D = 4096; 32 value heads of width 128 with as many keys
+    /// and 2 x 128 x 16 shared ones, C = 8192. The states of a chunk take 8,192 elements per token, its pairs 2,048.
     #[test]
     fn planned_bytes_of_delta_nets_match_the_kernels() {
         let spec = ModelSpec::preset("qwen3.5-9b").unwrap().with_widths(4096, 1024);
@@ -222,7 +223,7 @@ mod tests {
         assert_eq!(selective.block_backward, 1000 * backward);
         let full = bytes(GradientCheckpointing::Full);
         assert_eq!((full.saved[32], full.block_backward), (32 * 1000 * 2 * 4096, 1000 * (backward + 2 * 4096 + kept)));
-        // Chunks that are kept are not made in backward.
+        // Chunks that are kept are not computed again in the backward.
         let [none, keeping] = [GradientCheckpointing::None, GradientCheckpointing::KeepChunks].map(bytes);
         let of_chunks = 2 * 4096 + padded(2 * (2 * 4096 + 2 * 2048 + 8192));
         assert_eq!((keeping.saved[1] - none.saved[1], of_chunks), (1000 * of_chunks, 54_992));
@@ -231,13 +232,13 @@ mod tests {
         assert_eq!(none.block_backward, 1000 * (backward - gate_up));
         assert_eq!(keeping.block_backward, 1000 * (backward - gate_up - of_chunks));
         assert_eq!((keeping.block_forward, keeping.head), (none.block_forward, none.head));
-        // Without kernels, in float32, it takes three times as many elements.
+        // In float32, without kernels, it takes three times as many elements.
         let single = TrainedModel { kind: Kind::Float, residual: Kind::Float, ..model };
         let composed = ActivationBytes::new(&single, GradientCheckpointing::Selective, SHAPE);
         assert!(composed.block_backward > 3 * selective.block_backward, "{composed:?}");
     }
 
-    /// Head memory of 16,384 scored tokens and 152,064 logits each: under 1 GB.
+    /// Head memory for 16,384 scored tokens with 152,064 logits each stays under 1 GB.
     #[test]
     fn the_head_never_holds_all_logits() {
         let table = ParamTable::new(Arc::new(ModelSpec::preset("qwen2.5-7b").unwrap()), 1);

@@ -1,4 +1,4 @@
-//! Low-rank adapters of a frozen network: the only weights that train.
+//! LoRA adapters of a frozen network, the only weights that train.
 
 use tch::Tensor;
 
@@ -9,40 +9,39 @@ use crate::model::{BlockLora, BlockParams, LoraSpec, ModelSpec, Unit, UnitLayout
 use crate::ops::dropout::Dropout;
 use crate::ops::random::RandomKey;
 
-/// Keeps dropout's random numbers apart from other uses of the same seed.
+/// Separates dropout's random numbers from other uses of the same seed.
 const STREAM: u64 = 0x6472_6f70; // "drop"
 
-/// The adapters of all blocks. Their weights are whole on every rank at every ZeRO stage: they are small, and the engine
-/// reads them too.
+/// The LoRA adapters of all blocks. Every rank holds all adapter weights at every ZeRO stage: they are small, and the engine reads them too.
 #[derive(Debug)]
 pub(crate) struct Adapters {
     pub weights: Weights,
-    /// Frozen ones that the reference model has; without them it is the base.
+    /// A frozen copy of the initial adapters for the reference model. Without it, the reference is the base model.
     initial: Option<Weights>,
     pub lora: LoraSpec,
     key: RandomKey,
 }
 
-/// Whether a pass takes part of the adapters.
+/// Which adapters a forward pass uses.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum AdapterUse {
-    /// The frozen base alone.
+    /// None: the frozen base model alone.
     Off,
-    /// The frozen ones that training started from, or the base alone where none are kept.
+    /// The frozen adapters that training started from, or none if no copy was kept.
     Initial,
-    /// The adapters as they are.
+    /// The current adapters.
     On,
-    /// The adapters as they are trained: with the dropout masks of one pass.
+    /// The current adapters with dropout, as in training; the masks belong to one pass.
     Dropped(Dropout),
 }
 
 impl Adapters {
-    /// `rank` is part of the key of dropout: ranks train on different tokens.
+    /// `rank` is part of the dropout key, because ranks train on different tokens.
     pub(crate) fn new(weights: Weights, initial: Option<Weights>, lora: LoraSpec, seed: u64, rank: usize) -> Self {
         Self { weights, initial, lora, key: RandomKey::new(seed, STREAM).fold(rank as u64) }
     }
 
-    /// For training on a micro-batch of an update.
+    /// The use of the adapters when training on a micro-batch of an update.
     pub(crate) fn training_use(&self, update: u64, micro_batch: u64) -> AdapterUse {
         let rate = self.lora.dropout;
         if rate == 0.0 {
@@ -51,7 +50,7 @@ impl Adapters {
         AdapterUse::Dropped(Dropout { rate, key: self.key.fold(update).fold(micro_batch) })
     }
 
-    /// The adapters that a block computes with.
+    /// The adapters of a block for a pass.
     pub(crate) fn block(&mut self, layer: usize, adapter_use: AdapterUse) -> Result<BlockLora> {
         let (weights, dropout) = match adapter_use {
             AdapterUse::Off => (None, None),
@@ -64,7 +63,7 @@ impl Adapters {
         self.expand(layer, &flat, dropout)
     }
 
-    /// The adapters that a block of the engine computes with.
+    /// The adapters of a block for the engine.
     pub(crate) fn engine_block(&self, layer: usize) -> Result<BlockLora> {
         self.expand(layer, &self.weights.gather(Unit::Block(layer))?, None)
     }
@@ -73,14 +72,14 @@ impl Adapters {
         BlockLora::expand(self.spec(), &self.lora, self.layout(layer), flat, dropout)
     }
 
-    /// The gradients that a block's backward adds to, before [`Adapters::end_gradients`].
+    /// The gradient tensors that a block's backward adds to. Call [`Adapters::end_gradients`] afterwards.
     pub(crate) fn gradients(&self, layer: usize, sum: &UnitSum) -> Result<BlockParams> {
         sum.zero_others(self.layout(layer), &|_| false)?;
         let gradients = BlockLora::gradients(self.spec(), &self.lora, self.layout(layer), &sum.flat)?;
         Ok(BlockParams::default().with_adapters(gradients))
     }
 
-    /// Completes the flat gradients of a block.
+    /// Collects the adapters' gradients of a block into its flat gradient.
     pub(crate) fn end_gradients(&self, layer: usize, gradients: &BlockParams, flat: &Tensor) -> Result<()> {
         let own = |matrix| gradients.linear(matrix).lora.as_ref();
         BlockLora::add_to(own, self.spec(), &self.lora, self.layout(layer), flat)

@@ -1,4 +1,4 @@
-//! A generation batch's sequences spread over ranks by cost: every rank knows the whole batch and finds its part.
+//! Distributes the sequences of a generation batch over ranks by cost. Every rank knows the whole batch and computes its own part.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -7,13 +7,12 @@ use super::pack::prompt_groups;
 use super::sequence::Sequence;
 use crate::model::ModelSpec;
 
-/// Attention's products reach about half of the rate of the others.
+/// Cost multiplier of attention's FLOPs: attention reaches about half of the FLOP rate of GEMMs.
 const ATTENTION_WEIGHT: f64 = 2.0;
 
-/// Indexes of the part of `all` that this rank trains on: the largest differencing method (Karmarkar and Karp, 1982) on the costs of
-/// groups with one prompt, which stay together, or of single sequences. Masked ones have no cost; the first rank has them, last,
-/// to count them. All ranks
-/// find the same parts; no part is more than the costliest group dearer than another.
+/// Indexes of the part of `all` that this rank trains on. Costs are balanced by the largest differencing method (Karmarkar and Karp, 1982), over
+/// groups that share a prompt, which stay together, or over single sequences. Masked sequences cost nothing and go to the end of rank 0's part, so
+/// that they are counted. All ranks compute the same partition. The costs of two parts differ by at most the cost of the most expensive group.
 pub fn balanced_share(
     all: &[Sequence],
     spec: &ModelSpec,
@@ -29,8 +28,8 @@ pub fn balanced_share(
     own.chain(masked.iter().filter(|_| rank == 0)).copied().collect()
 }
 
-/// Forward and backward of a group in tokens without attention: products take 6 operations a token and weight, attention
-/// 12 a layer, head width and pair of query and key.
+/// Cost of a group's forward and backward, in units of one token without attention. GEMMs take 6 operations per token and weight; attention takes 12
+/// per layer, head width and pair of query and key.
 fn cost(all: &[Sequence], group: &[usize], spec: &ModelSpec) -> f64 {
     let of_token = 6 * spec.num_active_params() + spec.training_flop_per_token();
     let pair_cost = ATTENTION_WEIGHT * spec.training_flop_per_pair() as f64 / of_token as f64;
@@ -43,11 +42,11 @@ fn cost(all: &[Sequence], group: &[usize], spec: &ModelSpec) -> f64 {
     of_prompt + group.iter().map(of_completion).sum::<f64>()
 }
 
-/// Parts of a differencing: (cost, members) of each, dearest first.
+/// A partial partition: (cost, members) of each part, most expensive first.
 type Partition = Vec<(f64, Vec<usize>)>;
 
-/// Indexes into `costs` of each of `num_parts` parts, in ascending order. Repeatedly joins the two partial partitions that
-/// are most uneven, the dearest part of one with the cheapest of the other.
+/// Partitions `costs` into `num_parts` parts of indexes, each in ascending order. Repeatedly merges the two partial partitions with the largest cost
+/// differences, joining the most expensive part of one with the cheapest of the other.
 fn partition(costs: &[f64], num_parts: usize) -> Vec<Vec<usize>> {
     let uneven = |parts: &Partition| ordered(parts[0].0 - parts[num_parts - 1].0);
     let mut partitions: Vec<Partition> = (0..costs.len())
@@ -75,7 +74,7 @@ fn partition(costs: &[f64], num_parts: usize) -> Vec<Vec<usize>> {
     vec![Vec::new(); num_parts]
 }
 
-/// A number's order as bits; costs are not negative.
+/// Bits that order like the number; costs are not negative.
 fn ordered(cost: f64) -> u64 {
     cost.max(0.0).to_bits()
 }

@@ -11,7 +11,8 @@ use crate::error::Result;
 use crate::model::{SavedBlock, Unit, block_backward, block_forward};
 
 impl Network {
-    /// The residual stream after the last block [T, D], and what the blocks' backward needs if `recompute` is given.
+    /// Runs all blocks forward. Returns the residual stream after the last block [T, D] and, if `recompute` is given, what the blocks keep for
+    /// backward.
     pub(super) fn blocks_forward(
         &mut self,
         pass: &mut Pass<'_>,
@@ -48,7 +49,7 @@ impl Network {
         block_forward(&context, layer, &block, x, &pass.mixer, recompute)
     }
 
-    /// The gradient of the embedding's output [T, D] from that of the last block's.
+    /// Runs all blocks backward. Takes the gradient of the last block's output and returns that of the embedding's output. [T, D]
     pub(super) fn blocks_backward(
         &mut self,
         pass: &Pass<'_>,

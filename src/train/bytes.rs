@@ -1,5 +1,5 @@
-//! Bytes per rank of what training holds between uses, as functions of the layout: the plan adds them up before anything is
-//! allocated. Activations and the fullest moment have files of their own.
+//! Bytes per rank that training holds between uses, computed from the layout. The memory plan adds them up before anything is allocated. Activations
+//! and the peak have files of their own.
 
 use std::borrow::Cow;
 
@@ -16,53 +16,53 @@ use crate::cuda::residual_kind;
 use crate::model::{Format, LoraSpec, ParamTable, Plain, Unit};
 use crate::torch::accumulation_kind;
 
-/// A recorded choice of an expert.
+/// Bytes of one recorded expert id.
 const EXPERT_BYTES: usize = 2;
 
-/// A model in training, as far as bytes depend on it beside the shape of micro-batches.
+/// The properties of a trained model that its memory depends on, apart from the shapes of micro-batches.
 #[derive(Debug, Clone)]
 pub struct TrainedModel<'a> {
-    /// The layout of its weights; `table.shards` is the shard group's size.
+    /// The layout of the weights; `table.shards` is the size of the shard group.
     pub table: &'a ParamTable,
-    /// Adapters that train in place of the weights.
+    /// LoRA adapters that train instead of the weights.
     pub lora: Option<LoraSpec>,
-    /// How the adapters' base is stored.
+    /// Storage format of the frozen base model under adapters.
     pub quantization: Quantization,
     /// ZeRO stage.
     pub stage: u8,
-    /// Type of weights and activations.
+    /// Dtype of weights and activations.
     pub kind: Kind,
-    /// Type of the residual stream.
+    /// Dtype of the residual stream.
     pub residual: Kind,
-    /// The format that blocks multiply in.
+    /// The format of the blocks' GEMMs.
     pub format: &'static dyn Format,
-    /// How gradients are added up.
+    /// Dtypes for accumulating and reducing gradients.
     pub gradients: GradientOptions,
     /// The optimizer.
     pub optim: Optim,
-    /// Ranks that share each micro-batch.
+    /// Number of ranks that share each micro-batch.
     pub sharers: usize,
-    /// Whether kept tensors of blocks wait for backward on the host.
+    /// Whether tensors that blocks keep for backward are offloaded to the host.
     pub offloads: bool,
 }
 
-/// Bytes per rank of a [`super::Policy`] between uses.
+/// Bytes per rank that a [`super::Policy`] holds between uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TrainBytes {
-    /// Weights.
+    /// Bytes of the weights.
     pub weights: usize,
-    /// Gradients between backward and step.
+    /// Bytes of gradients between backward and optimizer step.
     pub gradients: usize,
-    /// Master weights and moments.
+    /// Bytes of master weights and moments.
     pub optimizer: usize,
-    /// Buckets on the device that optimizer state on the host is copied through.
+    /// Bytes of the device buckets through which optimizer state on the host is streamed.
     pub optimizer_buckets: usize,
-    /// Adapters' B as the engine keeps them, expanded.
+    /// Bytes of the adapters' B matrices in the expanded form that the engine uses.
     pub engine_adapters: usize,
 }
 
 impl<'a> TrainedModel<'a> {
-    /// All weights of `table` train by AdamW, at a ZeRO stage, and multiply in their kind, which is the residual stream's.
+    /// A model whose weights all train with AdamW; GEMMs and residual stream use the weights' dtype.
     pub fn whole(table: &'a ParamTable, stage: u8, kind: Kind, gradients: GradientOptions) -> Self {
         let (lora, quantization, optim) = (None, Quantization::None, Optim::AdamW);
         let (residual, format, sharers, offloads) = (kind, &Plain, 1, false);
@@ -88,7 +88,7 @@ impl<'a> TrainedModel<'a> {
         }
     }
 
-    /// Bytes between uses.
+    /// Bytes that training holds between uses.
     pub fn bytes(&self) -> TrainBytes {
         let element = self.kind.elt_size_in_bytes();
         let (stage, trained, spec) = (self.trained_stage(), self.trained(), &self.table.spec);
@@ -103,8 +103,7 @@ impl<'a> TrainedModel<'a> {
         }
     }
 
-    /// Bytes of the experts that a sampler recorded for so many tokens, if they are replayed: all of an update's are there from its begin to
-    /// its end.
+    /// Bytes of the recorded experts for this many tokens, if routing is replayed. All of an update's are held from its beginning to its end.
     pub fn recorded_bytes(&self, replay: RouterReplay, tokens: usize) -> usize {
         match replay {
             RouterReplay::R3 => EXPERT_BYTES * self.table.spec.routed_experts_per_token() * tokens,
@@ -112,12 +111,12 @@ impl<'a> TrainedModel<'a> {
         }
     }
 
-    /// Bytes of the buckets alone that optimizer state on the host is copied through.
+    /// Bytes of the device buckets through which optimizer state on the host is streamed.
     pub(super) fn optimizer_buckets(&self) -> usize {
         self.state_bytes(&self.trained()).1
     }
 
-    /// The optimizer's state and its buckets, of the rank that has the most.
+    /// Bytes of optimizer state and of its buckets, on the rank with the most.
     fn state_bytes(&self, trained: &ParamTable) -> (usize, usize) {
         let num_slices = if self.trained_stage() > 0 { trained.shards } else { 1 };
         let of_rank = |rank: usize| {
@@ -130,7 +129,7 @@ impl<'a> TrainedModel<'a> {
         (0..num_kinds).map(of_rank).reduce(most).unwrap_or_default()
     }
 
-    /// Bytes that a step of Muon holds beside state and gradients.
+    /// Bytes that a step of Muon holds in addition to state and gradients.
     pub(super) fn orthogonal_bytes(&self) -> usize {
         match self.optim {
             Optim::Muon(_) if self.lora.is_none() => orthogonal_bytes(self.table, self.trained_stage() > 0),
@@ -138,14 +137,13 @@ impl<'a> TrainedModel<'a> {
         }
     }
 
-    /// One copy of the adapters' weights, which are whole on every rank.
+    /// Bytes of one copy of the adapters' weights, which every rank holds whole.
     pub fn adapter_bytes(&self) -> usize {
         if self.lora.is_some() { self.kind.elt_size_in_bytes() * self.trained().total } else { 0 }
     }
 
-    /// Bytes that an optimizer step reads and writes in device memory: the state both ways, gradients for their norm and again,
-    /// and
-    /// the new weights; without the way of either over ranks.
+    /// Bytes of device memory that an optimizer step reads and writes: the state in both directions, the gradients twice (once for their norm), and
+    /// the new weights. Transfers between ranks are not included.
     pub fn optimizer_step_bytes(&self) -> usize {
         let trained = self.trained();
         let owned = trained.total / if self.trained_stage() > 0 { trained.shards } else { 1 };
@@ -153,7 +151,7 @@ impl<'a> TrainedModel<'a> {
         2 * self.bytes().optimizer + owned * (2 * gradient + self.kind.elt_size_in_bytes())
     }
 
-    /// Bytes of the weights, the frozen ones under adapters included. Quantised blocks are whole on every rank.
+    /// Bytes of the weights, including frozen ones under adapters. Quantized blocks are whole on every rank.
     fn base_bytes(&self) -> usize {
         let (table, element) = (self.table, self.kind.elt_size_in_bytes());
         match self.quantization.format() {
@@ -168,7 +166,7 @@ impl<'a> TrainedModel<'a> {
         }
     }
 
-    /// The layout of what has gradients.
+    /// The layout of the weights that have gradients.
     pub(super) fn trained(&self) -> Cow<'a, ParamTable> {
         match &self.lora {
             None => Cow::Borrowed(self.table),
@@ -176,7 +174,7 @@ impl<'a> TrainedModel<'a> {
         }
     }
 
-    /// The stage at which that is sharded: adapters' weights stay whole, and a group of one rank has nothing to shard.
+    /// The ZeRO stage of the trained weights: 0 for a shard group of one rank; adapters' weights are never sharded.
     pub(super) fn trained_stage(&self) -> u8 {
         match (&self.lora, self.table.shards) {
             (_, 1) => 0,
@@ -185,7 +183,7 @@ impl<'a> TrainedModel<'a> {
         }
     }
 
-    /// Whether units are gathered for use.
+    /// Whether units are gathered before use.
     pub fn shards_weights(&self) -> bool {
         self.stage > 2 && self.table.shards > 1 && self.quantization == Quantization::None
     }
@@ -195,7 +193,7 @@ impl<'a> TrainedModel<'a> {
     }
 }
 
-/// Bytes per rank of a [`super::Reference`] between uses, on the device or the host; `table.shards` is the shard group's size.
+/// Bytes per rank that a [`super::Reference`] holds between uses, on the device or the host; `table.shards` is the size of the shard group.
 pub fn reference_bytes(table: &ParamTable, kind: Kind) -> usize {
     kind.elt_size_in_bytes() * table.total / table.shards
 }

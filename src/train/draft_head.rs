@@ -1,8 +1,8 @@
-//! The head that drafts tokens, trained beside the model: it learns to give the tokens that the model has sampled the probability that the
-//! model gives them, from hidden states that are detached. So it follows the model as that changes, and changes nothing of it.
+//! Trains the draft head beside the model. It learns to predict the tokens that the model has sampled, from the model's hidden states. These are
+//! detached, so the head follows the model without changing it.
 //!
-//! Its loss is the mean over an update's scored tokens of -ln p(token), at the temperature at which drafts are drawn. T tokens of a
-//! micro-batch, R rows of the head: all but the first of each sequence. C scored tokens, D hidden.
+//! Its loss is the mean of -ln p(token) over an update's scored tokens, at the sampling temperature of draft tokens. Shapes: T tokens of a
+//! micro-batch, R rows of the head (all tokens but the first of each sequence), C scored tokens, D hidden.
 
 use tch::Tensor;
 
@@ -23,33 +23,33 @@ use crate::ops::linear::Onto;
 use crate::ops::rope::RopeRows;
 use crate::torch;
 
-/// Which tokens of a micro-batch are rows of the head.
+/// The tokens of a micro-batch that are rows of the draft head.
 #[derive(Debug)]
 struct DraftTargets {
-    /// Places of the rows among the tokens.
+    /// Indexes of the rows among the tokens.
     rows: Tensor, // [R] i64
-    /// Places of the tokens before them.
+    /// Indexes of the tokens before the rows.
     before: Tensor, // [R] i64
     bounds: Bounds,
-    /// Rows whose next token is scored, and these tokens.
+    /// Rows whose next token is scored; below, these next tokens.
     scored: Tensor, // [C] i64
     targets: Tensor, // [C] i64
 }
 
-/// Weights that the head computes with.
+/// Weights that the draft head computes with.
 struct HeadWeights<'a> {
-    /// The head's own.
+    /// The head's own weights.
     own: &'a BlockParams,
-    /// The model's final norm.
+    /// Weight of the model's final norm.
     final_norm: &'a Tensor, // [D]
     /// The model's embedding.
     embedding: &'a Tensor, // [V, D]
-    /// The table of the model's logits.
+    /// The model's output embedding, which gives the logits.
     table: &'a Tensor, // [V, D]
 }
 
 impl Network {
-    /// Trains the head that drafts tokens on a micro-batch, where there is one.
+    /// Trains the draft head on a micro-batch, if the model has one.
     pub(super) fn train_draft_head(
         &mut self,
         micro_batch: &MicroBatch,
@@ -90,7 +90,7 @@ impl Network {
 }
 
 impl DraftTargets {
-    /// None where nothing is scored. A token behind a sequence's first one has no row that predicts it.
+    /// Finds the rows of a micro-batch; `None` if nothing is scored. The token after a sequence's first has no row that predicts it.
     fn new(micro_batch: &MicroBatch) -> Result<Option<Self>> {
         let device = micro_batch.token_ids.device();
         let (mut rows, mut before) = (Vec::new(), Vec::new());
@@ -142,7 +142,7 @@ impl DraftTargets {
         Ok(micro_batch.positions.f_index_select(0, &self.rows)?)
     }
 
-    /// Forward, loss and backward of the head: gradients are added to `grads`, each token's with `weight`.
+    /// Runs the head's forward, loss and backward. Each token's gradient is added to `grads` with `weight`.
     fn train(
         &self,
         spec: &ModelSpec,

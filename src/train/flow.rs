@@ -1,5 +1,5 @@
-//! Optimizer state that lives on the host and flows through the device in buckets while it is stepped (`stream`): one
-//! arrives, one is computed on and one leaves at the same time.
+//! Optimizer state on the host that is streamed through device buckets during a step (`stream`): while one bucket is computed, the next arrives and
+//! the previous one is copied back.
 
 use std::ops::Range;
 
@@ -9,21 +9,21 @@ use super::state_layout::{Cells, StateForm, StateLayout, StatePart, StateRun};
 use crate::error::{Error, Result};
 use crate::memory::{HostPool, PendingCopy};
 
-/// Elements of a bucket: long enough that a copy is not felt to start. A multiple of the blocks of 8-bit moments.
+/// Elements of a bucket: large enough to hide the start-up time of a copy. A multiple of the block size of 8-bit moments.
 pub(super) const BUCKET_LEN: usize = 16 << 20;
-/// One for each direction and one for the step.
+/// Number of buckets: one for each copy direction and one for the step.
 pub(super) const NUM_BUCKETS: usize = 3;
-/// Tensors in a bucket start on multiples of this.
+/// Alignment of tensors in a bucket, in bytes.
 const ALIGNMENT_BYTES: usize = 256;
 
-/// When within a unit's step a piece is stepped. Muon needs the momentum of whole matrices before it steps their master weights.
+/// The pass of a unit's step in which a piece is processed. Muon needs the momentum of whole matrices before it updates their master weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum StatePass {
     Moments,
     Master,
 }
 
-/// State of some consecutive elements of what this rank owns of a unit.
+/// The optimizer state of consecutive elements of this rank's part of a unit.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct StatePiece {
     pub index: usize, // of the unit
@@ -33,10 +33,10 @@ pub(super) struct StatePiece {
     pub cells: Vec<Cells>,      // of every part that the pass needs
 }
 
-/// Steps a piece, given its tensors.
+/// A function that steps one piece, given its tensors.
 pub(super) type StepPiece<'a> = dyn FnMut(&StatePiece, Vec<Tensor>) -> Result<()> + 'a;
 
-/// An update's passage through the buckets. Until it is finished, its pieces are stepped in order.
+/// The stream of one update's pieces through the buckets. Pieces must be stepped in order until it is finished.
 #[derive(Debug)]
 pub(super) struct StateStream {
     pieces: Vec<StatePiece>,
@@ -52,7 +52,7 @@ struct Bucket {
 }
 
 impl StateStream {
-    /// Starts copies of the first pieces.
+    /// Creates the stream and starts copying the first pieces.
     pub(super) fn start(pool: &HostPool, layout: &StateLayout, bucket_len: usize, device: Device) -> Result<Self> {
         let pieces: Vec<StatePiece> =
             (0..layout.num_units()).flat_map(|index| pieces(layout, index, bucket_len)).collect();
@@ -66,7 +66,7 @@ impl StateStream {
         Ok(flow)
     }
 
-    /// Steps every piece of one pass over unit `index` with `step`.
+    /// Calls `step` on every piece of one pass over unit `index`.
     pub(super) fn step(
         &mut self,
         pool: &mut HostPool,
@@ -95,12 +95,12 @@ impl StateStream {
         }
     }
 
-    /// Lets libtorch, and with it every later copy, wait for the copies to the host.
+    /// Makes libtorch's stream, and with it every later copy, wait for the copies to the host.
     pub(super) fn finish(self) -> Result<()> {
         self.buckets.into_iter().flat_map(|bucket| bucket.copies).try_for_each(PendingCopy::hold_libtorch)
     }
 
-    /// Starts copying the next piece into the bucket whose last one has left.
+    /// Starts copying the next piece into the bucket whose previous piece has been copied back.
     fn fetch(&mut self, pool: &HostPool) -> Result<()> {
         let Some(piece) = self.pieces.get(self.arriving) else { return Ok(()) };
         let bucket = &mut self.buckets[self.arriving % NUM_BUCKETS];
@@ -114,7 +114,7 @@ impl StateStream {
 }
 
 impl Bucket {
-    /// A piece's tensors, one behind the other.
+    /// The tensors of a piece, concatenated in its bucket.
     fn tensors(&self, piece: &StatePiece) -> Vec<Tensor> {
         let mut start = 0;
         let views = piece.cells.iter().map(|cells| {
@@ -137,13 +137,13 @@ impl StatePiece {
         Self { index, pass, form: run.form, elements, cells }
     }
 
-    /// Size of the piece in a bucket.
+    /// Bytes of the piece in a bucket.
     fn bytes(&self) -> usize {
         self.cells.iter().map(|cells| cells.bytes.len().next_multiple_of(ALIGNMENT_BYTES)).sum()
     }
 }
 
-/// A unit's state in pieces of at most `len` elements, in the order in which they are stepped.
+/// Splits a unit's state into pieces of at most `len` elements, in stepping order.
 pub(super) fn pieces(layout: &StateLayout, index: usize, len: usize) -> Vec<StatePiece> {
     let pass = |pass: StatePass| {
         let runs = layout.runs(index).iter();
@@ -158,7 +158,7 @@ pub(super) fn pieces(layout: &StateLayout, index: usize, len: usize) -> Vec<Stat
     pass(StatePass::Moments).chain(pass(StatePass::Master)).collect()
 }
 
-/// Bytes of the buckets on the device.
+/// Bytes of all buckets on the device.
 pub(super) fn bucket_bytes(layout: &StateLayout) -> usize {
     let units = (0..layout.num_units()).flat_map(|index| pieces(layout, index, BUCKET_LEN));
     NUM_BUCKETS * units.map(|piece| piece.bytes()).max().unwrap_or(0)

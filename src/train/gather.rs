@@ -1,8 +1,7 @@
-//! A generation batch's sequences on every rank, and the experts that a sampler recorded on the ranks that train on them. Tokens and
-//! log-probabilities are some bytes a token; a model's experts are hundreds, and go nowhere but where they are needed.
+//! Gathers the sequences of a generation batch on every rank, and recorded experts only on the ranks that train on them. Tokens and log-probabilities
+//! take a few bytes per token, but recorded experts take hundreds.
 //!
-//! Every rank gathers all tokens, a few megabytes, so that it computes the same partition and the loss's denominators without another
-//! collective.
+//! Every rank gathers all tokens, a few megabytes, so that it can compute the same partition and the loss's denominators without another collective.
 
 use super::sequence::Sequence;
 use crate::error::{Error, Result};
@@ -10,35 +9,35 @@ use crate::ranks::{Collective, all_gather_bytes};
 use crate::torch;
 use crate::types::RoutedExperts;
 
-/// Where the experts of gathered sequences are.
+/// Which ranks hold the recorded experts of the gathered sequences.
 #[derive(Debug)]
 pub struct ExpertSources {
     of_sequences: Vec<ExpertSource>,
 }
 
-/// Where the experts of one sequence are, and what they are.
+/// Owner and size of one sequence's recorded experts.
 #[derive(Debug, Clone, Copy)]
 struct ExpertSource {
     rank: usize,
-    /// Among the sequences that this rank brought.
+    /// Index among the sequences of the owner rank.
     index: usize,
     per_token: usize,
     num_experts: usize,
-    /// Bytes of each on its way.
+    /// Bytes per expert id in transfer.
     width: usize,
 }
 
-/// Sequences of all ranks.
+/// The sequences of all ranks.
 #[derive(Debug)]
 pub struct GatheredSequences {
-    /// Without experts.
+    /// The sequences, without recorded experts.
     pub sequences: Vec<Sequence>,
-    /// Where the experts of each are.
+    /// The owners of each sequence's recorded experts.
     pub experts: ExpertSources,
 }
 
-/// The sequences of all ranks by their places, those of one place in rank order, without experts, which [`ExpertSources::fetch`]
-/// brings; collective over `group`.
+/// Gathers the sequences of all ranks, sorted by their `place` and then by rank. Recorded experts stay where they are until [`ExpertSources::fetch`]
+/// is called. Collective over `group`.
 ///
 /// # Errors
 /// The errors of [`Collective`].
@@ -69,8 +68,8 @@ pub fn gather_sequences(own: &[Sequence], group: &dyn Collective) -> Result<Gath
 }
 
 impl ExpertSources {
-    /// The experts of the sequences that this rank asks for by their indexes among all. `own` are those that it brought. Collective
-    /// over the group that gathered them: a rank that wants none calls it too, for those that want what it has.
+    /// Returns the recorded experts of the sequences `wanted`, by index among all. `own` are the sequences that this rank contributed. Collective
+    /// over the group that gathered them: ranks that need none must call it too, because others may need theirs.
     ///
     /// # Errors
     /// The errors of [`Collective`].
@@ -120,7 +119,7 @@ impl ExpertSources {
 }
 
 impl ExpertSource {
-    /// A rank's part of one of its sequences, whose place is not known yet.
+    /// The source of one of this rank's sequences; rank and index are filled in later.
     fn of(RoutedExperts { per_token, experts }: &RoutedExperts) -> Self {
         let all_bits = experts.iter().fold(0, |bits, expert| bits | expert);
         let width = if all_bits > u16::from(u8::MAX) { 2 } else { 1 };
@@ -150,8 +149,9 @@ impl ExpertSource {
     }
 }
 
-/// Words: tokens, prompt length, advantage, flags, place, ids, the loss mask if there is context, each of the log-probabilities
-/// that there are, the ages of tokens if there are any, the prompt of its own teacher behind its length and the tokens to skip, experts of a token, of all, and bytes of each.
+/// Encodes a sequence as words: number of tokens, prompt length, advantage, flags, place, token ids; the loss mask if there is context; each of the
+/// log-probabilities that exist; ages of tokens, if any; its teacher's own prompt after its length and the tokens to skip; number of experts per
+/// token and in all, and bytes per expert.
 fn encode(sequence: &Sequence) -> Vec<u32> {
     let Sequence { rollout_logprobs, old_logprobs, ref_logprobs, teacher_logprobs, .. } = sequence;
     let logprobs = [rollout_logprobs, old_logprobs, ref_logprobs, teacher_logprobs];
@@ -180,7 +180,7 @@ fn encode(sequence: &Sequence) -> Vec<u32> {
         .collect()
 }
 
-/// Takes off what [`encode`] wrote of a sequence; `None` if it is cut short.
+/// Decodes and removes one sequence that [`encode`] wrote; `None` if it is truncated.
 fn decode(words: &mut &[u32]) -> Option<(Sequence, ExpertSource)> {
     let mut take = |count: usize| {
         let (taken, rest) = words.split_at_checked(count)?;
@@ -265,8 +265,8 @@ mod tests {
         }
     }
 
-    /// Ranks bring one, two and three sequences, some with experts in a byte each, some in two, some without; each rank asks for others
-    /// than it brought, in another order, and the last for none.
+    /// Ranks contribute one, two and three sequences, with experts of one byte, of two bytes, or none. Each rank requests sequences of other ranks in
+    /// another order; the last requests none.
     #[test]
     fn recorded_experts_reach_the_ranks_that_need_them() {
         let experts = |rank: usize, index: usize| match (rank, index) {
@@ -292,7 +292,7 @@ mod tests {
             let indexes: Vec<usize> = wanted.iter().map(|&(rank, index)| at(rank, index)).collect();
             let fetched = sources.fetch(&own, &indexes, &*group).unwrap();
             assert_eq!(fetched, wanted.iter().map(|&(rank, index)| experts(rank, index)).collect::<Vec<_>>());
-            // Those that nobody else has, and none at all.
+            // Then request experts that only this rank holds, and none at all.
             let kept = sources.fetch(&own, &[at(group.rank(), 0)], &*group).unwrap();
             assert_eq!(kept, [experts(group.rank(), 0)]);
             sources.fetch(&own, &[], &*group).unwrap().len()

@@ -1,9 +1,9 @@
-//! Gradients, unit by unit, in the accumulation kind: whole until the step, or reduce-scattered the moment a unit's
-//! backward ends, beside the next unit's.
+//! Gradients, unit by unit, in the accumulation dtype. They are either kept whole until the step, or reduce-scattered as soon as a unit's backward
+//! ends, overlapping the next unit's backward.
 //!
-//! The first gradient of a matrix after a step is written instead of added, so nothing zeroes the buffer
-//! ([`BlockParams::begin_gradients`](crate::model::BlockParams::begin_gradients)). Parameters that several operations add to (norms,
-//! biases, an untied embedding, experts, adapters) are zeroed first.
+//! The first gradient of a matrix after a step is written instead of added, so the buffer need not be zeroed
+//! ([`BlockParams::begin_gradients`](crate::model::BlockParams::begin_gradients)). Parameters that several operations add to (norms, biases, an
+//! untied embedding, experts, adapters) are zeroed first.
 
 use std::collections::VecDeque;
 use std::mem;
@@ -21,26 +21,26 @@ use crate::ops::norm;
 use crate::ranks::{ReduceOp, Work};
 use crate::torch;
 
-/// Kinds that gradients pass through.
+/// Dtypes of gradients.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct GradientKinds {
-    /// The type of the sums over micro-batches.
+    /// Dtype of the sums over micro-batches.
     pub accumulated: Kind,
-    /// The type that ranks send one another.
+    /// Dtype in which ranks exchange gradients.
     pub reduced: Kind,
 }
 
-/// Kinds that gradients pass through; `None` is the accumulation kind of the weights'.
+/// Dtypes of gradients; `None` is the accumulation dtype for the weights' dtype.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct GradientOptions {
-    /// The type of the sums over micro-batches (`zero.grad_accum_dtype`).
+    /// Dtype of the sums over micro-batches (`zero.grad_accum_dtype`).
     pub accumulated: Option<Kind>,
-    /// The type that ranks send one another (`zero.reduce_dtype`).
+    /// Dtype in which ranks exchange gradients (`zero.reduce_dtype`).
     pub reduced: Option<Kind>,
 }
 
 impl GradientOptions {
-    /// By the configuration's words.
+    /// Converts the dtypes of the configuration.
     pub fn new(accumulated: Dtype, reduced: Dtype) -> Self {
         let kind = |dtype| match dtype {
             Dtype::Auto => None,
@@ -55,16 +55,16 @@ impl GradientOptions {
     }
 }
 
-/// Memory that a backward of a unit adds its gradients to.
+/// The buffer that a backward pass of a unit adds its gradients to.
 #[derive(Debug)]
 pub(crate) struct UnitSum {
     pub flat: Tensor, // [len]
-    /// Nothing was added yet: values are of anything, and count only where they are set.
+    /// Whether nothing was added yet. If so, the contents are undefined, and values must be written before they are read.
     pub is_new: bool,
 }
 
 impl UnitSum {
-    /// Sets new memory to zero, but for the parameters that `is_written` names, and returns whether their products overwrite or add.
+    /// If the buffer is new, zeroes it except for the parameters that `is_written` selects. Returns whether the GEMMs of these must overwrite or add.
     pub(crate) fn zero_others(&self, layout: &UnitLayout, is_written: &dyn Fn(ParamName) -> bool) -> Result<Onto> {
         if !self.is_new {
             return Ok(Onto::Sum);
@@ -74,7 +74,7 @@ impl UnitSum {
     }
 }
 
-/// Norms of gradients that are clipped apart: the head that drafts tokens has a loss of its own.
+/// Norms of gradients that are clipped separately, because the draft head has its own loss.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct GradientNorms {
     pub model: f64,
@@ -96,22 +96,22 @@ pub(crate) struct Gradients {
 }
 
 impl Gradients {
-    /// No memory is taken before the first backward.
+    /// Allocates nothing; memory is taken in the first backward.
     pub(crate) fn new(table: Arc<ParamTable>, sharding: Sharding, kinds: GradientKinds, device: Device) -> Self {
         let units = table.units.iter().map(|_| None).collect();
         let [stale, finished] = [(); 2].map(|()| vec![false; table.units.len()]);
         Self { table, sharding, kinds, device, units, stale, reductions: VecDeque::new(), finishing: false, finished }
     }
 
-    /// The backward that follows is the last before the step: what is left to reduce goes as each unit ends.
+    /// Announces that the next backward is the last before the step. All remaining reductions then start as each unit ends.
     pub(crate) fn finish_with_next_backward(&mut self) {
         self.finishing = true;
     }
 
-    /// A whole unit to accumulate one backward in; give its memory back to [`Gradients::end`].
+    /// Returns the whole gradient buffer of a unit, for one backward to add to. Pass it to [`Gradients::end`] afterwards.
     ///
     /// # Errors
-    /// `InvalidArgument` after the unit's last backward before the step.
+    /// `InvalidArgument` if the unit's last backward before the step has already ended.
     pub(crate) fn begin(&mut self, unit: Unit) -> Result<UnitSum> {
         let index = self.table.index(unit);
         if self.finished[index] {
@@ -126,9 +126,9 @@ impl Gradients {
         self.whole(index)
     }
 
-    /// Ends one backward of a unit. Where gradients are scattered, and in the last backward, this is collective: the shard
-    /// group's sum of this rank's part, and then that of all copies, are made beside the backward of the next unit. No more are under
-    /// way, as a whole unit is held for each.
+    /// Ends one backward of a unit. It is collective if gradients are scattered, and in the last backward: the sum over the shard group of this
+    /// rank's part, and then the sum over replicas, run during the backward of the next unit. At most one unit's reduction is under way, because each
+    /// holds a whole unit.
     pub(crate) fn end(&mut self, unit: Unit, whole: Tensor) -> Result<()> {
         let (index, num_before) = (self.table.index(unit), self.reductions.len());
         if !self.sharding.keeps_gradients {
@@ -140,7 +140,7 @@ impl Gradients {
         self.reductions.drain(..num_before).try_for_each(Work::hold_libtorch)
     }
 
-    /// The kept sum of a unit, or memory for one that is new. There a build that checks itself shows what nobody sets: it is not a number.
+    /// The kept sum of a unit, or a new buffer. Debug builds fill a new buffer with NaN, to reveal values that are never written.
     fn whole(&mut self, index: usize) -> Result<UnitSum> {
         let kept = self.units[index].as_ref().filter(|_| self.sharding.keeps_gradients).map(Tensor::shallow_clone);
         let is_new = mem::take(&mut self.stale[index]) || kept.is_none();
@@ -156,7 +156,7 @@ impl Gradients {
         Ok(UnitSum { flat, is_new })
     }
 
-    /// Adds the shard group's sum of this rank's slice of `whole` to what was there.
+    /// Adds the shard group's sum of this rank's slice of `whole` to the kept sum.
     fn scatter(&mut self, index: usize, whole: Tensor) -> Result<()> {
         let (sharding, kinds) = (&self.sharding, self.kinds);
         let range = sharding.slice(self.table.units[index].len);
@@ -176,8 +176,7 @@ impl Gradients {
         Ok(())
     }
 
-    /// Makes what this rank owns of a unit the sum over all ranks, in place: the shard group first, if its sum was not made
-    /// yet, then the replicas.
+    /// Reduces this rank's part of a unit over all ranks, in place: first over the shard group, if that was not done yet, then over the replicas.
     fn finish(&mut self, index: usize) -> Result<()> {
         let len = self.table.units[index].len;
         if self.units[index].is_none() {
@@ -215,7 +214,7 @@ impl Gradients {
         Ok(())
     }
 
-    /// The part that this rank owns of a unit's sum.
+    /// The part of a unit's sum that this rank owns.
     fn owned(&self, index: usize) -> Tensor {
         let sum = self.units[index].as_ref().expect("a finished unit has a sum");
         match self.sharding.keeps_gradients {
@@ -224,8 +223,7 @@ impl Gradients {
         }
     }
 
-    /// The sum over all ranks of what this rank owns of every unit (collective). Accumulating goes on only after
-    /// [`Gradients::zero`].
+    /// The sum over all ranks of every unit's part that this rank owns (collective). Call [`Gradients::zero`] before accumulating again.
     pub(crate) fn reduce(&mut self) -> Result<Vec<Tensor>> {
         for index in 0..self.units.len() {
             if !self.finished[index] {
@@ -236,9 +234,9 @@ impl Gradients {
         Ok((0..self.units.len()).map(|index| self.owned(index)).collect())
     }
 
-    /// The norm of the whole gradient, and apart from it that of the head that drafts tokens, from [`Gradients::reduce`]'s tensors (collective): one sum of squares in f64 for
-    /// every slice of every unit, added slice by slice in rank order, so that every stage gets the same bits. The host reads
-    /// the GPU once.
+    /// The norms of the model's and of the draft head's whole gradient, from the tensors of [`Gradients::reduce`] (collective). One sum of squares in
+    /// f64 is computed for every slice of every unit, and these are added in rank order, so that every ZeRO stage gets the same bits. The host reads
+    /// from the GPU once.
     pub(crate) fn norms(&self, reduced: &[Tensor]) -> Result<GradientNorms> {
         let (shard, owns_all) = (&self.sharding.shard, self.sharding.owns_all);
         let num_slices = shard.size();
@@ -263,7 +261,7 @@ impl Gradients {
         Ok(GradientNorms { model: norm(false), draft_head: norm(true) })
     }
 
-    /// Forgets all sums and keeps the memory where gradients are whole; slices start anew from the next backward's.
+    /// Drops all sums. Whole gradients keep their memory; scattered slices are allocated again in the next backward.
     pub(crate) fn zero(&mut self) {
         if !self.sharding.keeps_gradients {
             return self.free();
@@ -272,7 +270,7 @@ impl Gradients {
         self.stale.iter_mut().zip(&self.units).for_each(|(stale, unit)| *stale = unit.is_some());
     }
 
-    /// Forgets all sums and frees the memory.
+    /// Drops all sums and frees the memory.
     pub(crate) fn free(&mut self) {
         self.restart();
         self.units.iter_mut().for_each(|unit| *unit = None);
@@ -304,7 +302,7 @@ mod tests {
     use crate::model::ModelSpec;
     use crate::ranks::World;
 
-    /// Sums of before a step are zero behind it, whether a backward of their unit came since or not.
+    /// Sums from before a step count as zero after it, whether or not the unit had a backward since.
     #[test]
     fn gradients_are_cleared_after_a_step() {
         let table = Arc::new(ParamTable::new(Arc::new(ModelSpec::preset("micro").unwrap()), 1));

@@ -1,4 +1,4 @@
-//! How a policy is made: all weights train, or adapters of a frozen base.
+//! Creates a policy, in which either all weights train or only adapters of a frozen base.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -21,32 +21,32 @@ use crate::model::{AdapterFiles, LoraSpec, ParamTable, UnitLayout, init_unit};
 use crate::ranks::Mesh;
 use crate::torch::accumulation_kind;
 
-/// The part of a model that trains, and the weights that it starts from.
+/// Which part of a model trains, and the weights that it starts from.
 #[derive(Debug, Clone)]
 pub struct PolicyStart<'a> {
-    /// Adapters; `None` trains all weights.
+    /// Settings of LoRA adapters; `None` trains all weights.
     pub lora: Option<LoraSpec>,
-    /// How their base's blocks are stored.
+    /// Storage format of the frozen base's blocks.
     pub quantization: Quantization,
-    /// Key of fresh adapters, and of dropout.
+    /// Random key of new adapters and of dropout.
     pub seed: u64,
-    /// A folder of adapters to go on from.
+    /// A folder of adapters to continue from.
     pub adapters: Option<&'a Path>,
-    /// Keep a frozen copy of these for [`Policy::reference_logprobs`].
+    /// Whether to keep a frozen copy of these adapters for [`Policy::reference_logprobs`].
     pub keeps_initial: bool,
 }
 
-/// The adapters of a frozen policy.
+/// The adapters of a policy with a frozen base.
 pub struct AdapterOptions<'a> {
     /// The adapters' settings.
     pub lora: LoraSpec,
-    /// How the blocks of the base are stored; quantised ones are whole on every rank.
+    /// Storage format of the base's blocks; quantized ones are whole on every rank.
     pub quantization: Quantization,
-    /// Key of dropout.
+    /// Random key of dropout.
     pub seed: u64,
-    /// Keep a frozen copy of them for [`Policy::reference_logprobs`].
+    /// Whether to keep a frozen copy of the initial adapters for [`Policy::reference_logprobs`].
     pub keeps_initial: bool,
-    /// A layout's whole flat tensor `[len]` of the adapters' weights, of any floating kind.
+    /// Returns the whole flat tensor `[len]` of the adapters' weights for a layout, in any floating dtype.
     pub source: &'a dyn Fn(&UnitLayout) -> Result<Tensor>,
 }
 
@@ -57,11 +57,10 @@ impl std::fmt::Debug for AdapterOptions<'_> {
 }
 
 impl Policy {
-    /// [`Policy::with_home`] or [`Policy::with_adapters`].
+    /// Creates a policy by [`Policy::with_home`] or, for LoRA, by [`Policy::with_adapters`].
     ///
     /// # Errors
-    /// What is wrong with the adapters' folder, `InvalidValue` for adapters without `lora` or of another one, and those of
-    /// [`Policy::with_home`].
+    /// Errors of the adapters' folder, `InvalidValue` for a folder without `lora` or with other settings, and the errors of [`Policy::with_home`].
     pub fn start(
         table: Arc<ParamTable>,
         mesh: &Mesh,
@@ -99,7 +98,7 @@ impl Policy {
         Policy::with_adapters(table.clone(), mesh, options, home, source, adapters)
     }
 
-    /// [`Policy::new`] with optimizer state in `home`, whose pool has [`super::TrainBytes`]' `optimizer` bytes.
+    /// [`Policy::new`] with the optimizer state stored in `home`, whose pool has the `optimizer` bytes of [`super::TrainBytes`].
     ///
     /// # Errors
     /// The errors of [`Policy::new`], and `InvalidArgument` for a pool that is too small.
@@ -115,8 +114,8 @@ impl Policy {
         Ok(Self::assemble(Network::new(weights, None, options.network, &mesh.sequence)?, optimizer, sharding, options))
     }
 
-    /// A frozen model with adapters that train: they alone have master weights, moments and gradients. `source` gives the
-    /// model's units, `adapters.source` those of [`ParamTable::adapters`].
+    /// Creates a frozen model with adapters that train: only these have master weights, moments and gradients. `source` returns the model's units,
+    /// `adapters.source` those of [`ParamTable::adapters`].
     ///
     /// # Errors
     /// The errors of [`Policy::with_home`].
@@ -173,18 +172,18 @@ impl Policy {
         Ok((optimizer, weights))
     }
 
-    /// With kept tensors of blocks in `pool` between forward and backward. It has
-    /// [`TrainedModel::offloaded_bytes`](super::TrainedModel::offloaded_bytes); a micro-batch that needs more has a further pool made.
+    /// Offloads the tensors that blocks keep for backward to `pool`, which has
+    /// [`TrainedModel::offloaded_bytes`](super::TrainedModel::offloaded_bytes). A micro-batch that needs more allocates a further pool.
     #[must_use]
     pub fn with_activation_offload(mut self, pool: HostPool) -> Self {
         self.network.offload = Some(ActivationOffload::new(pool));
         self
     }
 
-    /// Time and bytes of moving kept tensors of blocks to the host and back since the last call. Waits for the device.
+    /// Time and bytes of offloading activations to the host and back since the last call. Waits for the device.
     ///
     /// # Errors
-    /// Any error of the device in work that it was given before.
+    /// Any error of device work that was queued before.
     pub fn take_offloaded(&mut self) -> Result<Transitions> {
         self.network.offload.as_mut().map_or_else(|| Ok(Transitions::default()), ActivationOffload::take_moves)
     }

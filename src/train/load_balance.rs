@@ -1,10 +1,10 @@
-//! The loss that keeps experts equally busy (arXiv 2101.03961, equations 4 to 6), over all layers of a micro-batch as in transformers:
+//! The load-balancing loss of experts (arXiv 2101.03961, equations 4 to 6), over all layers of a micro-batch as in transformers:
 //!
-//! aux = E sum_e f_e P_e, where f_e is how many of N rows chose expert e, divided by N, and P_e their mean probability of e. N are the
-//! tokens of all layers that have experts. A prompt that several sequences share counts once for each of them.
+//! aux = E sum_e f_e P_e, where f_e is the share of the N rows that chose expert e, and P_e the mean probability of e. The N rows are the tokens of
+//! all layers with experts. A prompt that several sequences share counts once for each of them.
 //!
-//! The loss is a product of means and not a sum over tokens, so it depends on the micro-batches, as in transformers and TRL.
-//! Micro-batches count by their tokens, where TRL takes all as equal.
+//! The loss is a product of means, not a sum over tokens, so it depends on the micro-batches, as in transformers and TRL. Micro-batches are weighted
+//! by their tokens, where TRL weights all equally.
 //!
 //! T tokens, E experts.
 
@@ -19,14 +19,14 @@ use crate::model::ModelSpec;
 use crate::ops::router::Routing;
 use crate::torch::{accumulation_kind, scalar, tensor_on};
 
-/// Routing of a micro-batch, summed up over its layers, and the gradient that comes of it.
+/// Routing statistics of a micro-batch, summed over its layers, and the gradient that follows from them.
 #[derive(Debug)]
 pub(super) struct LoadBalance {
-    /// Sequences that have each row.
+    /// Number of sequences that contain each row.
     repeats: Tensor, // [T, 1]
     num_rows: f64,
     sums: RefCell<Option<RouterSums>>,
-    /// The gradient of a row's probabilities, of a row that one sequence has.
+    /// The gradient of the probabilities of a row that belongs to one sequence.
     slope: RefCell<Option<Tensor>>, // [1, E]
 }
 
@@ -37,7 +37,7 @@ struct RouterSums {
 }
 
 impl LoadBalance {
-    /// For a pass of a model with experts.
+    /// Prepares the statistics for a pass; only for a model with experts.
     pub(super) fn new(
         spec: &ModelSpec,
         (micro_batch, part): (&MicroBatch, &RowPart),
@@ -52,7 +52,7 @@ impl LoadBalance {
         Ok(Self { repeats, num_rows, sums: RefCell::default(), slope: RefCell::default() })
     }
 
-    /// The loss of what all parts have observed, a scalar. Collective over the ranks that share the micro-batch.
+    /// The loss over the routing of all parts, a scalar. Collective over the ranks that share the micro-batch.
     pub(super) fn value(&self, part: &RowPart) -> Result<Tensor> {
         let sums = &mut *self.sums.borrow_mut();
         let RouterSums { chosen, probs } = sums.take().expect("a layer with experts was observed");
@@ -62,7 +62,7 @@ impl LoadBalance {
         Ok(product.f_mul(&scalar(chosen.size()[1] as f64 / self.num_rows.powi(2)))?)
     }
 
-    /// Sets the gradient of the whole loss with respect to this one.
+    /// Sets the gradient of the total loss with respect to this loss.
     pub(super) fn set_gradient(&self, gradient: f64) -> Result<()> {
         let sums = self.sums.borrow();
         let RouterSums { chosen, .. } = sums.as_ref().expect("a layer with experts was observed");
@@ -71,7 +71,7 @@ impl LoadBalance {
         Ok(())
     }
 
-    /// Adds a layer's routing.
+    /// Adds the routing of one layer to the statistics.
     pub(super) fn observe(&self, routing: &Routing) -> Result<()> {
         let Routing { probs, experts, .. } = routing;
         let chosen = probs.f_zeros_like()?.f_scatter_value_(1, experts, 1.0)?;
@@ -87,7 +87,7 @@ impl LoadBalance {
         Ok(())
     }
 
-    /// The gradient of a layer's probabilities [T, E], once that of the loss is set.
+    /// The gradient of a layer's probabilities [T, E]; `None` until [`LoadBalance::set_gradient`] is called.
     pub(super) fn d_probs(&self) -> Result<Option<Tensor>> {
         let slope = self.slope.borrow();
         slope.as_ref().map(|slope| Ok(self.repeats.f_mul(slope)?)).transpose()
@@ -109,7 +109,7 @@ mod tests {
     use crate::ops::embedding;
     use crate::train::{PackOptions, Sequence, pack};
 
-    /// scripts/golden.py: transformers' own numbers, one a prompt.
+    /// Compares with the numbers of transformers, one per prompt, from scripts/golden.py.
     #[test]
     fn load_balancing_loss_equals_transformers() {
         for name in ["qwen3_moe", "qwen3_moe_mixed", "gpt_oss"] {

@@ -1,4 +1,5 @@
-//! A micro-batch, which the network runs at once: sequences laid end to end, or prompts once and their completions after them.
+//! Micro-batches, the unit of one forward and backward pass: sequences concatenated without padding, or each shared prompt once with its completions
+//! after it.
 //!
 //! Shapes: T tokens, C scored tokens, N sequences of a micro-batch.
 
@@ -14,31 +15,31 @@ use crate::ops::attention::{Bounds, SharedBounds};
 use crate::ops::head::TopScores;
 use crate::torch;
 
-/// Sequences with what scoring and the loss need of them.
+/// Packed sequences, with what scoring and the loss need.
 #[derive(Debug)]
 pub struct MicroBatch {
-    /// Ids.
+    /// Token ids.
     pub token_ids: Tensor, // [T] i64
     /// Position of each token in its sequence.
     pub positions: Tensor, // [T] i64
-    /// Where each sequence lies.
+    /// The offsets of the sequences.
     pub bounds: Bounds,
-    /// Row of the token before each scored token: its hidden state predicts it. A shared prompt's last row comes once
-    /// for each of its completions.
+    /// The row before each scored token; its hidden state predicts the token. The last row of a shared prompt appears once for each of its
+    /// completions.
     pub scored_rows: Tensor, // [C] i64
-    /// `scored_rows` on the host.
+    /// The values of `scored_rows` on the host.
     pub(super) host_scored_rows: Vec<i64>, // [C]
-    /// The scored tokens.
+    /// Token ids of the scored tokens.
     pub targets: Tensor, // [C] i64
-    /// Sequence of each scored token, 0 to N.
+    /// Sequence of each scored token, from 0 to N - 1.
     pub sequence_of_token: Tensor, // [C] i64
-    /// Advantages.
+    /// The advantage of each sequence.
     pub advantages: Tensor, // [N] f32
-    /// Divisors of the loss `bnpo`, if every sequence has one.
+    /// Divisors for the loss type `bnpo`, if every sequence has one.
     pub bnpo_divisors: Option<Tensor>, // [N] f64
     /// The sampler's log-probabilities, if every sequence has them.
     pub rollout_logprobs: Option<Tensor>, // [C] f32
-    /// Log-probabilities before the first update, if every sequence has them.
+    /// Log-probabilities of the policy before the first update on this batch, if every sequence has them.
     pub old_logprobs: Option<Tensor>, // [C] f32
     /// The reference model's log-probabilities, if every sequence has them.
     pub ref_logprobs: Option<Tensor>, // [C] f32
@@ -46,17 +47,17 @@ pub struct MicroBatch {
     pub teacher_logprobs: Option<Tensor>, // [C] f32
     /// A teacher's most probable tokens with their log-probabilities, if every sequence has them.
     pub teacher_top: Option<TopScores>, // [C, K] i64 and f32
-    /// Generation steps from the sampling of each scored token to this one, if every sequence has them.
+    /// Age of each scored token, in generation steps since it was sampled, if every sequence has them.
     pub token_ages: Option<Tensor>, // [C] i64
-    /// The experts that the sampler chose in all layers, -1 where it chose none, if any sequence has some.
+    /// The experts that the sampler chose in all layers, -1 where none is recorded, if any sequence has some.
     pub routed_experts: Option<Tensor>, // [T, R] i16
-    /// Index of each sequence in what was packed.
+    /// For each packed sequence, its index in the input.
     pub sequences: Vec<usize>, // [N]
 }
 
 impl MicroBatch {
-    /// One token that nothing is scored on: it runs through the network so that this rank joins its peers' collectives,
-    /// calls no loss and adds nothing to any gradient.
+    /// A micro-batch of one token without scored tokens. A rank runs it only to take part in the collectives of its peers; no loss is called and no
+    /// gradient changes.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -68,7 +69,7 @@ impl MicroBatch {
         Ok(micro_batch)
     }
 
-    /// Whether nothing is scored on it.
+    /// Whether nothing is scored in it.
     pub fn is_empty(&self) -> bool {
         self.sequences.is_empty()
     }
@@ -78,9 +79,9 @@ impl MicroBatch {
         self.token_ids.size()[0] as usize
     }
 
-    /// Operations of a forward and a backward, as model FLOP utilisation counts them: 6 a token and parameter that it is computed with, 4
-    /// where the weights are frozen and have no gradient, 12 for every pair of tokens, layer and element of the queries' width that
-    /// causal attention needs, and 21 for every token, layer and element of a gated delta net's state. Recomputation is not counted.
+    /// FLOPs of a forward and backward as counted for model FLOP utilisation: 6 per token and active parameter (4 if the weights are frozen, without
+    /// gradient); 12 for every pair of tokens, layer and element of the queries' width in causal attention; 21 for every token, layer and element of
+    /// a gated delta net's state. Recomputation is not counted.
     pub fn training_flop(&self, spec: &ModelSpec, is_frozen: bool) -> f64 {
         if self.is_empty() {
             return 0.0;
@@ -90,7 +91,7 @@ impl MicroBatch {
         of_token * self.num_tokens() as f64 + spec.training_flop_per_pair() as f64 * self.bounds.attended_pairs()
     }
 
-    /// How many sequences have each row: a shared prompt counts for all of its completions. [T]
+    /// Number of sequences that contain each row: the rows of a shared prompt count for each of its completions. [T]
     pub(super) fn repeats(&self) -> Vec<f64> {
         let mut repeats = vec![1.0; self.num_tokens()];
         if let Bounds::Shared(SharedBounds { prompts, groups, completions }) = &self.bounds {
@@ -103,12 +104,12 @@ impl MicroBatch {
         repeats
     }
 
-    /// Tokens of its sequences, prompts included.
+    /// Number of tokens over its sequences; a shared prompt counts for each.
     pub fn num_sequence_tokens(&self) -> f64 {
         self.repeats().iter().sum()
     }
 
-    /// The shape that the memory of activations depends on.
+    /// The sizes that activation memory depends on.
     pub fn shape(&self) -> MicroBatchShape {
         MicroBatchShape {
             tokens: self.num_tokens(),
@@ -118,8 +119,8 @@ impl MicroBatch {
         }
     }
 
-    /// Packs groups of indexes into `all`; the sequences of one group have one prompt, which is run once. Groups of one
-    /// sequence each are laid end to end.
+    /// Packs groups of indexes into `all`. The sequences of a group share one prompt, which is computed once. Groups of one sequence each are
+    /// concatenated.
     pub(super) fn new(all: &[Sequence], groups: &[Vec<usize>], device: Device) -> Result<Self> {
         let rows = match groups.iter().any(|group| group.len() > 1) {
             true => RowContents::shared(all, groups),
@@ -166,7 +167,7 @@ impl MicroBatch {
     }
 }
 
-/// The teacher's tokens of all scored tokens; none unless every sequence has them.
+/// The teacher's most probable tokens of all scored tokens; `None` unless every sequence has them.
 fn teacher_top(sequences: &[usize], all: &[Sequence], device: Device) -> Result<Option<TopScores>> {
     let tops: Option<Vec<&TeacherTop>> = sequences.iter().map(|&index| all[index].teacher_top.as_ref()).collect();
     let Some(tops) = tops.filter(|tops| !tops.is_empty()) else { return Ok(None) };
@@ -179,7 +180,7 @@ fn teacher_top(sequences: &[usize], all: &[Sequence], device: Device) -> Result<
     }))
 }
 
-/// The experts of each row, -1 where a sequence has none; `None` where no sequence has any.
+/// The recorded experts of each row, -1 where a sequence has none; `None` if no sequence has any.
 fn routed_experts(all: &[Sequence], sources: &[(usize, Range<usize>)], device: Device) -> Result<Option<Tensor>> {
     let per_token = sources.iter().map(|(sequence, _)| all[*sequence].routed_experts.per_token).max().unwrap_or(0);
     if per_token == 0 {
@@ -199,13 +200,13 @@ fn routed_experts(all: &[Sequence], sources: &[(usize, Range<usize>)], device: D
     Ok(Some(experts.f_view([-1, per_token as i64])?))
 }
 
-/// The contents of each row.
+/// The contents of each row of a micro-batch.
 struct RowContents {
     token_ids: Vec<i64>, // [T]
     positions: Vec<i64>, // [T]
     bounds: Bounds,
     scored: Vec<i64>, // [C]
-    /// Sequence and positions of rows that follow one another.
+    /// Sequence and positions of consecutive rows.
     sources: Vec<(usize, Range<usize>)>,
 }
 

@@ -3,34 +3,34 @@
 //! | file | what it is |
 //! |---|---|
 //! | `gather` | sequences of all ranks, and their experts where they are trained on |
-//! | `balance` | sequences to ranks by cost |
-//! | `sequence`, `pack`, `micro_batch` | sequences, and how they become micro-batches, prompts shared |
-//! | `policy` | the trained model: scores, gradients, the step |
-//! | `load` | how one is made: of all weights, or of adapters and a frozen base |
-//! | `reference` | a frozen model that only scores |
+//! | `gather` | gathers sequences on all ranks, and recorded experts where they are trained on |
+//! | `balance` | distributes sequences over ranks by cost |
+//! | `sequence`, `pack`, `micro_batch` | sequences, and how they are packed into micro-batches, with shared prompts |
+//! | `policy` | the trained model: scores, gradients, the optimizer step |
+//! | `load` | creates a policy: all weights, or adapters on a frozen base |
 //! | `network`, `network_options`, `blocks`, `upcoming` | embedding, blocks and head, forward and backward; the units that they read next |
-//! | `offload` | kept tensors of blocks in host memory until their backward |
-//! | `pass`, `row_part` | what blocks and head need of a micro-batch; this rank's rows of it, where ranks share it |
-//! | `adapters` | the trained weights of a frozen network |
-//! | `sharding` | which part of every unit a rank keeps, owns and steps |
-//! | `weights`, `gradients`, `optimizer` | the three classes of bytes |
-//! | `optim`, `orthogonal` | which optimizer; Muon's whole matrices over shards |
-//! | `state_layout` | which state an element has, and where it lies in memory |
-//! | `residence`, `flow` | where optimizer state lives; how it flows through the device where that is the host |
-//! | `state` | optimizer state by parameter and element range, for checkpoints |
+//! | `network`, `network_options`, `blocks`, `upcoming` | embedding, blocks and head, forward and backward; which units are needed next |
+//! | `offload` | activations that are kept in host memory until backward |
+//! | `pass`, `row_part` | inputs of blocks and head from a micro-batch; this rank's rows if ranks share it |
+//! | `adapters` | LoRA adapters of a frozen network |
+//! | `sharding` | which part of every unit a rank stores, owns and steps |
+//! | `weights`, `gradients`, `optimizer` | weights, gradients and optimizer state |
+//! | `optim`, `orthogonal` | choice of optimizer; Muon's orthogonalisation of sharded matrices |
+//! | `state_layout` | which optimizer state each element has, and its place in memory |
+//! | `residence`, `flow` | where optimizer state is stored; streaming it from the host through the device |
 //! | `bytes`, `activations`, `moments` | what each class costs, and all at the fullest moment, for the plan |
-//! | `schedule` | learning rates |
+//! | `bytes`, `activations`, `moments` | memory of each kind, and the peak over all, for the memory plan |
 //!
-//! ZeRO is one mechanism with three choices: after use, keep or free the gathered weights; after backward, keep or
-//! reduce-scatter the gradients; always step the part that this rank owns. At one world size and without accumulation the
-//! stages are bitwise equal where sums run in rank order, as they do in shared memory; between GPUs up to the order in which
-//! NCCL adds. The gradient norm is combined from the same partial sums.
+//! ZeRO is one mechanism with three choices: after use, keep or free the gathered weights; after backward, keep or reduce-scatter the gradients;
+//! always step the part that this rank owns. At one world size and without accumulation the stages give equal bits where sums run in rank order, as
+//! in shared memory. Between GPUs they are equal up to NCCL's order of additions. The gradient norm is combined from the same partial sums at every
+//! stage.
 //!
-//! Collectives run beside computation where they can: a unit's gradients are reduced during the next unit's backward, its
-//! weights are gathered during that of the unit before, and new weights travel during the next unit's step.
+//! Collectives overlap computation where possible: a unit's gradients are reduced during the next unit's backward, its weights are gathered while the
+//! previous unit computes, and new weights are sent during the next unit's step.
 //!
-//! Nothing here opens a phase: the caller wraps scoring, backward and step in `phase::scope`. Every method said to be
-//! collective is called by all ranks in the same order.
+//! Nothing here opens a phase: the caller wraps scoring, backward and step in `phase::scope`. All ranks must call collective methods in the same
+//! order.
 
 mod activations;
 mod adapters;

@@ -1,5 +1,5 @@
-//! The fullest moment of training. Units are walked in the network's own order, and at each are added up what is gathered, what
-//! gradients there are and what activations: the maxima of the three need not fall together.
+//! Predicts the peak memory of training. It walks the units in the order of the network, and at each adds up gathered weights, gradients and
+//! activations. The maxima of the three need not coincide.
 
 #[cfg(test)]
 mod tests;
@@ -13,62 +13,62 @@ use super::upcoming::{head_units, upcoming};
 use crate::config::{GradientCheckpointing, Quantization};
 use crate::model::{Format, ParamTable, Unit};
 
-/// Bytes that a rank holds at one moment beside what it holds between uses, gradients included.
+/// Bytes that a rank holds at one moment, in addition to what it holds between uses; gradients are included.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
 pub struct Moment {
-    /// Whole units of weights that are sharded, quantised or on the host.
+    /// Bytes of whole units of weights that are otherwise sharded, quantized or on the host.
     pub gathered: usize,
-    /// This rank's gradients so far, and those of whole units that are being made or reduced.
+    /// Bytes of this rank's gradients so far, and of whole units that are being computed or reduced.
     pub gradients: usize,
-    /// Activations.
+    /// Bytes of activations.
     pub activations: usize,
-    /// Optimizer state that flows through the device.
+    /// Bytes of optimizer state that is streamed through the device.
     pub buckets: usize,
-    /// Whole matrices that Muon orthogonalises.
+    /// Bytes of whole matrices that Muon orthogonalises.
     pub orthogonalized: usize,
-    /// Bytes of gradients that are made on the stream of collectives, whose memory libtorch caches apart.
+    /// Bytes of gradients allocated on the stream of collectives, which libtorch's allocator caches separately.
     #[serde(skip)]
     pub reduced_apart: usize,
 }
 
 impl Moment {
-    /// All of them.
+    /// Sum of all bytes.
     pub fn total(&self) -> usize {
         self.gathered + self.gradients + self.activations + self.buckets + self.orthogonalized
     }
 
-    /// Bytes on libtorch's own stream.
+    /// Bytes on libtorch's main stream.
     fn on_own_stream(&self) -> usize {
         self.total() - self.reduced_apart
     }
 }
 
-/// How an update comes by its gradients.
+/// The parts of an update that its memory depends on.
 #[derive(Debug, Clone, Copy)]
 pub struct UpdateCourse<'a> {
-    /// The activations that backward recomputes.
+    /// Which activations backward recomputes.
     pub keep: GradientCheckpointing,
     /// Micro-batches of the update, in order.
     pub micro_batches: &'a [MicroBatchShape],
-    /// Whether the memory of whole gradients is there from the update before.
+    /// Whether the memory of whole gradients is already allocated by an earlier update.
     pub is_warm: bool,
-    /// Whether optimizer state lives on the host and flows through the device in the step.
+    /// Whether optimizer state on the host is streamed through the device in the step.
     pub streams: bool,
 }
 
-/// Most that tensors of many sizes, cut from one block in turn, leave unused between them. A simulation of libtorch's allocator over
-/// long-tailed updates of 7B and 1.5B had 0.1 to 1.8 %.
+/// Maximum share of fragmentation when tensors of many sizes are cut from one block. In a simulation of libtorch's allocator over long-tailed updates
+/// of 7B and 1.5B models it was 0.1 to 1.8 %.
 const BLOCK_MARGIN: f64 = 0.03;
-/// Tokens that the micro-batches of a block are rounded up to, so that it need not grow at every step.
+/// The block is sized for micro-batches rounded up to a multiple of this many tokens, so that it need not grow at every step.
 const BLOCK_TOKENS: usize = 1024;
 
 impl TrainedModel<'_> {
-    /// The fullest moment of an update.
+    /// The moment of an update with the most memory.
     pub fn fullest(&self, course: &UpdateCourse<'_>) -> Moment {
         fullest(self.moments(course))
     }
 
-    /// Every moment of an update at which something comes or goes.
+    /// Every moment of an update at which memory is allocated or freed.
     fn moments(&self, course: &UpdateCourse<'_>) -> Vec<Moment> {
         let walk = Walk::new(self, self.shards_weights());
         let is_warm = course.is_warm && !walk.scatters;
@@ -79,8 +79,8 @@ impl TrainedModel<'_> {
         passes.chain([walk.step(course.streams)]).collect()
     }
 
-    /// Size of one block that holds everything an update makes beside what there is between updates: that of its largest
-    /// micro-batch, rounded up towards the budget of `max_tokens` and with all tokens scored.
+    /// Size of one block that holds all memory that an update adds. It is computed for the largest micro-batch, rounded up to at most `max_tokens`
+    /// and with all tokens scored.
     pub fn block_bytes(&self, course: &UpdateCourse<'_>, max_tokens: usize) -> usize {
         let most = course.micro_batches.iter().map(|shape| shape.tokens).max().unwrap_or(0);
         let tokens = most.next_multiple_of(BLOCK_TOKENS).min(max_tokens.max(most));
@@ -92,14 +92,14 @@ impl TrainedModel<'_> {
         (most as f64 * (1.0 + BLOCK_MARGIN)) as usize
     }
 
-    /// The fullest moment of scoring a micro-batch.
+    /// The moment with the most memory while a micro-batch is scored.
     pub fn fullest_of_scores(&self, shape: MicroBatchShape) -> Moment {
         let activations = ActivationBytes::new(self, GradientCheckpointing::Full, shape);
         fullest(Walk::new(self, self.shards_weights()).forward(&activations))
     }
 }
 
-/// The fullest moment of the scoring of a [`super::Reference`] beside a model that trains, in a format: one on the host comes to the device
+/// The moment with the most memory while a [`super::Reference`] scores beside a model that trains. A reference on the host is copied to the device
 /// unit by unit.
 pub fn fullest_of_reference(
     table: &ParamTable,
@@ -118,22 +118,22 @@ fn fullest(moments: impl IntoIterator<Item = Moment>) -> Moment {
     moments.into_iter().max_by_key(Moment::total).unwrap_or_default()
 }
 
-/// A model on its way through the network.
+/// Walks a model's units in the order of the network.
 struct Walk<'a> {
     model: &'a TrainedModel<'a>,
     trained: Cow<'a, ParamTable>,
-    /// Units are gathered for use, the next one beside the one in use.
+    /// Whether units are gathered for use, overlapping the use of the previous one.
     gathers: bool,
-    /// Gradients are scattered as each unit's backward ends, beside the next unit's.
+    /// Whether gradients are scattered as each unit's backward ends, overlapping the next unit's.
     scatters: bool,
 }
 
-/// A unit's part of a backward pass.
+/// One unit in a backward pass.
 struct Visit {
     unit: Unit,
     gathered: usize,
     activations: usize,
-    /// Bytes of activations when the unit's backward ends.
+    /// Bytes of activations at the end of the unit's backward.
     activations_at_end: usize,
 }
 
@@ -142,7 +142,7 @@ impl<'a> Walk<'a> {
         Self { model, trained: model.trained(), gathers, scatters: model.trained_stage() > 1 }
     }
 
-    /// A forward without backward.
+    /// A forward pass without backward.
     fn forward(&self, activations: &ActivationBytes) -> Vec<Moment> {
         let moment =
             |gathered, beside: usize| Moment { gathered, activations: activations.pass + beside, ..Moment::default() };
@@ -159,13 +159,13 @@ impl<'a> Walk<'a> {
         units.map(at).collect()
     }
 
-    /// A forward and its backward. With gradients `held`, they begin as sums of an earlier micro-batch.
+    /// A forward and backward pass. With `held` gradients, it starts with the sums of an earlier micro-batch.
     fn forward_backward(&self, activations: &ActivationBytes, held: bool) -> Vec<Moment> {
         let tied = self.model.table.spec.tie_word_embeddings;
-        // A tied table's gradient is open from the head to the end.
+        // The gradient of a tied table is held from the head to the end.
         let table = if tied { self.gradient(Unit::Embedding) } else { 0 };
         let mut kept = if held { self.kept_gradients() } else { 0 };
-        // The last unit's is still being reduced when the next micro-batch comes to its head.
+        // The last unit's gradient is still being reduced when the next micro-batch reaches the head.
         let mut reduced = if held && self.scatters { self.gradient(self.trained.units[0].unit) } else { 0 };
         let mut moments = Vec::new();
         for visit in self.visits(activations) {
@@ -197,7 +197,7 @@ impl<'a> Walk<'a> {
         moments
     }
 
-    /// The units of a backward pass, from the head.
+    /// The units of a backward pass, beginning with the head.
     fn visits(&self, activations: &ActivationBytes) -> Vec<Visit> {
         let ActivationBytes { ref saved, ref arriving, pass, stream, head, block_backward, .. } = *activations;
         let spec = &self.model.table.spec;
@@ -230,7 +230,7 @@ impl<'a> Walk<'a> {
         visits
     }
 
-    /// The optimizer's step.
+    /// The optimizer step.
     fn step(&self, streams: bool) -> Moment {
         let buckets = if streams { self.model.optimizer_buckets() } else { 0 };
         let gradients = self.kept_gradients();
@@ -238,12 +238,12 @@ impl<'a> Walk<'a> {
         Moment { gradients, buckets, orthogonalized: self.model.orthogonal_bytes(), reduced_apart, ..Moment::default() }
     }
 
-    /// A gathered unit.
+    /// Bytes of a gathered unit.
     fn whole(&self, unit: Unit) -> usize {
         if self.gathers { self.model.kind.elt_size_in_bytes() * self.model.table.unit(unit).len } else { 0 }
     }
 
-    /// A gathered or dequantised block.
+    /// Bytes of a gathered or dequantized block.
     fn block(&self, layer: usize) -> usize {
         match self.model.quantization {
             Quantization::None => self.whole(Unit::Block(layer)),
@@ -251,12 +251,12 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// Units on their way beside the one in use; quantised blocks come one at a time.
+    /// Bytes of units that are gathered ahead; quantized blocks are dequantized one at a time.
     fn upcoming(&self, units: &[Unit]) -> usize {
         units.iter().map(|&unit| self.whole(unit)).sum()
     }
 
-    /// Bytes that a pass needs at a unit; logits need a tied table, too.
+    /// Bytes of weights that a pass needs at a unit, including a tied table for the logits.
     fn in_use(&self, unit: Unit) -> usize {
         match unit {
             Unit::Embedding => self.whole(unit),
@@ -266,7 +266,7 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// A whole unit's gradient; 0 for a frozen one.
+    /// Bytes of a whole unit's gradient; 0 for a frozen unit.
     fn gradient(&self, unit: Unit) -> usize {
         let layout = self.trained.units.iter().find(|layout| layout.unit == unit);
         self.model.gradient_kinds().accumulated.elt_size_in_bytes() * layout.map_or(0, |layout| layout.len)
@@ -281,7 +281,7 @@ impl<'a> Walk<'a> {
         self.trained.units.iter().map(|layout| self.kept_gradient(layout.unit)).sum()
     }
 
-    /// A copy of a unit's gradient in the kind that ranks send.
+    /// Bytes of a copy of a unit's gradient in the dtype that ranks exchange.
     fn sent(&self, unit: Unit) -> usize {
         let kinds = self.model.gradient_kinds();
         let is_cast = kinds.reduced != kinds.accumulated && self.trained.shards > 1;

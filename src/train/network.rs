@@ -1,5 +1,5 @@
-//! The loops over units: embedding, blocks, head on the scored rows; and back. Weights come from and gradients go to their
-//! stores unit by unit, in an order that depends on the model alone, so that all ranks make the same collectives.
+//! Forward and backward over all units: embedding, blocks, and head on the scored rows. Weights are read from and gradients written to their stores
+//! unit by unit. The order depends only on the model, so all ranks make the same collectives.
 //!
 //! Shapes: T tokens, C scored tokens, D hidden, V vocabulary.
 
@@ -31,27 +31,27 @@ use crate::ops::linear::Onto;
 use crate::ops::{embedding, try_map};
 use crate::ranks::Collective;
 
-/// Weights and the loops over them.
+/// The weights, and the passes over them.
 #[derive(Debug)]
 pub(crate) struct Network {
     pub weights: Weights,
-    /// Trained in place of the weights.
+    /// LoRA adapters that train instead of the weights.
     pub adapters: Option<Adapters>,
     pub(super) ropes: Ropes,
     pub(super) options: NetworkOptions,
     /// The ranks that share micro-batches with this one.
     exchange: Option<TokenExchange>,
-    /// Where kept tensors of blocks wait for backward, if not where they are made.
+    /// Offloads tensors that blocks keep for backward to the host, if set.
     pub(super) offload: Option<ActivationOffload>,
-    /// How many of the most probable tokens are scored where no gradients follow.
+    /// Number of most probable tokens that are scored in passes without gradients.
     pub num_top: usize,
-    /// The weight of a scored token in the loss of the head that drafts tokens.
+    /// The weight of each scored token in the draft head's loss.
     pub draft_weight: f64,
 }
 
 impl Network {
     /// # Errors
-    /// [`Error::InvalidValue`] for a format on a chip without such products, or more ranks that share micro-batches than share heads.
+    /// [`Error::InvalidValue`] for a format that the GPU's GEMMs do not support, or if more ranks share micro-batches than can share heads.
     pub(crate) fn new(
         weights: Weights,
         adapters: Option<Adapters>,
@@ -73,12 +73,12 @@ impl Network {
         self.options.device
     }
 
-    /// Ranks that share each micro-batch.
+    /// Number of ranks that share each micro-batch.
     pub(crate) fn num_sharers(&self) -> usize {
         self.exchange.as_ref().map_or(1, TokenExchange::size)
     }
 
-    /// How long computation waited for the exchange of heads since the last call, where ranks share micro-batches.
+    /// How long computation waited for the exchange of heads since the last call; `None` unless ranks share micro-batches.
     pub(crate) fn take_exposed_exchange(&self) -> Result<Option<Duration>> {
         self.exchange.as_ref().map(TokenExchange::take_exposed).transpose()
     }
@@ -88,12 +88,12 @@ impl Network {
         self.adapters.as_ref().map_or(&self.weights, |adapters| &adapters.weights)
     }
 
-    /// [`Network::trained`], to be changed.
+    /// Mutable access to [`Network::trained`].
     pub(crate) fn trained_mut(&mut self) -> &mut Weights {
         self.adapters.as_mut().map_or(&mut self.weights, |adapters| &mut adapters.weights)
     }
 
-    /// Scores without gradients (collective where weights are sharded).
+    /// Scores a micro-batch without gradients (collective if weights are sharded).
     pub(crate) fn score(
         &mut self,
         micro_batch: &MicroBatch,
@@ -105,7 +105,7 @@ impl Network {
         if self.num_top > 0 {
             pass.scoring.top = TopTokens::MostProbable(self.num_top);
         }
-        // A reference model routes by itself.
+        // A reference model does its own routing.
         let replays = matches!(adapter_use, AdapterUse::On | AdapterUse::Dropped(_));
         pass.routes = self.routes(&pass, replays, false)?;
         let (hidden, _) = self.blocks_forward(&mut pass, None)?;
@@ -115,7 +115,7 @@ impl Network {
         Ok(Scores { logprobs, entropy, top, aux_loss: None, differing_experts: None })
     }
 
-    /// Logits before each of a micro-batch's scored tokens (collective where weights are sharded). [C, V] f32
+    /// Logits that predict each scored token of a micro-batch (collective if weights are sharded). [C, V] f32
     pub(crate) fn logits(&mut self, micro_batch: &MicroBatch) -> Result<Tensor> {
         let part = RowPart::new(micro_batch, None)?;
         let mut pass = self.pass((micro_batch, &part), 1.0, AdapterUse::Off)?;
@@ -125,9 +125,8 @@ impl Network {
         self.spec().scale_logits(head_logits(&head.params, &head.table, &hidden, rows, pass.scoring.norm)?)
     }
 
-    /// Computes each block on an input of its own, and the head on the last one (collective where weights are sharded): `inputs` has the
-    /// residual stream before every block and behind the last. Returns the blocks' outputs, [T, D] each, and logits as
-    /// [`Network::logits`] does.
+    /// Runs each block on a given input, and the head on the last one (collective if weights are sharded). `inputs` has the residual stream before
+    /// every block and after the last. Returns the blocks' outputs, [T, D] each, and logits like [`Network::logits`].
     pub(super) fn block_outputs(
         &mut self,
         micro_batch: &MicroBatch,
@@ -146,8 +145,8 @@ impl Network {
         Ok((outputs, self.spec().scale_logits(logits)?))
     }
 
-    /// Scores, asks `loss` for their gradients and adds the weights' to `gradients` (collective where weights or gradients
-    /// are sharded). `loss` is not called for an empty micro-batch, and must not be collective.
+    /// Scores a micro-batch, calls `loss` for the gradients of the scores, and adds the weights' gradients to `gradients` (collective if weights or
+    /// gradients are sharded). `loss` is not called for an empty micro-batch, and must not be collective.
     pub(super) fn forward_backward(
         &mut self,
         micro_batch: &MicroBatch,
@@ -165,7 +164,7 @@ impl Network {
             let dhidden = self.head_backward(&pass, &hidden, None, loss)?;
             return self.blocks_backward(&pass, dhidden, saved, gradients).map(drop);
         }
-        // A tied table also collects the head's gradient, so it is opened before the head and closed last.
+        // A tied table also gets the head's gradient, so begin its unit before the head and end it last.
         let tied = self.spec().tie_word_embeddings;
         let open = if tied { Some(gradients.begin(Unit::Embedding)?) } else { None };
         let dhidden = self.head_backward(&pass, &hidden, Some((gradients, open.as_ref())), loss)?;
@@ -185,8 +184,8 @@ impl Network {
         gradients.end(Unit::Embedding, flat)
     }
 
-    /// Forward, loss and backward of the head: the gradient of the last block's output [T, D]. The weights' is added to `gradients`,
-    /// and, where they are tied, to the embedding's; without any, neither the head nor its table trains.
+    /// Runs forward, loss and backward of the head. Returns the gradient of the last block's output [T, D]. Adds the weights' gradients to
+    /// `gradients` and, if tied, to the embedding's. Without gradient buffers, neither the head nor its table trains.
     fn head_backward(
         &mut self,
         pass: &Pass<'_>,
@@ -229,7 +228,7 @@ impl Network {
         Ok(dhidden)
     }
 
-    /// The gradient of the last block's output from those of this rank's part of the scores.
+    /// The gradient of the last block's output from the gradients of this rank's part of the scores.
     fn head_gradients(
         &self,
         pass: &Pass<'_>,
@@ -262,7 +261,7 @@ impl Network {
         )
     }
 
-    /// One pass over this rank's part of a micro-batch.
+    /// Prepares one pass over this rank's part of a micro-batch.
     fn pass<'a>(
         &self,
         rows: (&'a MicroBatch, &'a RowPart),
@@ -277,12 +276,12 @@ impl Network {
         PassRoutes::new(self.spec(), (pass.micro_batch, pass.part), place, replays, trains)
     }
 
-    /// The gradient of an empty micro-batch: zeros where the head's gradient of its input would be.
+    /// The gradient of an empty micro-batch's last hidden state: zeros.
     fn no_gradient(&self, hidden: &Tensor /* [T, D] */) -> Result<Tensor> {
         Ok(Tensor::f_zeros(hidden.size(), (self.options.kind, hidden.device()))?) // [T, D]
     }
 
-    /// The head's weights, with the embedding's where they are tied.
+    /// The head's weights, with the embedding's if tied.
     pub(super) fn head(&mut self, upcoming: &[Unit]) -> Result<Head> {
         let tied = self.spec().tie_word_embeddings;
         let embedding =
@@ -301,7 +300,7 @@ impl Network {
         })
     }
 
-    /// The memory of a block's gradients, and where its backward puts each of them.
+    /// The gradient buffer of a block, and views of it for each parameter.
     pub(super) fn begin_block(&self, layer: usize, gradients: &mut Gradients) -> Result<(Tensor, BlockParams)> {
         let open = gradients.begin(Unit::Block(layer))?;
         let own = match &self.adapters {
@@ -314,7 +313,7 @@ impl Network {
         Ok((open.flat, own))
     }
 
-    /// Where the head's gradients go; they are none where nothing is scored.
+    /// Views of the head's gradient buffer; they are empty if nothing is scored.
     fn begin_head(&self, own: &UnitSum, embedding: Option<&UnitSum>, is_empty: bool) -> Result<(Head, Onto)> {
         let is_written = |name| !is_empty && matches!(name, ParamName::LmHead | ParamName::Embedding);
         let mut onto = own.zero_others(self.layout(Unit::Head), &is_written)?;
@@ -324,7 +323,7 @@ impl Network {
         Ok((Head::view(self.weights.table(), &own.flat, embedding.map(|sum| &sum.flat)), onto))
     }
 
-    /// Rows of the embedding, where the residual stream begins. [T, D]
+    /// Looks up the embedding rows that start the residual stream. [T, D]
     pub(super) fn embed(&mut self, token_ids: &Tensor) -> Result<Tensor> {
         let upcoming = upcoming(self.spec(), Unit::Embedding, false);
         let flat = self.weights.unit(Unit::Embedding, &upcoming)?;

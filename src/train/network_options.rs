@@ -1,18 +1,18 @@
-//! How a network computes.
+//! Options of a network's computation.
 
 use tch::{Device, Kind};
 
 use crate::model::Format;
 
-/// How a network computes.
+/// Options of a network's computation.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct NetworkOptions {
-    /// Kind of weights and activations.
+    /// Dtype of weights and activations.
     pub kind: Kind,
-    /// Kind of the residual stream.
+    /// Dtype of the residual stream.
     pub residual: Kind,
-    /// Where they live.
+    /// Device of weights and activations.
     pub device: Device,
-    /// The format that products of blocks are made in, as [`crate::model::BlockParams::training_in`] describes.
+    /// The format of the blocks' GEMMs; see [`crate::model::BlockParams::training_in`].
     pub format: &'static dyn Format,
 }

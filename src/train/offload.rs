@@ -1,9 +1,9 @@
-//! Tensors that blocks keep for their backward, in host memory between the two (`activation_offload`).
+//! Activation offload (`activation_offload`): tensors that blocks keep for backward are in host memory meanwhile.
 //!
-//! A block's input starts to leave before the block's forward is queued, attention's output behind it: each has the time of a block to leave.
-//! Then libtorch's stream waits for the copy, if it still runs, and the memory is free, so that forward holds the tensors of two blocks, however
-//! many there are. In backward the tensors of the block below come back beside a block's own backward. The last block's stay, since its
-//! backward is next. Tensors are copied as they are: gradients have the same bits as without.
+//! The copy of a block's input starts before the block's forward is queued, that of attention's output after it, so each copy can overlap a block's
+//! computation. Then libtorch's stream waits for the copy, if it still runs, and the memory is freed. So the forward pass holds the tensors of two
+//! blocks, however many blocks there are. In backward, the tensors of the block below are copied back during a block's backward. The last block's
+//! tensors stay, because its backward is next. Tensors are copied unchanged, so gradients have the same bits as without offload.
 
 use std::collections::VecDeque;
 
@@ -14,17 +14,17 @@ use crate::error::Result;
 use crate::memory::{Direction, HostPool, Mark, PendingCopy};
 use crate::model::SavedBlock;
 
-/// Tensors in the pool begin at multiples of this.
+/// Alignment of tensors in the pool, in bytes.
 pub(super) const ALIGNMENT_BYTES: usize = 256;
 
-/// Host memory for tensors of one pass, and their ways.
+/// Host memory for the tensors of one pass, and the copies under way.
 #[derive(Debug)]
 pub(super) struct ActivationOffload {
-    /// The planned pool; and more of them, if a micro-batch is longer than was planned.
+    /// The planned pool first; more are added if a micro-batch is longer than planned.
     pools: Vec<HostPool>,
-    /// Bytes of the last pool that are taken, in this pass.
+    /// Bytes of the current pool that this pass has used.
     taken: usize,
-    /// Index of that pool.
+    /// Index of the current pool.
     pool: usize,
     /// Tensors on the host, by layer.
     blocks: Vec<Vec<HostTensor>>,
@@ -33,7 +33,7 @@ pub(super) struct ActivationOffload {
     moves: Vec<TensorMove>,
 }
 
-/// A tensor's place in a pool, and its shape.
+/// Place and shape of a tensor in a pool.
 #[derive(Debug)]
 struct HostTensor {
     pool: usize,
@@ -51,7 +51,7 @@ struct MovingTensor {
     ended: Mark,
 }
 
-/// A copy that the device has come to wait for.
+/// A copy that the device's stream already waits for.
 #[derive(Debug)]
 struct TensorMove {
     bytes: usize,
@@ -61,14 +61,14 @@ struct TensorMove {
 }
 
 impl ActivationOffload {
-    /// With memory for one micro-batch's tensors.
+    /// Creates the offload with memory for one micro-batch.
     pub(super) fn new(pool: HostPool) -> Self {
         let (leaving, arriving) = (VecDeque::new(), Vec::new());
         Self { pools: vec![pool], taken: 0, pool: 0, blocks: Vec::new(), leaving, arriving, moves: Vec::new() }
     }
 
-    /// Starts the way of a block's input to the host. Call before the block's forward is queued. The first block begins a pass: nothing is
-    /// left of an earlier one, which may have failed.
+    /// Starts copying a block's input to the host. Call it before the block's forward is queued. The first block starts a new pass and drops any
+    /// remains of an earlier one, which may have failed.
     pub(super) fn before_forward(&mut self, layer: usize, input: &Tensor /* [T, D] */) -> Result<()> {
         if layer == 0 {
             self.leaving.clear();
@@ -80,7 +80,7 @@ impl ActivationOffload {
         self.send(&input.f_contiguous()?)
     }
 
-    /// Takes the block's tensors: the input, which is on its way, and the others, which start. Waits for those that started before.
+    /// Takes a block's kept tensors: the input, whose copy is under way, and the others, whose copies start now. Waits for earlier copies.
     pub(super) fn after_forward(&mut self, block: &mut SavedBlock) -> Result<()> {
         self.release()?;
         for (place, tensor) in block.movable().enumerate() {
@@ -92,7 +92,7 @@ impl ActivationOffload {
         Ok(())
     }
 
-    /// Lets the device wait for all tensors that leave, and frees them.
+    /// Makes the device wait for all tensors being copied to the host, and frees them.
     pub(super) fn release(&mut self) -> Result<()> {
         while let Some(moving) = self.leaving.pop_front() {
             self.moves.push(moving.hold_libtorch(&self.pools[0])?);
@@ -100,7 +100,8 @@ impl ActivationOffload {
         Ok(())
     }
 
-    /// Gives a block's tensors back, if they left, and starts the way of those of the block below. Call before the block's backward is queued.
+    /// Returns a block's tensors, if they were offloaded, and starts copying back those of the block below. Call it before the block's backward is
+    /// queued.
     pub(super) fn before_backward(&mut self, layer: usize, block: &mut SavedBlock) -> Result<()> {
         if layer < self.blocks.len() {
             if self.arriving.is_empty() {
@@ -114,7 +115,7 @@ impl ActivationOffload {
         if layer > 0 && layer <= self.blocks.len() { self.fetch(layer - 1) } else { Ok(()) }
     }
 
-    /// Bytes and times of copies since the last call. Waits for copies that are over by now.
+    /// Bytes and times of copies since the last call. Waits until these copies have finished.
     pub(super) fn take_moves(&mut self) -> Result<Transitions> {
         let mut total = Transitions::default();
         for TensorMove { bytes, began, ended, came } in self.moves.drain(..) {
@@ -152,7 +153,7 @@ impl ActivationOffload {
         Ok(())
     }
 
-    /// The offset of so many free bytes in [`Self::pool`], which becomes a further one where this one is full.
+    /// The offset of this many free bytes in the current pool. Adds a further pool if it is full.
     fn place(&mut self, bytes: usize, device: Device) -> Result<usize> {
         if self.taken + bytes > self.pools[self.pool].len_bytes() {
             (self.pool, self.taken) = (self.pool + 1, 0);

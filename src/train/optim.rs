@@ -1,20 +1,20 @@
-//! The optimizers that a run chooses between.
+//! The optimizers to choose from.
 
 use crate::config::{AdjustLr, MuonConfig, OptimizerName};
 
-/// The optimizer, with what AdamW does not have.
+/// The optimizer, with options that AdamW does not have.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Optim {
     /// AdamW (arXiv 1711.05101).
     AdamW,
     /// AdamW with block-wise 8-bit moments (arXiv 2110.02861).
     AdamW8bit,
-    /// Muon for the matrices of blocks, AdamW for everything else.
+    /// Muon for the matrices of blocks, AdamW for all other parameters.
     Muon(MuonOptions),
 }
 
 impl Optim {
-    /// By its name, with the keys of Muon.
+    /// Creates the optimizer of this name; `muon` has Muon's options.
     pub fn new(name: OptimizerName, muon: &MuonConfig) -> Self {
         match name {
             OptimizerName::AdamW => Self::AdamW,
@@ -24,16 +24,16 @@ impl Optim {
     }
 }
 
-/// Muon as `torch.optim.Muon` has it, without learning rate and weight decay.
+/// Options of Muon as in `torch.optim.Muon`, without learning rate and weight decay.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct MuonOptions {
     /// Decay of the momentum.
     pub momentum: f64,
-    /// Orthogonalise the gradient's mean with the momentum, not the momentum itself.
+    /// Whether to orthogonalise the mean of gradient and momentum (Nesterov), rather than the momentum.
     pub nesterov: bool,
-    /// Newton-Schulz iterations.
+    /// Number of Newton-Schulz iterations.
     pub ns_steps: usize,
-    /// How the learning rate follows from a matrix' shape.
+    /// How the learning rate is adjusted to a matrix's shape.
     pub adjust_lr: AdjustLr,
 }
 

@@ -1,4 +1,4 @@
-//! The optimizer's step over what this rank owns, wherever its master weights and moments are.
+//! The optimizer step over the part of every unit that this rank owns, wherever its master weights and moments are stored.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -18,28 +18,28 @@ use crate::ops::adamw;
 use crate::ops::adamw8bit::{self, Moments8bit};
 use crate::torch;
 
-/// AdamW (arXiv 1711.05101) without the learning rate.
+/// Options of AdamW (arXiv 1711.05101), without the learning rate.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AdamOptions {
-    /// Decay of the first moment.
+    /// Decay rate of the first moment.
     pub beta1: f64,
-    /// Decay of the second moment.
+    /// Decay rate of the second moment.
     pub beta2: f64,
-    /// Added to the root of the second moment.
+    /// Added to the square root of the second moment.
     pub eps: f64,
-    /// Decoupled weight decay of matrices.
+    /// Decoupled weight decay, applied to matrices.
     pub weight_decay: f64,
 }
 
 impl AdamOptions {
-    /// The options of a run.
+    /// Reads the options from a configuration.
     pub fn new(config: &OptimizerConfig) -> Self {
         let &OptimizerConfig { adam_beta1, adam_beta2, adam_epsilon, weight_decay, .. } = config;
         Self { beta1: adam_beta1, beta2: adam_beta2, eps: adam_epsilon, weight_decay }
     }
 }
 
-/// Master weights and moments of the owned part of every unit.
+/// Master weights and moments of the part of every unit that this rank owns.
 #[derive(Debug)]
 pub(crate) struct Optimizer {
     adam: AdamOptions,
@@ -61,7 +61,7 @@ struct Owned {
 }
 
 impl Owned {
-    /// The ranges of `part` that weight decay applies to, from its start.
+    /// The ranges of `part` that get weight decay, relative to its start.
     fn decayed(&self, part: &Range<usize>) -> Vec<Range<i64>> {
         let inside = self.decayed.iter().map(|range| intersection(range, part)).filter(|range| !range.is_empty());
         inside.map(|range| (range.start - part.start) as i64..(range.end - part.start) as i64).collect()
@@ -69,7 +69,7 @@ impl Owned {
 }
 
 impl Optimizer {
-    /// Moments of 0; [`Optimizer::load_master`] fills in the rest.
+    /// Creates moments of 0; [`Optimizer::load_master`] then sets the master weights.
     pub(super) fn new(
         table: &Arc<ParamTable>,
         sharding: &Sharding,
@@ -91,7 +91,7 @@ impl Optimizer {
         Ok(Self { adam, device, units: units.collect(), layout, maps, muon, num_updates: 0, flow: None, residence })
     }
 
-    /// Takes a unit's master weights from the whole unit.
+    /// Sets a unit's master weights from the whole unit.
     pub(crate) fn load_master(&mut self, index: usize, whole: &Tensor) -> Result<()> {
         let master = narrow(whole, &self.units[index].range);
         for run in self.layout.runs(index) {
@@ -108,8 +108,7 @@ impl Optimizer {
         Ok(())
     }
 
-    /// Counts an update: the exponent of the bias corrections of the [`Optimizer::step`]s that follow, one for each unit in
-    /// order.
+    /// Starts an update. It counts as the exponent of the bias corrections of the following [`Optimizer::step`] calls, one for each unit in order.
     pub(crate) fn begin_update(&mut self) -> Result<()> {
         let residence = self.residence.get_mut().unwrap_or_else(PoisonError::into_inner);
         if let Some(pool) = residence.streamed() {
@@ -119,11 +118,11 @@ impl Optimizer {
         Ok(())
     }
 
-    /// Steps a unit's owned part on `gradient * gradient_scale`; `weight` takes its new master weights in its own kind. Collective
-    /// where Muon steps matrices of the unit.
+    /// Steps this rank's part of a unit on `gradient * gradient_scale`; `weight` receives the new master weights in its own dtype. Collective if Muon
+    /// steps matrices of the unit.
     ///
     /// # Errors
-    /// `InvalidArgument` while offloaded.
+    /// `InvalidArgument` while the state is offloaded.
     pub(crate) fn step(
         &mut self,
         index: usize,
@@ -176,23 +175,24 @@ impl Optimizer {
         })
     }
 
-    /// Ends an update: streamed state is copied to the host.
+    /// Ends an update: streamed state is copied back to the host.
     pub(crate) fn end_update(&mut self) -> Result<()> {
         self.flow.take().map_or(Ok(()), StateStream::finish)
     }
 
-    /// The form of the state of some elements of a unit's owned part, all of one parameter.
+    /// Which optimizer state (see `StateForm`) the elements in `part` have. `part` is a range of this rank's slice of unit `index`, within one
+    /// parameter.
     pub(crate) fn form(&self, index: usize, part: &Range<usize>) -> StateForm {
         self.layout.run_of(index, part).form
     }
 
-    /// Copies of the state of some elements of a unit's owned part, all of one parameter, on `device`: one tensor for each part of their
-    /// form.
+    /// Copies the optimizer state of the elements in `part` to `device`, one tensor for each part of their form. `part` is a range of this rank's
+    /// slice of unit `index`, within one parameter.
     pub(crate) fn read(&self, index: usize, part: &Range<usize>, device: Device) -> Result<Vec<Tensor>> {
         self.residence().read(&self.cells(index, part), device)
     }
 
-    /// Replaces the state of some elements of a unit's owned part, all of one parameter.
+    /// Replaces the optimizer state of the elements in `part`, a range of this rank's slice of unit `index` within one parameter.
     pub(crate) fn write(&mut self, index: usize, part: &Range<usize>, values: &[Tensor]) -> Result<()> {
         self.residence().write(&self.cells(index, part), values)
     }
@@ -202,39 +202,39 @@ impl Optimizer {
         run.form.parts().iter().map(|&kept| self.layout.cells(run, part, kept)).collect()
     }
 
-    /// The part of a unit that this rank owns.
+    /// The range of a unit that this rank owns.
     pub(crate) fn owned(&self, index: usize) -> &Range<usize> {
         &self.units[index].range
     }
 
-    /// Updates made so far.
+    /// Number of updates so far.
     pub(crate) fn num_updates(&self) -> u64 {
         self.num_updates
     }
 
-    /// Continues from a checkpoint's count.
+    /// Sets the number of updates from a checkpoint.
     pub(crate) fn set_num_updates(&mut self, num_updates: u64) {
         self.num_updates = num_updates;
     }
 
-    /// Bytes of the state.
+    /// Bytes of the optimizer state.
     pub(crate) fn bytes(&self) -> usize {
         self.residence().bytes()
     }
 
-    /// Where the state is, and its way between device and host.
+    /// The place of the state, and its transfers between device and host.
     pub(crate) fn residence(&self) -> MutexGuard<'_, Residence> {
         self.residence.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// # Errors
-    /// `InvalidArgument` while offloaded.
+    /// `InvalidArgument` while the state is offloaded.
     pub(crate) fn check_here(&self) -> Result<()> {
         self.residence().check_here()
     }
 }
 
-/// Steps the pieces of one pass over a unit, wherever the state is.
+/// Calls the step on the pieces of one pass over a unit, wherever the state is stored.
 fn each_piece(
     layout: &StateLayout,
     residence: &mut Residence,
@@ -253,12 +253,12 @@ fn each_piece(
     Ok(())
 }
 
-/// Values that an optimizer starts from.
+/// Initial values of an optimizer's state.
 fn fresh(cells: &Cells, value: f64) -> Result<Tensor> {
     torch::full(&[cells.num_values() as i64], value, (cells.kind, Device::Cpu))
 }
 
-/// The ranges of the owned part that weight decay applies to.
+/// The ranges of this rank's part that get weight decay.
 fn decayed(layout: &UnitLayout, owned: &Range<usize>) -> Vec<Range<usize>> {
     let params = layout.params.iter().filter(|param| param.decay);
     params

@@ -1,9 +1,9 @@
-//! Muon over shards: every rank has the momentum of its slice, each matrix of a block is orthogonalised whole by one rank of the shard
-//! group, and each gets the update of its slice back.
+//! Muon with sharded state. Every rank holds the momentum of its slice. Each matrix of a block is orthogonalised as a whole by one rank of the shard
+//! group, and every rank gets back the update of its slice.
 //!
-//! Of one block after the other the ranks gather the directions in bfloat16, each orthogonalises its matrices (the largest first,
-//! each to the rank with the least work), and a reduce-scatter of disjoint parts returns every rank its slice without rounding.
-//! Query, key and value, and gate and up, are orthogonalised as separate matrices.
+//! For one block after another, the ranks gather the directions in bfloat16. Each rank orthogonalises its matrices (the largest first, each assigned
+//! to the rank with the least work). A reduce-scatter of disjoint parts then returns each rank's slice without rounding. Query, key and value, and
+//! gate and up, are orthogonalised as separate matrices.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -17,10 +17,10 @@ use crate::model::{BlockMatrix, ParamTable, Unit, UnitLayout};
 use crate::ops::muon;
 use crate::ranks::ReduceOp;
 
-/// Kind of what ranks exchange, in which the iteration computes.
+/// Dtype in which ranks exchange directions, and in which the iteration computes.
 const KIND: Kind = Kind::BFloat16;
 
-/// The matrices of blocks, as a checkpoint has them, and who orthogonalises which.
+/// The matrices of all blocks, as in a checkpoint, and which rank orthogonalises which.
 #[derive(Debug)]
 pub(super) struct Orthogonalizer {
     options: MuonOptions,
@@ -29,7 +29,7 @@ pub(super) struct Orthogonalizer {
     units: Vec<UnitMatrices>,
 }
 
-/// The matrices of a unit; none where it is no block.
+/// The matrices of a unit; empty unless it is a block.
 #[derive(Debug, Default)]
 struct UnitMatrices {
     matrices: Vec<BlockMatrix>,
@@ -50,14 +50,14 @@ impl Orthogonalizer {
         Self { options, table, sharding, units }
     }
 
-    /// Takes gradients into the momentum of some elements; `direction` is what their matrix will be orthogonalised of.
+    /// Updates the momentum of some elements with gradients, and writes their part of the matrix to orthogonalise to `direction`.
     pub(super) fn momentum(&self, m: &Tensor, gradient: &Tensor, direction: &Tensor, scale: f64) -> Result<()> {
         let MuonOptions { momentum, nesterov, .. } = self.options;
         muon::momentum(m, gradient, direction, momentum, nesterov, scale)
     }
 
-    /// The orthogonalised directions of what this rank owns of a unit (collective): ranks gather the whole unit, each orthogonalises its
-    /// matrices, and their sum is scattered. Every element comes from one rank, so that no sum rounds.
+    /// The orthogonalised directions of this rank's part of a unit (collective). Ranks gather the whole unit, each orthogonalises its matrices, and
+    /// their sum is scattered. Every element comes from one rank, so no sum rounds.
     pub(super) fn updates(&self, index: usize, directions: Tensor /* [owned] bf16 */) -> Result<Tensor> {
         let (layout, Sharding { shard, lane, owns_all, .. }) = (&self.table.units[index], &self.sharding);
         let options = (KIND, directions.device());
@@ -91,7 +91,7 @@ impl Orthogonalizer {
         Ok(own)
     }
 
-    /// Steps the master weights of some elements of what this rank owns of a unit.
+    /// Updates the master weights of some elements of this rank's part of a unit.
     pub(super) fn apply(
         &self,
         index: usize,
@@ -113,7 +113,7 @@ impl Orthogonalizer {
     }
 }
 
-/// Most bytes of a block's step beside its state: directions, whole ones and updates, and the iteration's own.
+/// Peak bytes of a block's step in addition to its state: directions, gathered directions, updates, and the iteration's temporaries.
 pub(super) fn orthogonal_bytes(table: &ParamTable, is_sharded: bool) -> usize {
     let blocks = || {
         table.units.iter().filter_map(|layout| match layout.unit {
@@ -132,7 +132,7 @@ pub(super) fn orthogonal_bytes(table: &ParamTable, is_sharded: bool) -> usize {
     KIND.elt_size_in_bytes() * (exchanged + iteration)
 }
 
-/// A rank for every matrix: the largest go first, each to the rank with the least to compute.
+/// Assigns each matrix to a rank: the largest first, each to the rank with the least work.
 fn owners(matrices: &[BlockMatrix], num_ranks: usize) -> Vec<usize> {
     let mut order: Vec<usize> = (0..matrices.len()).collect();
     order.sort_by_key(|&index| std::cmp::Reverse(cost(&matrices[index])));
@@ -145,13 +145,13 @@ fn owners(matrices: &[BlockMatrix], num_ranks: usize) -> Vec<usize> {
     owners
 }
 
-/// Multiplications of an iteration.
+/// Multiplications of one iteration.
 fn cost(matrix: &BlockMatrix) -> usize {
     let [least, most] = [matrix.rows().min(matrix.columns()), matrix.rows().max(matrix.columns())];
     least * least * (2 * most + least)
 }
 
-/// Factors of the learning rate of a block's elements, neighbours with the same factor as one.
+/// Multipliers of the learning rate for a block's elements; neighbours with equal multipliers are merged.
 fn ratios(options: MuonOptions, matrices: &[BlockMatrix], block: &UnitLayout) -> Vec<(Range<usize>, f64)> {
     let of_matrix = |matrix: &BlockMatrix| {
         let ratio = muon::lr_ratio(options.adjust_lr, matrix.rows(), matrix.columns());

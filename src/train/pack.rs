@@ -1,4 +1,4 @@
-//! Sequences into micro-batches under a token budget.
+//! Packs sequences into micro-batches under a token budget.
 
 use std::cmp::Reverse;
 
@@ -13,21 +13,20 @@ use crate::torch;
 /// How sequences become micro-batches.
 #[derive(Debug, Clone, Copy)]
 pub struct PackOptions {
-    /// Token budget of a micro-batch; one sequence longer than that is a micro-batch of its own.
+    /// Token budget of a micro-batch. A longer sequence becomes a micro-batch of its own.
     pub max_tokens: usize,
-    /// Neighbours with one prompt run it once. Not for a model whose window is shorter than a sequence.
+    /// Whether neighbours with the same prompt compute it once. Not for a model whose attention window is shorter than a sequence.
     pub share_prompts: bool,
-    /// Where micro-batches live.
+    /// Device of the micro-batches.
     pub device: Device,
 }
 
-/// Packs all sequences that are not masked, first-fit decreasing: longest first (ties by index), each into the first
-/// micro-batch with room for it under the budget. Where prompts are shared, the neighbours that share one stay together; if
-/// they are more than the budget, the prompt is run again for every part of them. The result depends on lengths, order and
-/// prompts only.
+/// Packs all sequences that are not masked by first-fit decreasing: the longest first (ties by index), each into the first micro-batch with space
+/// under the budget. Neighbours that share a prompt stay together. If they exceed the budget, they are split, and the prompt is computed again for
+/// each part. The result depends only on lengths, order and prompts.
 ///
 /// # Errors
-/// `InvalidArgument` for a sequence without prompt or completion, or whose log-probabilities do not fit it.
+/// `InvalidArgument` for a sequence without prompt or completion, or with a wrong number of log-probabilities.
 pub fn pack(sequences: &[Sequence], options: &PackOptions) -> Result<Vec<MicroBatch>> {
     sequences.iter().enumerate().try_for_each(|(index, sequence)| check(index, sequence))?;
     let packed = (0..sequences.len()).filter(|&index| !sequences[index].masked).collect();
@@ -43,8 +42,8 @@ pub fn pack(sequences: &[Sequence], options: &PackOptions) -> Result<Vec<MicroBa
     bins.into_iter().map(micro_batch).collect()
 }
 
-/// Appends empty micro-batches until every rank of `group` has as many as the one with most: sharded weights and
-/// gradients make each micro-batch collective.
+/// Appends empty micro-batches until every rank of `group` has as many as the rank with the most. With sharded weights or gradients each micro-batch
+/// is collective, so the counts must agree.
 ///
 /// # Errors
 /// The errors of [`Collective`].
@@ -59,18 +58,18 @@ pub fn pad_to_agreed_count(micro_batches: &mut Vec<MicroBatch>, group: &dyn Coll
     Ok(())
 }
 
-/// Runs of neighbours among `indexes` that share a prompt; without sharing each sequence is its own group.
+/// Groups neighbours among `indexes` that share a prompt; without sharing each sequence is its own group.
 pub(super) fn prompt_groups(all: &[Sequence], indexes: Vec<usize>, share_prompts: bool) -> Vec<Vec<usize>> {
     let same = |a: &usize, b: &usize| share_prompts && all[*a].prompt() == all[*b].prompt();
     indexes.chunk_by(same).map(<[usize]>::to_vec).collect()
 }
 
-/// Tokens of a group: its prompt once, and its completions.
+/// Tokens of a group: its prompt once, plus its completions.
 fn num_tokens(all: &[Sequence], group: &[usize]) -> usize {
     all[group[0]].prompt_len + group.iter().map(|&index| all[index].completion_len()).sum::<usize>()
 }
 
-/// The group in as many parts as the budget asks for, each with the prompt.
+/// Splits the group into as few parts as fit the budget, each with the prompt.
 fn within_budget(all: &[Sequence], group: Vec<usize>, max_tokens: usize) -> Vec<Vec<usize>> {
     let mut parts: Vec<Vec<usize>> = Vec::new();
     for index in group {
@@ -82,7 +81,7 @@ fn within_budget(all: &[Sequence], group: Vec<usize>, max_tokens: usize) -> Vec<
     parts
 }
 
-/// Bins of indexes into `lengths`, each in ascending order; the bins in the order they were opened, longest first.
+/// Bins of indexes into `lengths`, each in ascending order; bins are in the order in which they were opened, longest first.
 fn first_fit_decreasing(lengths: &[usize], max_tokens: usize) -> Vec<Vec<usize>> {
     let mut indexes: Vec<usize> = (0..lengths.len()).collect();
     indexes.sort_by_key(|&index| (Reverse(lengths[index]), index));
@@ -160,7 +159,7 @@ pub(super) mod tests {
     #[test]
     fn packing_respects_the_token_budget_and_keeps_all_sequences() {
         let bins = first_fit_decreasing(&[3, 9, 4, 4, 12, 2, 6, 1], 10);
-        // 12 alone though over budget; 9 + 1; 6 + 4; 4 + 3 + 2
+        // 12 alone, although over budget; 9 + 1; 6 + 4; 4 + 3 + 2
         assert_eq!(bins, [vec![4], vec![1, 7], vec![2, 6], vec![0, 3, 5]]);
     }
 

@@ -1,4 +1,4 @@
-//! The parts of a micro-batch that all blocks and the head need, forward and backward.
+//! Inputs from a micro-batch that all blocks and the head need, forward and backward.
 
 use super::adapters::AdapterUse;
 use super::micro_batch::MicroBatch;
@@ -18,9 +18,9 @@ pub(super) struct Pass<'a> {
     pub mixer: PackedMixer,
     pub scoring: Scoring<'a>,
     pub adapter_use: AdapterUse,
-    /// Whether tokens have the bits that the engine gives them.
+    /// Whether tokens must have the same bits as in the engine.
     exact: bool,
-    /// Routing, of a model with experts.
+    /// Routing, for a model with experts.
     pub routes: Option<PassRoutes>,
 }
 

@@ -1,4 +1,4 @@
-//! The trained model of one rank: weights, gradients and optimizer state, sharded by stage.
+//! The trained model on one rank: weights, gradients and optimizer state, sharded by ZeRO stage.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -23,34 +23,34 @@ use crate::model::{BlockLora, LoraSpec, ParamTable, StoredBlock, Unit, UnitLayou
 use crate::ranks::Mesh;
 use crate::torch::{self, accumulation_kind};
 
-/// How a policy is sharded, computed and stepped.
+/// Options for sharding, computing and stepping a policy.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct PolicyOptions {
     /// ZeRO stage, 0 to 3.
     pub stage: u8,
-    /// Kind and device of the network.
+    /// Dtypes and device of the network.
     pub network: NetworkOptions,
-    /// The activations that backward recomputes.
+    /// Which activations backward recomputes.
     pub gradient_checkpointing: GradientCheckpointing,
     /// The optimizer.
     pub optim: Optim,
     /// Options of AdamW.
     pub adam: AdamOptions,
-    /// How gradients are added up.
+    /// Dtypes for accumulating and reducing gradients.
     pub gradients: GradientOptions,
 }
 
-/// Results of an optimizer step.
+/// The result of an optimizer step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[must_use = "a skipped step must be counted"]
 pub struct StepOutcome {
     /// Norm of the whole gradient, before clipping.
     pub grad_norm: f64,
-    /// The norm was not finite: no rank changed anything.
+    /// Whether the step was skipped on all ranks, because the norm was not finite.
     pub skipped: bool,
 }
 
-/// The model in training. Gradients are sums over micro-batches and ranks: the loss carries the global denominators.
+/// The model in training. Gradients are sums over micro-batches and ranks; the loss already includes the global denominators.
 #[derive(Debug)]
 pub struct Policy {
     pub(super) network: Network,
@@ -65,12 +65,12 @@ pub struct Policy {
 }
 
 impl Policy {
-    /// Loads the weights unit by unit from `source`, which returns a layout's whole flat tensor `[len]` of any floating kind.
-    /// Master weights, moments and gradients are kept in the accumulation kind.
+    /// Loads the weights unit by unit. `source` returns the whole flat tensor `[len]` of a layout in any floating dtype. Master weights, moments and
+    /// gradients use the accumulation dtype.
     ///
     /// # Errors
-    /// `InvalidValue` for an unknown stage, `InvalidArgument` for a table laid out for another shard group or a unit of
-    /// another length, `OutOfMemory`, and what `source` returns.
+    /// `InvalidValue` for an unknown stage, `InvalidArgument` for a table of another shard group or a unit of another length, `OutOfMemory`, and the
+    /// errors of `source`.
     pub fn new(
         table: Arc<ParamTable>,
         mesh: &Mesh,
@@ -96,17 +96,17 @@ impl Policy {
         }
     }
 
-    /// Changes whenever the weights do.
+    /// The version of the weights; every change of the weights changes it.
     pub fn version(&self) -> u64 {
         self.version
     }
 
-    /// Updates made, skipped ones not counted: the exponent of Adam's bias corrections.
+    /// Number of updates, without skipped ones: the exponent of Adam's bias corrections.
     pub fn num_updates(&self) -> u64 {
         self.optimizer.num_updates()
     }
 
-    /// Steps skipped since this policy was made, for gradients that were not finite.
+    /// Steps skipped since this policy was created, because gradients were not finite.
     pub fn num_skipped(&self) -> u64 {
         self.num_skipped
     }
@@ -116,12 +116,12 @@ impl Policy {
         self.options.optim
     }
 
-    /// Ranks that train it together.
+    /// Number of ranks that train the policy together.
     pub fn num_ranks(&self) -> usize {
         self.sharding.shard.size() * self.sharding.replicate.size()
     }
 
-    /// Kind of the weights.
+    /// Dtype of the weights.
     pub fn kind(&self) -> Kind {
         self.network.kind()
     }
@@ -131,17 +131,17 @@ impl Policy {
         self.network.weights.table()
     }
 
-    /// The layout of what trains: the adapters', if there are any.
+    /// The layout of the weights that train: the adapters', if there are any.
     pub fn trained_table(&self) -> &Arc<ParamTable> {
         self.network.trained().table()
     }
 
-    /// The adapters' settings, if only they train.
+    /// The adapters' settings, if only adapters train.
     pub fn lora(&self) -> Option<&LoraSpec> {
         self.network.adapters.as_ref().map(|adapters| &adapters.lora)
     }
 
-    /// The adapters that a block computes with; none where all weights train.
+    /// The adapters of a block; empty if all weights train.
     ///
     /// # Errors
     /// [`Error::Torch`](crate::Error::Torch).
@@ -150,12 +150,12 @@ impl Policy {
         adapters.map_or_else(|| Ok(BlockLora::default()), |adapters| adapters.engine_block(layer))
     }
 
-    /// How the base of adapters is stored.
+    /// Storage format of the base model under adapters.
     pub fn base_quantization(&self) -> Quantization {
         self.network.weights.quantization()
     }
 
-    /// The base's blocks as they are stored, if they are quantised.
+    /// The base's blocks in stored form, if they are quantized.
     pub fn quantized_blocks(&self) -> &[StoredBlock] {
         self.network.weights.quantized()
     }
@@ -163,12 +163,12 @@ impl Policy {
     /// Scores a micro-batch without gradients (collective at stage 3).
     ///
     /// # Errors
-    /// The errors of [`Collective`](crate::ranks::Collective); what the device failed at until here.
+    /// The errors of [`Collective`](crate::ranks::Collective); errors of earlier device work.
     pub fn forward_logprobs(&mut self, micro_batch: &MicroBatch, temperature: f64) -> Result<Scores> {
         self.network.score(micro_batch, temperature, AdapterUse::On)
     }
 
-    /// [`Policy::forward_logprobs`] with the `num_top` most probable tokens of each distribution, as a teacher scores.
+    /// Scores as a teacher does: [`Policy::forward_logprobs`] with the `num_top` most probable tokens of each distribution.
     ///
     /// # Errors
     /// The errors of [`Policy::forward_logprobs`].
@@ -179,8 +179,8 @@ impl Policy {
         scores
     }
 
-    /// Scores a micro-batch with the reference model of a run that trains adapters: the frozen base with the adapters that
-    /// training started from where a copy of them is kept, else without any.
+    /// Scores a micro-batch with the reference model of a run that trains adapters. This is the frozen base with the initial adapters, if a copy of
+    /// them is kept, else the base alone.
     ///
     /// # Errors
     /// The errors of [`Policy::forward_logprobs`].
@@ -188,7 +188,7 @@ impl Policy {
         self.network.score(micro_batch, temperature, AdapterUse::Initial)
     }
 
-    /// Sets the denominator of the loss of the head that drafts tokens, where there is one: the update's scored tokens on all ranks.
+    /// Sets the denominator of the draft head's loss, if there is a draft head: the update's scored tokens on all ranks.
     pub fn weigh_drafts(&mut self, num_tokens: f64) {
         self.network.draft_weight = num_tokens.max(1.0).recip();
     }
@@ -198,10 +198,10 @@ impl Policy {
         self.optimizer.residence().is_queued()
     }
 
-    /// Makes libtorch's cache on a GPU hold one block for all that an update of these micro-batches makes, under a budget of
-    /// `max_tokens` ([`torch::keep_block`]). Call before an update's first micro-batch, while no gradients are added: they may be
-    /// freed. Nothing to do in the first update: what libraries allocate then for good must not lie within the block. Nothing either
-    /// while optimizer state is on its way back: taking memory from the driver would wait for that.
+    /// Makes libtorch's GPU cache hold one block for all that an update of these micro-batches allocates, under a budget of `max_tokens`
+    /// ([`torch::keep_block`]). Call it before an update's first micro-batch, while no gradients are accumulated: they may be freed. It does nothing
+    /// in the first update, because permanent allocations of libraries must not lie in the block, nor while optimizer state is being copied back,
+    /// because taking memory from the driver would wait for that.
     ///
     /// # Errors
     /// [`Error::Environment`](crate::Error::Environment) if libtorch's CUDA half is not loaded.
@@ -221,7 +221,7 @@ impl Policy {
         Ok(())
     }
 
-    /// The model as its bytes depend on it.
+    /// The properties of the model that its memory depends on.
     fn trained_model(&self) -> TrainedModel<'_> {
         let PolicyOptions { stage, network, gradients, optim, .. } = self.options;
         TrainedModel {
@@ -236,9 +236,9 @@ impl Policy {
         }
     }
 
-    /// Scores a micro-batch and adds the gradient of a loss that `loss` differentiates by token (collective at stages 2 and
-    /// 3: every rank has the same number of micro-batches, see [`super::pad_to_agreed_count`]). `loss` is not called for an
-    /// empty micro-batch, so it must not be collective. After an error the sums are partial: drop them.
+    /// Scores a micro-batch and adds the gradient of a loss, which `loss` differentiates by token. Collective at stages 2 and 3, where every rank
+    /// needs the same number of micro-batches, see [`super::pad_to_agreed_count`]. `loss` is not called for an empty micro-batch, so it must not be
+    /// collective. After an error the sums are partial: drop them.
     ///
     /// # Errors
     /// The errors of [`Policy::forward_logprobs`], and those of `loss`.
@@ -255,40 +255,40 @@ impl Policy {
         self.network.forward_backward(micro_batch, (temperature, adapter_use), recompute, &mut self.gradients, loss)
     }
 
-    /// Says that the next [`Policy::forward_backward`] is the last before the step: gradients that are not reduced yet are, as
-    /// each unit's backward ends, beside the next unit's. Every rank says so or none does.
+    /// Announces that the next [`Policy::forward_backward`] is the last before the step. The remaining gradients are then reduced as each unit's
+    /// backward ends, overlapping the next unit's. All ranks must call it, or none.
     pub fn finish_gradients_with_next_backward(&mut self) {
         self.gradients.finish_with_next_backward();
     }
 
-    /// How long computation has waited for collectives beside it since the last call. Waits for the device.
+    /// How long computation has waited for overlapped collectives since the last call. Waits for the device.
     ///
     /// # Errors
-    /// Any error of the device in work that it was given before.
+    /// Any error of device work that was queued before.
     pub fn take_exposed_communication(&self) -> Result<Duration> {
         self.sharding.lane.take_exposed()
     }
 
-    /// How long computation has waited for the exchange of heads since the last call, with the copies before and behind it; `None` where
-    /// ranks do not share micro-batches. Waits for the device.
+    /// How long computation has waited for the exchange of heads since the last call, including its copies; `None` unless ranks share micro-batches.
+    /// Waits for the device.
     ///
     /// # Errors
-    /// Any error of the device in work that it was given before.
+    /// Any error of device work that was queued before.
     pub fn take_exposed_exchange(&self) -> Result<Option<Duration>> {
         self.network.take_exposed_exchange()
     }
 
-    /// Steps on the gradients added so far and zeroes them (collective): sum over ranks, global norm, clipping to
-    /// `max_grad_norm` (0 is off) by min(1, max_grad_norm / (norm + 1e-6)) as in torch, AdamW on what this rank owns, new
-    /// weights cast and gathered. All ranks skip together where the norm is not finite.
+    /// Steps on the gradients added so far and zeroes them (collective): sums over ranks, computes the global norm, clips to `max_grad_norm` (0 is
+    /// off) by min(1, max_grad_norm / (norm + 1e-6)) as in torch, steps the part that this rank owns, and casts and gathers the new weights. If the
+    /// norm is not finite, all ranks skip the step.
     ///
     /// # Errors
-    /// `InvalidArgument` while the optimizer is offloaded.
+    /// `InvalidArgument` while the optimizer state is offloaded.
     pub fn optimizer_step(&mut self, lr: f64, max_grad_norm: f64) -> Result<StepOutcome> {
         self.optimizer.check_here()?;
         let reduced = self.gradients.reduce()?;
         let GradientNorms { model: grad_norm, draft_head } = self.gradients.norms(&reduced)?;
-        // No rank changes its weights before all have come this far.
+        // No rank changes its weights before all have reached this point.
         self.sharding.shard.barrier()?;
         self.sharding.replicate.barrier()?;
         let skipped = !(grad_norm + draft_head).is_finite();
@@ -318,14 +318,14 @@ impl Policy {
         Ok(())
     }
 
-    /// Forgets the gradients and frees them and all gathered weights.
+    /// Drops the gradients, and frees them and all gathered weights.
     pub fn drop_gradients(&mut self) {
         self.gradients.free();
         self.num_micro_batches = 0;
         self.network.weights.free_gathered();
     }
 
-    /// A whole unit's weights `[len]`: the kept ones themselves at stages 0 to 2, else a new tensor (collective).
+    /// A whole unit's weights `[len]`: the stored tensor itself at stages 0 to 2, else a new tensor (collective).
     ///
     /// # Errors
     /// The errors of [`Policy::forward_logprobs`].
@@ -333,8 +333,8 @@ impl Policy {
         self.network.weights.gather(unit)
     }
 
-    /// Whole units of which each rank of the shard group gets the one that it wants, of `wanted` one or none for each of them, and no
-    /// other's; this rank's, as [`Policy::unit_weights`] (collective).
+    /// Gathers whole units, each only on the rank of the shard group that wants it: `wanted` has for each rank the unit it wants, or none. Returns
+    /// this rank's unit as in [`Policy::unit_weights`] (collective).
     ///
     /// # Errors
     /// The errors of [`Policy::forward_logprobs`].
@@ -342,7 +342,7 @@ impl Policy {
         self.network.weights.gather_wanted(wanted)
     }
 
-    /// The weights of a unit that trains: one of [`Policy::trained_table`].
+    /// The weights of a unit of [`Policy::trained_table`].
     ///
     /// # Errors
     /// The errors of [`Policy::forward_logprobs`].
@@ -355,22 +355,21 @@ impl Policy {
         self.optimizer.bytes()
     }
 
-    /// Bytes that [`Policy::reload_optimizer`] will take on the device; 0 where the state is there or stays away.
+    /// Device bytes that [`Policy::reload_optimizer`] will take; 0 if the state is on the device already or stays on the host.
     pub fn absent_optimizer_bytes(&self) -> usize {
         self.optimizer.residence().absent_bytes()
     }
 
-    /// Starts copies of master weights and moments to the host, if that is their home during rollout; nothing to do if they
-    /// are there.
+    /// Starts copying master weights and moments to the host, if they are to be there during rollout. Does nothing if they are there already.
     ///
     /// # Errors
-    /// Any error of the device in work that it was given before.
+    /// Any error of device work that was queued before.
     pub fn offload_optimizer(&mut self) -> Result<()> {
         self.optimizer.residence().leave()
     }
 
-    /// Waits for the copies that [`Policy::offload_optimizer`] started and gives the memory back, piece by piece; the weights
-    /// may be read meanwhile.
+    /// Waits for the copies that [`Policy::offload_optimizer`] started and frees the device memory, piece by piece. The weights may be read
+    /// meanwhile.
     ///
     /// # Errors
     /// A copy that failed.
@@ -378,11 +377,11 @@ impl Policy {
         self.optimizer.residence().left()
     }
 
-    /// Starts the way back of master weights and moments, bit for bit; the next step waits for it. Nothing to do if they are
-    /// here or live on the host.
+    /// Starts copying master weights and moments back to the device, bit for bit; the next step waits for it. Does nothing if they are on the device
+    /// or are stored on the host permanently.
     ///
     /// # Errors
-    /// `OutOfMemory` where the state does not fit on the device: it stays on the host, and a later call tries again; as
+    /// `OutOfMemory` if the state does not fit on the device (it then stays on the host, and a later call tries again); the errors of
     /// [`Policy::finish_offload`].
     pub fn reload_optimizer(&mut self) -> Result<()> {
         self.optimizer.residence().come_back()
@@ -391,7 +390,7 @@ impl Policy {
     /// Time and bytes of moving optimizer state since the last call. Waits for the device.
     ///
     /// # Errors
-    /// Any error of the device in work that it was given before.
+    /// Any error of device work that was queued before.
     pub fn take_transitions(&self) -> Result<Transitions> {
         self.optimizer.residence().take_transitions()
     }

@@ -1,4 +1,4 @@
-//! Models that only score: the one that the KL term compares with, and a teacher.
+//! Models that only score: the reference model of the KL term, and a teacher.
 
 use std::sync::Arc;
 
@@ -18,23 +18,23 @@ use crate::memory::HostPool;
 use crate::model::{ParamTable, Unit, UnitLayout};
 use crate::ranks::Mesh;
 
-/// Weights sharded over the shard group as in ZeRO-3, on the device or the host, without gradients or optimizer.
+/// A model that only scores. Its weights are sharded over the shard group as in ZeRO-3, on the device or the host; it has no gradients or optimizer.
 #[derive(Debug)]
 pub struct Reference {
     network: Network,
 }
 
-/// The outputs of blocks that were each given an input.
+/// Result of [`Reference::forward_blocks`], which runs every block on a given input.
 #[derive(Debug)]
 pub struct BlockOutputs {
-    /// The residual stream behind each block. `[T, D]` each
+    /// Output of each block: the residual stream after it. `[T, D]` each
     pub blocks: Vec<Tensor>,
     /// Logits of every position but the last. `[T - 1, V]` f32
     pub logits: Tensor,
 }
 
 impl Reference {
-    /// Loads this rank's slices unit by unit; `source` is as in [`super::Policy::new`], and so are the errors.
+    /// Loads this rank's slices unit by unit. `source` and the errors are as in [`super::Policy::new`].
     pub fn new(
         table: Arc<ParamTable>,
         mesh: &Mesh,
@@ -44,8 +44,8 @@ impl Reference {
         Self::load("reference_weights", table, mesh, options, None, source)
     }
 
-    /// Loads this rank's slices on `owner`'s account in the ledger: to the device, or into `pool`, of [`super::reference_bytes`]' size.
-    /// Each unit is brought from there to the device and gathered while the one before it is used.
+    /// Loads this rank's slices to the device, or into `pool` of [`super::reference_bytes`] bytes on the host; the memory ledger records them under
+    /// `owner`. Units in host memory are copied to the device and gathered while the previous unit is used.
     ///
     /// # Errors
     /// The errors of [`Reference::new`].
@@ -65,7 +65,7 @@ impl Reference {
         Ok(Self { network: Network::new(weights, None, options, &mesh.sequence)? })
     }
 
-    /// Has the `num_top` most probable tokens of each distribution scored, too.
+    /// Also scores the `num_top` most probable tokens of each distribution.
     pub fn scoring_top(mut self, num_top: usize) -> Self {
         self.network.num_top = num_top;
         self
@@ -74,7 +74,7 @@ impl Reference {
     /// Scores a micro-batch (collective over the shard group).
     ///
     /// # Errors
-    /// The errors of [`Collective`](crate::ranks::Collective); what the device failed at until here.
+    /// The errors of [`Collective`](crate::ranks::Collective); errors of earlier device work.
     pub fn forward_logprobs(&mut self, micro_batch: &MicroBatch, temperature: f64) -> Result<Scores> {
         self.network.score(micro_batch, temperature, AdapterUse::Off)
     }
@@ -89,9 +89,9 @@ impl Reference {
         self.network.logits(&micro_batch)
     }
 
-    /// Each block's output for an input of its own, and the head's logits for the last: `inputs` has the residual stream before every block
-    /// and behind the last, `[T, D]` each on the device (collective over the shard group). Shows which block differs from another
-    /// implementation's, where [`Reference::forward_logits`] shows their sum.
+    /// Runs each block on a given input, and the head on the last one. `inputs` has the residual stream before every block and after the last, `[T,
+    /// D]` each on the device (collective over the shard group). This shows which block differs from another implementation's, where
+    /// [`Reference::forward_logits`] shows only the total difference.
     ///
     /// # Errors
     /// Returns the errors of [`Reference::forward_logprobs`].
@@ -115,11 +115,11 @@ impl Reference {
         self.network.weights.gather(unit)
     }
 
-    /// Mixes the policy into this model, as TRL's `sync_ref_model` does: `reference = (1 - alpha) reference + alpha policy`
-    /// (arXiv 2404.09656), with the first term and the sum rounded to the weights' kind. Every rank mixes its own slices.
+    /// Moves this model towards the policy, like TRL's `sync_ref_model`: `reference = (1 - alpha) reference + alpha policy` (arXiv 2404.09656). The
+    /// first term and the sum are rounded to the weights' dtype. Every rank updates its own slices.
     ///
     /// # Errors
-    /// Returns a failure of the device, of earlier work too.
+    /// Returns errors of the device, also of earlier work.
     pub fn mix_in(&mut self, policy: &Policy, alpha: f64) -> Result<()> {
         self.network.weights.mix_in(&policy.network.weights, alpha)
     }

@@ -1,4 +1,4 @@
-//! Peaks against those that were measured on GPUs.
+//! Compares predicted peaks with peaks measured on GPUs.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use GradientCheckpointing::{Full, None as Nothing, Selective};
 
 const KIND: Kind = Kind::BFloat16;
 
-/// Runs of `bench train`, and what libtorch held at most, in GB (docs/benchmarks/training-memory.md).
+/// Runs of `bench train`, and the peak memory of libtorch in GB (docs/benchmarks/training-memory.md).
 struct Measured {
     model: &'static str,
     ranks: usize,
@@ -112,8 +112,8 @@ fn predicted_memory_peaks_match_gpu_measurements() {
     }
 }
 
-/// The block of an update is the fullest moment of its largest micro-batch less what collectives hold, and of one size for
-/// all micro-batches that round up alike.
+/// The block of an update equals the peak of its largest micro-batch less the memory of collectives. It has one size for all micro-batches that round
+/// up to the same number of tokens.
 #[test]
 fn the_reserved_block_holds_the_largest_micro_batch() {
     let table = ParamTable::new(Arc::new(ModelSpec::preset("qwen2.5-7b").unwrap()), 4);
@@ -137,8 +137,8 @@ fn the_reserved_block_holds_the_largest_micro_batch() {
     assert!(block(1, &[16_384, 16_384]) > sizes[0] + slices, "kept whole, gradients lie in the block");
 }
 
-/// A streamed step of 24 layers of Qwen3-30B-A3B, 32 groups of 8, on one GPU: 110.9 GB were measured while the block was counted as a tensor
-/// when it was taken.
+/// A streamed step of 24 layers of Qwen3-30B-A3B, with 32 groups of 8, on one GPU. 110.9 GB were measured while the block counted as a tensor when it
+/// was taken.
 #[test]
 fn the_reserved_block_with_weights_matches_measurements() {
     let spec = ModelSpec::preset("qwen3-30b-a3b").unwrap().with_num_layers(24);
@@ -153,7 +153,7 @@ fn the_reserved_block_with_weights_matches_measurements() {
     assert!((planned - 107.6).abs() < 0.05 && (measured - 110.9).abs() < 0.1, "{planned}, {measured}");
 }
 
-/// Gradients grow while activations go: with one micro-batch the sum is below both maxima together, with two it is not.
+/// Gradients grow while activations shrink. With one micro-batch the peak is below the sum of both maxima; with two it is not.
 #[test]
 fn memory_classes_may_peak_at_different_moments() {
     let table = ParamTable::new(Arc::new(ModelSpec::preset("qwen2.5-7b").unwrap()), 2);
