@@ -1,7 +1,7 @@
-//! Where the optimizer's state lives: on the device, in one arena range that can leave and return as one, or on the host.
+//! Where the optimizer state is stored: on the device, in one arena range that can be copied to the host and back as a whole, or on the host.
 //!
-//! The copy to the host is waited for before the KV cache is mapped. Mapping the cache in parts would require all ranks of an engine
-//! to agree on each new part between steps, to hide at most 0.4 s (7B on 4 GPUs) that `auto` avoids wherever everything fits.
+//! The copy to the host is waited for before the KV cache is mapped. Mapping the cache in parts would require all ranks of an engine to agree on each
+//! new part between steps. It would hide at most 0.4 s (7B on 4 GPUs), which `auto` avoids wherever everything fits.
 #![allow(unsafe_code)]
 
 use std::collections::VecDeque;
@@ -14,39 +14,39 @@ use super::state_layout::Cells;
 use crate::error::{Error, Result};
 use crate::memory::{Arena, Direction, HostPool, Mark, MarkedCopy, Paced, PendingCopy};
 
-/// Bytes that leave at once: their memory goes when their copy is done, in whole chunks of an arena.
+/// Bytes per copied piece: its device memory is freed when its copy is done, in whole chunks of an arena.
 const PIECE_BYTES: usize = 1 << 30;
 
-/// Where master weights and moments live.
+/// Where master weights and moments are stored.
 #[derive(Debug)]
 pub enum OptimizerHome {
-    /// On the device, always.
+    /// Always on the device.
     Resident,
-    /// On the device while training and in this pool during rollout.
+    /// On the device while training, and in this host pool during rollout.
     Swap(HostPool),
-    /// In this pool; they flow through the device while they are stepped.
+    /// Always in this host pool; the state is streamed through the device during a step.
     Stream(HostPool),
 }
 
-/// Time and bytes of moving the state between device and host.
+/// Time and bytes of copies between device and host.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Transitions {
-    /// Bytes copied, both ways.
+    /// Bytes copied, in both directions.
     pub bytes: usize,
-    /// Time that copies ran.
+    /// Total time of the copies.
     pub copying: Duration,
-    /// Time that host or device waited for them.
+    /// Time that host or device waited for copies.
     pub exposed: Duration,
 }
 
 impl Transitions {
-    /// Share of the copies' time that nothing waited for.
+    /// Share of the copies' time during which nothing waited.
     pub fn hidden_share(&self) -> f64 {
         (1.0 - self.exposed.as_secs_f64() / self.copying.as_secs_f64()).max(0.0)
     }
 }
 
-/// The state, laid out the same on device and host, and its moves between the two.
+/// The optimizer state, with equal layout on device and host, and its copies between the two.
 #[derive(Debug)]
 pub(super) struct Residence {
     bytes: usize,
@@ -66,14 +66,14 @@ enum StateLocation {
     Returning(Tensor, Paced, Reloading),
 }
 
-/// A way back whose end is not known yet.
+/// A copy back to the device whose end time is not known yet.
 #[derive(Debug)]
 struct Reloading {
     began: Mark,
     waited: Duration, // by the host
 }
 
-/// One way between device and host.
+/// One copy of the state between device and host.
 #[derive(Debug)]
 struct Transfer {
     bytes: usize,
@@ -84,7 +84,7 @@ struct Transfer {
 }
 
 impl Residence {
-    /// Memory for the state on the device, zeroed, or none where it is streamed.
+    /// Allocates zeroed memory for the state on the device, or none if it is streamed.
     pub(super) fn new(bytes: usize, device: Device, home: OptimizerHome) -> Result<Self> {
         let (pool, streams) = match home {
             OptimizerHome::Resident => (None, false),
@@ -104,23 +104,23 @@ impl Residence {
         Ok(residence)
     }
 
-    /// Size of the state.
+    /// Bytes of the state.
     pub(super) fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// Memory that [`Residence::come_back`] will take on the device, in bytes.
+    /// Device bytes that [`Residence::come_back`] will take.
     pub(super) fn absent_bytes(&self) -> usize {
         let comes = !self.streams && matches!(self.place, StateLocation::Leaving(..) | StateLocation::OnHost);
         if comes { self.bytes } else { 0 }
     }
 
-    /// The pool that the state flows from and to, where it is streamed.
+    /// The host pool, if the state is streamed.
     pub(super) fn streamed(&mut self) -> Option<&mut HostPool> {
         self.pool.as_mut().filter(|_| self.streams)
     }
 
-    /// Starts the state's way to the pool; nothing to do where it stays, or is on its way.
+    /// Starts copying the state to the host pool. Does nothing if it is always on the device or is already being copied.
     pub(super) fn leave(&mut self) -> Result<()> {
         if self.pool.is_none() || !matches!(self.place, StateLocation::Here(_) | StateLocation::Returning(..)) {
             return Ok(());
@@ -144,12 +144,12 @@ impl Residence {
         Ok(())
     }
 
-    /// Waits until a state that leaves is in the pool. The memory of each piece goes as its copy is done, while those before it are
-    /// still copied.
+    /// Waits until the copy to the host pool is complete. The device memory of each piece is freed as soon as its copy is done, while later pieces
+    /// are still copied.
     pub(super) fn left(&mut self) -> Result<()> {
         let start = Instant::now();
         let StateLocation::Leaving(pieces, _) = &mut self.place else { return Ok(()) };
-        // A state of which a piece failed to leave stays one that leaves: what is in the pool is not all of it.
+        // If a piece fails to be copied, the state stays `Leaving`, because the pool does not hold all of it.
         while let Some((before, copy)) = pieces.front_mut() {
             copy.wait()?;
             self.arena.shrink(*before);
@@ -163,7 +163,7 @@ impl Residence {
         Ok(())
     }
 
-    /// Starts the state's way back from the pool; nothing to do if it is here or lives there.
+    /// Starts copying the state back from the pool. Does nothing if it is on the device or is stored in the pool permanently.
     pub(super) fn come_back(&mut self) -> Result<()> {
         self.left()?;
         let start = Instant::now();
@@ -173,16 +173,16 @@ impl Residence {
         let mut state = self.map()?;
         let Some(pool) = &self.pool else { return Ok(()) };
         let began = pool.mark(Direction::In)?;
-        // The batch that is packed meanwhile has copies of its own.
+        // Paced, because packing the next batch needs copies of its own meanwhile.
         let copy = pool.copy_to_paced(0, &mut state)?;
         self.place = StateLocation::Returning(state, copy, Reloading { began, waited: start.elapsed() });
         Ok(())
     }
 
-    /// The state on the device [bytes] u8, to be changed; libtorch waits for it if it is on its way back.
+    /// The state on the device [bytes] u8, for modification. If it is being copied back, libtorch's stream waits for the copy.
     ///
     /// # Errors
-    /// `InvalidArgument` while it is not there.
+    /// `InvalidArgument` while it is not on the device.
     pub(super) fn stepped(&mut self) -> Result<Tensor> {
         let state = self.arrived()?;
         self.host_is_current = false;
@@ -206,23 +206,23 @@ impl Residence {
         }
     }
 
-    /// Whether no part of a way back to the device is still to be queued.
+    /// Whether all parts of a copy back to the device are queued.
     pub(super) fn is_queued(&self) -> bool {
         if let StateLocation::Returning(_, copy, _) = &self.place { copy.is_queued() } else { true }
     }
 
-    /// Whether the state is on its way back to the device.
+    /// Whether the state is being copied back to the device.
     pub(super) fn is_returning(&self) -> bool {
         matches!(self.place, StateLocation::Returning(..))
     }
 
-    /// Whether the state can be stepped. Nothing waits for one that is on its way back.
+    /// Checks that the state can be stepped, without waiting for a copy back to the device.
     pub(super) fn check_here(&self) -> Result<()> {
         let is_away = !self.streams && matches!(self.place, StateLocation::Leaving(..) | StateLocation::OnHost);
         if is_away { Err(offloaded()) } else { Ok(()) }
     }
 
-    /// Copies of some values on `device`, wherever the state is.
+    /// Copies values to `device`, wherever the state is stored.
     pub(super) fn read(&mut self, cells: &[Cells], device: Device) -> Result<Vec<Tensor>> {
         let on_host = matches!(self.place, StateLocation::Leaving(..) | StateLocation::OnHost);
         let state = if on_host && self.pool.is_some() { None } else { Some(self.arrived()?) };
@@ -238,7 +238,7 @@ impl Residence {
         cells.iter().map(read).collect()
     }
 
-    /// Replaces some values, wherever the state is.
+    /// Replaces values, wherever the state is stored.
     pub(super) fn write(&mut self, cells: &[Cells], values: &[Tensor]) -> Result<()> {
         self.left()?;
         if let (StateLocation::OnHost, Some(pool)) = (&self.place, &mut self.pool) {
@@ -255,7 +255,7 @@ impl Residence {
         Ok(())
     }
 
-    /// Time and bytes of moving since the last call. Waits for copies that are over by now.
+    /// Time and bytes of copies since the last call. Waits until these copies have finished.
     pub(super) fn take_transitions(&mut self) -> Result<Transitions> {
         let mut total = Transitions::default();
         for Transfer { bytes, began, ended, waited, came } in self.passages.drain(..) {
@@ -269,14 +269,14 @@ impl Residence {
 
     fn map(&mut self) -> Result<Tensor> {
         self.arena.map(self.bytes)?;
-        // SAFETY: the view and all views of it stay in this room or in one call on it; `place` drops it before the range
-        // behind it is given back, which waits for work queued on it: copies by their events, the rest by `unmap`.
+        // SAFETY: the view and all views of it stay in this module or in one call on it. `place` drops it before the range behind it is freed, and
+        // freeing waits for work queued on it: copies by their events, the rest by `unmap`.
         unsafe { self.arena.tensor(0, &[self.bytes as i64], Kind::Uint8) }
     }
 }
 
-/// Queues a copy of every piece, the last one first: memory is given back from its end. Copies are returned in the order in which
-/// they were queued and will be done, each with the bytes before its piece.
+/// Queues a copy of every piece, the last one first, because memory is freed from its end. Returns the copies in the order in which they were queued,
+/// each with the number of bytes before its piece.
 fn queue_from_the_end<C>(
     bytes: usize,
     piece_bytes: usize,

@@ -1,6 +1,6 @@
-//! Which experts the tokens of a pass go to: those that the sampler recorded, and what the loss makes of all of them.
+//! Routing of a pass: which experts the tokens use, taken from the sampler's record if replayed, and the load-balancing loss.
 //!
-//! T tokens, E experts, K of them a token, R = K times the layers that have experts.
+//! T tokens, E experts, K experts per token, R = K times the number of layers with experts.
 
 use std::cell::RefCell;
 
@@ -16,18 +16,18 @@ use crate::ops::router::Routing;
 /// Routing of one pass over a micro-batch.
 #[derive(Debug)]
 pub(super) struct PassRoutes {
-    /// Recorded experts, -1 where there are none.
+    /// Recorded experts, -1 where none is recorded.
     recorded: Option<Tensor>, // [T, R / K, K] int16
-    /// The place of each layer among those that have experts.
+    /// For each layer, its index among the layers with experts.
     places: Vec<i64>,
-    /// Recorded choices that are others than the router would make, and all that are recorded.
+    /// Number of recorded choices that differ from the router's own, and number of recorded choices.
     differing: RefCell<Option<Tensor>>, // [2] int64
-    /// In training.
+    /// The load-balancing loss; set in training only.
     balance: Option<LoadBalance>,
 }
 
 impl PassRoutes {
-    /// `None` for a model without experts. A pass that `replays` takes recorded experts, where the micro-batch has them.
+    /// Prepares the routing; `None` for a model without experts. If the pass `replays`, it uses recorded experts where the micro-batch has them.
     pub(super) fn new(
         spec: &ModelSpec,
         (micro_batch, part): (&MicroBatch, &RowPart),
@@ -45,23 +45,23 @@ impl PassRoutes {
         Ok(Some(Self { recorded, places, differing: RefCell::default(), balance }))
     }
 
-    /// The loss that keeps experts equally busy, in training, of all parts. Collective over the ranks that share the micro-batch.
+    /// The load-balancing loss over all parts, in training. Collective over the ranks that share the micro-batch.
     pub(super) fn aux_loss(&self, part: &RowPart) -> Result<Option<Tensor>> {
         self.balance.as_ref().map(|balance| balance.value(part)).transpose()
     }
 
-    /// Sets the gradient of the whole loss with respect to [`PassRoutes::aux_loss`].
+    /// Sets the gradient of the total loss with respect to [`PassRoutes::aux_loss`].
     pub(super) fn set_gradient(&self, gradient: f64) -> Result<()> {
         self.balance.as_ref().map_or(Ok(()), |balance| balance.set_gradient(gradient))
     }
 
-    /// Recorded choices that are others than the router would make, and all that are recorded, of all parts; [2]. Collective over the
-    /// ranks that share the micro-batch.
+    /// Number of recorded choices that differ from the router's own, and number of recorded choices, over all parts; [2]. Collective over the ranks
+    /// that share the micro-batch.
     pub(super) fn differing(&self, part: &RowPart) -> Result<Option<Tensor>> {
         self.differing.borrow().as_ref().map(|counts| part.sum(counts.copy())).transpose()
     }
 
-    /// A layer's. [T, K] int64
+    /// The recorded experts of a layer. [T, K] int64
     fn recorded(&self, layer: usize) -> Result<Option<Tensor>> {
         let of_layer = |all: &Tensor| Ok(all.f_select(1, self.places[layer])?.f_to_kind(Kind::Int64)?);
         self.recorded.as_ref().map(of_layer).transpose()

@@ -1,9 +1,9 @@
-//! This rank's part of a micro-batch's rows: all of them, unless ranks share micro-batches. Here alone a micro-batch becomes a part.
+//! This rank's part of a micro-batch's rows: all of them, unless ranks share micro-batches. Only this module splits a micro-batch.
 //!
-//! n ranks have T / n rows each, in order; rows of padding behind the last are scored by nobody, so that nothing has a gradient through
-//! them. Scores of all parts are gathered before the loss, which every rank computes whole; of its gradients each takes those of its rows.
+//! n ranks have T / n rows each, in order. Padding rows after the last one are never scored, so no gradient flows through them. The scores of all
+//! parts are gathered before the loss, which every rank computes completely; each rank uses the gradients of its own rows.
 //!
-//! T' rows and C' scored tokens of a part, of T and C.
+//! A part has T' of T rows and C' of C scored tokens.
 
 use tch::Tensor;
 
@@ -15,34 +15,34 @@ use crate::ops::head::TopScores;
 use crate::ranks::ReduceOp;
 use crate::torch;
 
-/// The rows that this rank computes of a micro-batch.
+/// The rows of a micro-batch that this rank computes.
 #[derive(Debug)]
 pub(super) struct RowPart {
     pub token_ids: Tensor, // [T']
     pub positions: Tensor, // [T']
-    /// Bounds of all rows, padding among them.
+    /// Sequence bounds over all rows, including padding.
     pub bounds: Bounds,
-    /// Rows within the part before the tokens that it scores.
+    /// Within this part, the rows before the scored tokens.
     pub scored_rows: Tensor, // [C']
     pub targets: Tensor, // [C']
-    /// A teacher's tokens.
+    /// Ids of the teacher's most probable tokens.
     pub top_ids: Option<Tensor>, // [C', K]
     others: Option<OtherParts>,
 }
 
-/// Where a part lies in the whole.
+/// Position of a part in the whole micro-batch.
 #[derive(Debug)]
 struct OtherParts {
     exchange: TokenExchange,
     first: i64,
     num_rows: i64,
     num_scored: i64, // C
-    /// Which of all scored tokens are the part's.
+    /// Indexes of this part's tokens among all scored tokens.
     scored: Tensor, // [C'] i64
 }
 
 impl RowPart {
-    /// The part of this rank among those that share the micro-batch; without any, the whole.
+    /// The part of this rank among the ranks that share the micro-batch; the whole micro-batch if there are none.
     pub(super) fn new(micro_batch: &MicroBatch, exchange: Option<&TokenExchange>) -> Result<Self> {
         let MicroBatch { token_ids, positions, bounds, scored_rows, targets, .. } = micro_batch;
         let top_ids = micro_batch.teacher_top.as_ref().map(|top| &top.ids);
@@ -75,22 +75,22 @@ impl RowPart {
         })
     }
 
-    /// Whether none of its tokens is scored.
+    /// Whether no token of this part is scored.
     pub(super) fn is_empty(&self) -> bool {
         self.targets.size()[0] == 0
     }
 
-    /// The ranks that have the other parts.
+    /// The exchange between the ranks that hold the parts.
     pub(super) fn exchange(&self) -> Option<TokenExchange> {
         self.others.as_ref().map(|others| others.exchange.clone())
     }
 
-    /// The part's rows of a tensor of all, with `padding` behind the last. [T', ..]
+    /// This part's rows of a tensor over all rows, with `padding` after the last. [T', ..]
     pub(super) fn rows(&self, whole: &Tensor /* [T, ..] */, padding: f64) -> Result<Tensor> {
         self.others.as_ref().map_or_else(|| Ok(whole.shallow_clone()), |others| others.rows(whole, padding))
     }
 
-    /// The part's of what all scored tokens have. [C', ..]
+    /// This part's entries of a tensor over all scored tokens. [C', ..]
     pub(super) fn scored(&self, whole: &Tensor /* [C, ..] */) -> Result<Tensor> {
         match &self.others {
             Some(others) => Ok(whole.f_index_select(0, &others.scored)?),
@@ -98,7 +98,7 @@ impl RowPart {
         }
     }
 
-    /// What all scored tokens have, from what those of each part have. Collective. [C, ..]
+    /// Combines the entries of all parts into a tensor over all scored tokens. Collective. [C, ..]
     fn whole(&self, own: &Tensor /* [C', ..] */) -> Result<Tensor> {
         let Some(OtherParts { exchange, num_scored, scored, .. }) = &self.others else {
             return Ok(own.shallow_clone());
@@ -110,7 +110,7 @@ impl RowPart {
         Ok(all)
     }
 
-    /// Log-probabilities, entropies and scores of other tokens, of all scored tokens. Collective.
+    /// Log-probabilities, entropies and scores of the teacher's tokens, over all scored tokens. Collective.
     pub(super) fn scores(&self, own: &ScoredTokens) -> Result<(Tensor, Tensor, Option<TopScores>)> {
         let top = match &own.top {
             Some(TopScores { ids, logprobs }) => {
@@ -121,7 +121,7 @@ impl RowPart {
         Ok((self.whole(&own.logprobs)?, self.whole(&own.entropy)?, top))
     }
 
-    /// The sum of what the parts have. Collective.
+    /// Sums a tensor over all parts. Collective.
     pub(super) fn sum(&self, mut own: Tensor) -> Result<Tensor> {
         if let Some(others) = &self.others {
             own = own.f_contiguous()?;

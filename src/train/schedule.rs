@@ -7,18 +7,18 @@ use crate::config::{LrSchedulerType, OptimizerConfig};
 pub struct Schedule {
     /// Shape after warm-up.
     pub kind: LrSchedulerType,
-    /// Rate at the end of warm-up.
+    /// Learning rate at the end of warm-up.
     pub peak: f64,
-    /// Updates of linear warm-up from 0.
+    /// Number of updates of linear warm-up from 0.
     pub warmup_steps: usize,
-    /// Updates in all.
+    /// Total number of updates.
     pub total_steps: usize,
-    /// Rate at the last update as a share of `peak`, where the shape has a minimum.
+    /// Learning rate at the last update, as a share of `peak`, for shapes with a minimum.
     pub min_rate: f64,
 }
 
 impl Schedule {
-    /// The schedule of a run of `max_steps` updates, or without them of `epochs_updates`, those of its epochs.
+    /// The schedule of a run of `max_steps` updates or, if that is not set, of `epochs_updates`, the number of updates in its epochs.
     pub fn new(peak: f64, config: &OptimizerConfig, epochs_updates: usize) -> Self {
         let total_steps = config.max_steps.unwrap_or(epochs_updates);
         let of_ratio = (config.warmup_ratio * total_steps as f64).ceil() as usize;
@@ -32,12 +32,11 @@ impl Schedule {
     }
 }
 
-/// The rate of update `step`, counted from 0.
+/// The learning rate of update `step`, counted from 0.
 ///
-/// With `w` warm-up and `n` total updates: `peak * t / max(1, w)` while `t < w`; then constant: `peak`; linear:
-/// `peak * max(0, (n - t) / max(1, n - w))`; cosine: `peak * c` with
-/// `c = (1 + cos(pi * (t - w) / max(1, n - w))) / 2`; cosine with a minimum m: `peak * (c * (1 - m) + m)`. Past the last update the cosine stays
-/// at its end instead of rising again, which transformers leaves to its caller.
+/// With `w` warm-up and `n` total updates: `peak * t / max(1, w)` while `t < w`; then constant: `peak`; linear: `peak * max(0, (n - t) / max(1, n -
+/// w))`; cosine: `peak * c` with `c = (1 + cos(pi * (t - w) / max(1, n - w))) / 2`; cosine with a minimum m: `peak * (c * (1 - m) + m)`. After the
+/// last update the cosine stays at its end value; transformers would let it rise again.
 pub fn learning_rate(schedule: &Schedule, step: u64) -> f64 {
     let (step, warmup, total) = (step as f64, schedule.warmup_steps as f64, schedule.total_steps as f64);
     if step < warmup {
@@ -72,7 +71,7 @@ mod tests {
         }
     }
 
-    // The numbers of transformers' tests/optimization/test_optimization.py (peak 10, 2 warm-up, 10 updates).
+    // Numbers of transformers' tests/optimization/test_optimization.py (peak 10, 2 warm-up, 10 updates).
     #[test]
     fn learning_rate_schedules_equal_transformers() {
         let constant = [0.0, 5.0, 10.0, 10.0, 10.0, 10.0, 10.0, 10.0, 10.0, 10.0, 10.0];
@@ -86,7 +85,7 @@ mod tests {
         assert_close(&rates(LrSchedulerType::CosineWithMinLr, 2, 10), &with_minimum);
     }
 
-    /// transformers: steps where there are any, or else the share of all updates, rounded up.
+    /// As in transformers: `warmup_steps` if set, else the ratio of all updates, rounded up.
     #[test]
     fn warmup_is_a_number_or_a_fraction_of_updates() {
         let rows = "model_name_or_path = 'm'\ntrain_file = 'f'\nreward_funcs = ['format']";

@@ -1,33 +1,33 @@
-//! What a pass over a micro-batch gives, and what its backward is given.
+//! Scores of a micro-batch's tokens, and the loss's gradients with respect to them.
 
 use tch::Tensor;
 
 use crate::ops::head::TopScores;
 
-/// Log-probabilities and entropies of a micro-batch's completion tokens, in the accumulation type.
+/// Log-probabilities and entropies of a micro-batch's completion tokens, in the accumulation dtype.
 #[derive(Debug)]
 pub struct Scores {
     /// Log-probability of each token at the temperature, in nats.
     pub logprobs: Tensor, // [C]
-    /// Entropy of the distribution each token was drawn from, in nats.
+    /// Entropy, in nats, of the distribution that each token was sampled from.
     pub entropy: Tensor, // [C]
-    /// Scores of other tokens of each distribution, where some were asked for. `[C, K]`
+    /// Scores of other tokens of each distribution, if they were requested. `[C, K]`
     pub top: Option<TopScores>,
-    /// In training, of a model with experts: the loss that keeps these equally busy, a scalar.
+    /// The load-balancing loss of a model with experts, in training; a scalar.
     pub aux_loss: Option<Tensor>,
-    /// Where the sampler's experts were taken: how many choices the router by itself would have made otherwise, and how many there are.
+    /// If the sampler's routing was replayed: the number of choices where the router itself would differ, and the number of choices.
     pub differing_experts: Option<Tensor>, // [2] i64
 }
 
 /// The loss's gradients with respect to [`Scores`].
 #[derive(Debug)]
 pub struct TokenGradients {
-    /// With respect to the log-probabilities.
+    /// Gradient with respect to the log-probabilities.
     pub dlogprobs: Tensor, // [C]
-    /// With respect to the entropies; `None` is zero.
+    /// Gradient with respect to the entropies; `None` is zero.
     pub dentropy: Option<Tensor>, // [C]
-    /// With respect to the log-probabilities of the teacher's tokens; `None` is zero.
+    /// Gradient with respect to the log-probabilities of the teacher's tokens; `None` is zero.
     pub dtop: Option<Tensor>, // [C, K]
-    /// With respect to [`Scores::aux_loss`].
+    /// Gradient with respect to [`Scores::aux_loss`].
     pub daux_loss: f64,
 }

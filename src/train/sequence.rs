@@ -1,21 +1,21 @@
-//! A prompt with one trajectory, as the trainer has it.
+//! The trainer's representation of a prompt with one trajectory.
 
 use crate::types::{RoutedExperts, Trajectory};
 
-/// A prompt with one trajectory, as the trainer sees it.
+/// A prompt with one trajectory, in the trainer's representation.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Sequence {
-    /// Prompt and completion ids.
+    /// Token ids of prompt and completion.
     pub token_ids: Vec<u32>,
-    /// Number of prompt ids; at least 1 and less than `token_ids.len()`.
+    /// Number of prompt tokens; at least 1 and less than `token_ids.len()`.
     pub prompt_len: usize,
-    /// Whether each completion token is scored. The others are context: their keys and values count, and nothing else of them does.
+    /// Whether each completion token is scored. The others are context: later tokens attend to them, but no loss or metric counts them.
     pub loss_mask: Vec<bool>,
     /// Advantage of every scored token.
     pub advantage: f32,
-    /// Leaves its tokens out: it is not packed. As in TRL it is still one of the sequences that means are over.
+    /// Whether this sequence is left out of the packed micro-batches. As in TRL, it still counts in means over sequences.
     pub masked: bool,
-    /// The sampler's log-probabilities, one per scored token, as are the next three.
+    /// The sampler's log-probabilities, one per scored token. The next three fields have one per scored token, too.
     pub rollout_logprobs: Option<Vec<f32>>,
     /// The trainer's log-probabilities before the first update on this batch.
     pub old_logprobs: Option<Vec<f32>>,
@@ -23,27 +23,27 @@ pub struct Sequence {
     pub ref_logprobs: Option<Vec<f32>>,
     /// A teacher's log-probabilities.
     pub teacher_logprobs: Option<Vec<f32>>,
-    /// A teacher's most probable tokens at each scored token. They are found after sequences are shared out, so they are not sent to
-    /// other ranks.
+    /// A teacher's most probable tokens at each scored token. They are computed after sequences are distributed, so they are not sent to other ranks.
     pub teacher_top: Option<TeacherTop>,
-    /// The prompt behind which the policy, as its own teacher, scores the completion; `None` is no teacher for this sequence.
+    /// The prompt with which the policy, as its own teacher, scores the completion; `None` if this sequence has no teacher.
     pub teacher_prompt: Option<Vec<u32>>,
-    /// Scored tokens at the beginning of the completion that the policy, as its own teacher, does not score.
+    /// Number of scored tokens at the beginning of the completion that the policy, as its own teacher, does not score.
     pub teacher_skips: usize,
-    /// The divisor of the tokens in the loss `bnpo`; set where the order of all sequences is known, so not sent to other ranks.
+    /// Divisor of the sequence's tokens for the loss type `bnpo`. It is computed where the order of all sequences is known, and not sent to other
+    /// ranks.
     pub bnpo_divisor: Option<f64>,
-    /// Generation steps between the sampling of each scored token and the step that trains on it, where these are counted.
+    /// Age of each scored token: generation steps from its sampling to the step that trains on it, if counted.
     pub token_ages: Option<Vec<u32>>,
-    /// The sampler's experts of some or all of its tokens, of a model that has some.
+    /// The sampler's experts of some or all tokens, for a model with experts.
     pub routed_experts: RoutedExperts,
-    /// Sequences of all ranks are put in the order of their places; those of one place stay in the order of ranks.
+    /// Sort key of the sequences of all ranks. Sequences of equal `place` are in the order of ranks.
     pub place: u32,
 }
 
-/// The `num_top` most probable tokens of a teacher's distribution at each of some tokens, in their order.
+/// The `num_top` most probable tokens of a teacher's distribution at each scored token, in order.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct TeacherTop {
-    /// Tokens of each distribution.
+    /// Number of tokens per distribution.
     pub num_top: usize,
     /// Ids of the teacher's most probable tokens.
     pub ids: Vec<u32>,
@@ -52,7 +52,7 @@ pub struct TeacherTop {
 }
 
 impl Sequence {
-    /// A sequence of tokens alone; those of the completion are all scored.
+    /// A sequence without log-probabilities; all completion tokens are scored.
     pub fn of_tokens(token_ids: Vec<u32>, prompt_len: usize) -> Self {
         Self {
             loss_mask: vec![true; token_ids.len().saturating_sub(prompt_len)],
@@ -74,7 +74,7 @@ impl Sequence {
         }
     }
 
-    /// A prompt and what was sampled after it.
+    /// A sequence from a prompt and a trajectory.
     pub fn of_trajectory(prompt: &[u32], trajectory: &Trajectory) -> Self {
         let Trajectory { token_ids, loss_mask, rollout_logprobs, routed_experts, .. } = trajectory;
         let scored = rollout_logprobs.iter().zip(loss_mask).filter(|(_, is_scored)| **is_scored);
@@ -87,7 +87,7 @@ impl Sequence {
         }
     }
 
-    /// The completion behind the prompt of its teacher; masked where there is none.
+    /// The same completion after its teacher's prompt; masked if there is none.
     pub fn behind_teacher_prompt(&self) -> Self {
         let prompt = self.teacher_prompt.as_deref().unwrap_or_else(|| self.prompt());
         Self {
@@ -97,8 +97,8 @@ impl Sequence {
         }
     }
 
-    /// Takes the scores of its teacher from the sequence that [`Sequence::behind_teacher_prompt`] gave: NaN where there are none, of
-    /// `num_top` tokens each.
+    /// Copies the teacher's scores from `taught`, the scored result of [`Sequence::behind_teacher_prompt`]. Missing scores become NaN, with `num_top`
+    /// tokens each.
     pub(crate) fn take_teacher_scores(&mut self, taught: Self, num_top: usize) {
         let num_scored = self.num_scored();
         let mut logprobs = taught.teacher_logprobs.unwrap_or_else(|| vec![f32::NAN; num_scored]);
@@ -117,22 +117,22 @@ impl Sequence {
         }
     }
 
-    /// Ids of the prompt.
+    /// Token ids of the prompt.
     pub fn prompt(&self) -> &[u32] {
         &self.token_ids[..self.prompt_len]
     }
 
-    /// Ids of the completion.
+    /// Token ids of the completion.
     pub fn completion(&self) -> &[u32] {
         &self.token_ids[self.prompt_len..]
     }
 
-    /// Number of completion tokens, context included.
+    /// Number of completion tokens, including context.
     pub fn completion_len(&self) -> usize {
         self.token_ids.len() - self.prompt_len
     }
 
-    /// Places of the scored tokens in the completion.
+    /// Positions of the scored tokens in the completion.
     pub fn scored(&self) -> impl Iterator<Item = usize> + '_ {
         self.loss_mask.iter().enumerate().filter(|(_, is_scored)| **is_scored).map(|(at, _)| at)
     }

@@ -1,4 +1,4 @@
-//! The three choices of ZeRO (arXiv 1910.02054) and the groups they are made in.
+//! The three choices of ZeRO (arXiv 1910.02054), and the groups of ranks that they apply to.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -9,31 +9,29 @@ use crate::error::{Error, Result};
 use crate::model::ParamTable;
 use crate::ranks::{Collective, Lane, Mesh};
 
-/// The parts of every unit that this rank keeps, owns and steps. A *slice* is one of S equal ranges of a unit, S being the size
-/// of
-/// the shard group; rank r of the group has slice r. With S < world (hybrid sharding) the replicate group joins the ranks
-/// that have the same slice.
+/// The parts of every unit that this rank stores, owns and steps. A *slice* is one of S equal ranges of a unit, where S is the size of the shard
+/// group; rank r of the group has slice r. If S < world size (hybrid sharding), the replicate group joins the ranks that have the same slice.
 #[derive(Debug, Clone)]
 pub(crate) struct Sharding {
-    /// Ranks that share one copy of the state.
+    /// The shard group: ranks that together hold one copy of the state.
     pub shard: Arc<dyn Collective>,
-    /// Ranks with the same slice in other shard groups.
+    /// The replicate group: ranks with the same slice in other shard groups.
     pub replicate: Arc<dyn Collective>,
-    /// Where both work beside computation.
+    /// Runs collectives of both groups overlapped with computation.
     pub lane: Arc<Lane>,
-    /// Weights stay whole after use (stages 0 to 2).
+    /// Whether weights stay whole after use (stages 0 to 2).
     pub keeps_weights: bool,
-    /// Gradients stay whole after backward (stages 0 and 1).
+    /// Whether gradients stay whole after backward (stages 0 and 1).
     pub keeps_gradients: bool,
-    /// This rank steps the whole unit, not its slice (stage 0).
+    /// Whether this rank steps the whole unit instead of its slice (stage 0).
     pub owns_all: bool,
 }
 
 impl Sharding {
-    /// The choices of `stage` over the mesh's groups; a shard group of one rank has nothing to shard.
+    /// Applies ZeRO stage `stage` to the groups of the mesh. A shard group of one rank has nothing to shard.
     ///
     /// # Errors
-    /// `InvalidValue` for an unknown stage, `InvalidArgument` for a table laid out for another shard group.
+    /// `InvalidValue` for an unknown stage, `InvalidArgument` for a table of another shard group.
     pub(crate) fn new(table: &ParamTable, mesh: &Mesh, stage: u8) -> Result<Self> {
         if stage > 3 {
             return Err(Error::invalid_value("zero.stage", stage, "0, 1, 2 or 3"));
@@ -58,7 +56,7 @@ impl Sharding {
         start..start + slice_len
     }
 
-    /// The elements that this rank steps of a unit of `len`.
+    /// The range of a unit of `len` elements that this rank steps.
     pub(crate) fn owned(&self, len: usize) -> Range<usize> {
         if self.owns_all { 0..len } else { self.slice(len) }
     }
@@ -69,7 +67,7 @@ pub(crate) fn narrow(flat: &Tensor, range: &Range<usize>) -> Tensor {
     flat.narrow(0, range.start as i64, range.len() as i64)
 }
 
-/// The elements that two ranges share.
+/// The intersection of two ranges.
 pub(crate) fn intersection(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
     a.start.max(b.start)..a.end.min(b.end)
 }

@@ -1,5 +1,5 @@
-//! Optimizer state by parameter and element range, so that another world size, stage or shard group can read it. Padding
-//! is left out: only the layout's offsets depend on the number of shards, a parameter's own elements do not.
+//! Optimizer state by parameter and element range, which another world size, stage or shard group can read. Padding is left out: it depends on the
+//! number of shards, but a parameter's elements do not.
 
 use std::ops::Range;
 
@@ -12,63 +12,63 @@ use crate::error::{Error, Result};
 use crate::model::{Param, ParamName, Unit};
 use crate::torch::accumulation_kind;
 
-/// Optimizer state of some consecutive elements of a parameter.
+/// Optimizer state of consecutive elements of a parameter.
 #[derive(Debug)]
 pub struct ParamState {
-    /// The parts that it is made of.
+    /// Which tensors the state consists of.
     pub form: StateForm,
-    /// One for each part of the form, in order.
+    /// One tensor for each part of the form, in order.
     pub tensors: Vec<Tensor>,
 }
 
 impl ParamState {
-    /// AdamW's moments, in the accumulation kind.
+    /// Creates AdamW's state, in the accumulation dtype.
     pub fn adam(master: Tensor, m: Tensor, v: Tensor) -> Self {
         Self { form: StateForm::Adam, tensors: vec![master, m, v] }
     }
 
-    /// One part of it, if its form has that.
+    /// One part of the state, if its form has that.
     pub fn part(&self, part: StatePart) -> Option<&Tensor> {
         let index = self.form.parts().iter().position(|&own| own == part)?;
         self.tensors.get(index)
     }
 }
 
-/// A range of a parameter with its state.
+/// A range of a parameter's elements, with their optimizer state.
 #[derive(Debug)]
 pub struct ParamShard {
     /// The parameter's unit.
     pub unit: Unit,
     /// The parameter.
     pub name: ParamName,
-    /// Which of its elements, in row-major order of the layout's shape.
+    /// Range of elements, in row-major order of the layout's shape.
     pub elements: Range<usize>,
-    /// Optimizer state of the shard.
+    /// Optimizer state of these elements.
     pub state: ParamState,
 }
 
-/// A range of a parameter with the form of its state.
+/// A range of a parameter's elements, with the form of their state.
 #[derive(Debug, Clone)]
 pub struct StateRange {
     /// The parameter's unit.
     pub unit: Unit,
     /// The parameter.
     pub name: ParamName,
-    /// Which of its elements, in row-major order of the layout's shape.
+    /// Range of elements, in row-major order of the layout's shape.
     pub elements: Range<usize>,
-    /// The state that is kept of them.
+    /// The form of their optimizer state.
     pub form: StateForm,
 }
 
 impl Policy {
-    /// Whether [`Policy::export_state`] must be saved on this rank by those `ranks` of the world that write a checkpoint together. Each
-    /// rank of a shard group saves its own slice, at every stage; with several shard groups (hybrid) the first of them does so alone.
+    /// Whether this rank must save [`Policy::export_state`], if the ranks in `ranks` write a checkpoint together. Each rank of a shard group saves
+    /// its own slice, at every stage; with several shard groups (hybrid) only the first one saves.
     pub fn saves_state(&self, ranks: &Range<usize>) -> bool {
         let replicas = &self.sharding.replicate;
         replicas.ranks().iter().find(|rank| ranks.contains(rank)) == Some(&replicas.ranks()[replicas.rank()])
     }
 
-    /// The state that is kept of a parameter's elements.
+    /// The form of the optimizer state of a parameter's elements.
     pub fn state_form(&self, param: &Param) -> StateForm {
         StateForm::of(self.optim(), param)
     }
@@ -83,7 +83,7 @@ impl Policy {
         self.trained_table().units.iter().flat_map(|layout| &layout.params).map(of_param).sum()
     }
 
-    /// The ranges that [`Policy::export_state`] will return, in its order, without a copy.
+    /// The ranges that [`Policy::export_state`] will return, in the same order, without copying.
     pub fn state_ranges(&self) -> impl Iterator<Item = StateRange> + '_ {
         self.shares().map(|(index, param, elements)| StateRange {
             unit: self.trained_table().units[index].unit,
@@ -93,8 +93,8 @@ impl Policy {
         })
     }
 
-    /// Copies this rank's slice on the host, one parameter at a time. Over a shard group the slices make up the whole state
-    /// without overlap. [`Policy::num_updates`] belongs to it.
+    /// Copies this rank's slice of the state to the host, one parameter at a time. The slices of a shard group form the whole state without overlap.
+    /// Save [`Policy::num_updates`] with it.
     ///
     /// # Errors
     /// The errors of the device.
@@ -116,11 +116,11 @@ impl Policy {
         })
     }
 
-    /// Replaces the state of what this rank owns by what `read` returns for each range of a parameter, and the weights by
-    /// its master weights (collective below stage 3). Gradients added so far are left alone.
+    /// Replaces the state of this rank's part by what `read` returns for each range of a parameter, and the weights by its master weights (collective
+    /// below stage 3). Gradients added so far are not changed.
     ///
     /// # Errors
-    /// `InvalidArgument` for a tensor of another length, [`Error::InvalidValue`] for the state of another optimizer, and what `read` returns.
+    /// `InvalidArgument` for a tensor of another length, [`Error::InvalidValue`] for the state of another optimizer, and the errors of `read`.
     pub fn import_state(
         &mut self,
         num_updates: u64,
@@ -147,20 +147,20 @@ impl Policy {
         Ok(())
     }
 
-    /// Some of a parameter's elements, all of them owned by this rank, in its part of the unit.
+    /// The range of elements within this rank's part of the unit. This rank must own all of them.
     fn part(&self, index: usize, param: &Param, elements: &Range<usize>) -> Range<usize> {
         let start = param.offset + elements.start - self.optimizer.owned(index).start;
         start..start + elements.len()
     }
 }
 
-/// The elements of a parameter that lie in a range of its unit.
+/// The elements of a parameter that are in a range of its unit.
 fn share(param: &Param, range: &Range<usize>) -> Range<usize> {
     let inside = intersection(&(param.offset..param.offset + param.numel()), range);
     if inside.is_empty() { 0..0 } else { inside.start - param.offset..inside.end - param.offset }
 }
 
-/// Refuses the state of another optimizer, and tensors of other lengths.
+/// Refuses the state of another optimizer, and tensors of another length.
 fn check(state: &ParamState, form: StateForm, elements: &Range<usize>, (unit, name): (Unit, ParamName)) -> Result<()> {
     let parts = |form: StateForm| form.parts().iter().map(|part| part.name()).collect::<Vec<_>>().join(", ");
     if state.form != form {

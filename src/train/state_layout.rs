@@ -1,5 +1,5 @@
-//! Which state an element has, by its parameter and the optimizer, and where it lies in the state's memory: one row for each part
-//! (master weights, m, v, ..), of all elements that have it in the order of the units.
+//! Which optimizer state each element has, depending on its parameter and the optimizer, and its place in memory. Memory has one row for each part
+//! (master weights, m, v, ..), with all elements that have this part in the order of the units.
 
 use std::ops::Range;
 
@@ -19,22 +19,22 @@ const MIN_8BIT_SIZE: usize = 4096;
 pub enum StatePart {
     /// Master weights.
     Master,
-    /// First moments; of Muon, the momentum.
+    /// First moments; for Muon, the momentum.
     M,
     /// Second moments.
     V,
-    /// 8-bit codes of first moments.
+    /// 8-bit codes of the first moments.
     MCodes,
-    /// 8-bit codes of second moments.
+    /// 8-bit codes of the second moments.
     VCodes,
-    /// The largest first moment of every block of codes.
+    /// The largest absolute first moment of every block of codes.
     MAbsmax,
     /// The largest second moment of every block of codes.
     VAbsmax,
 }
 
 impl StatePart {
-    /// In the order in which their rows lie in memory.
+    /// All parts, in the order of their rows in memory.
     pub const ALL: [Self; 7] =
         [Self::Master, Self::M, Self::V, Self::MCodes, Self::VCodes, Self::MAbsmax, Self::VAbsmax];
 
@@ -51,7 +51,7 @@ impl StatePart {
         }
     }
 
-    /// Element type of the part, where master weights are of kind `wide`.
+    /// Dtype of the part, if master weights have dtype `wide`.
     pub fn kind(self, wide: Kind) -> Kind {
         match self {
             Self::Master | Self::M | Self::V => wide,
@@ -60,33 +60,33 @@ impl StatePart {
         }
     }
 
-    /// Consecutive elements of a parameter that share a value.
+    /// Number of consecutive elements that share one value of this part.
     pub fn elements_per_value(self) -> usize {
         if matches!(self, Self::MAbsmax | Self::VAbsmax) { BLOCK } else { 1 }
     }
 
-    /// Values that some consecutive elements have, the first of which begins a value.
+    /// Number of values of this part for consecutive elements that start at a value's boundary.
     pub fn num_values(self, num_elements: usize) -> usize {
         num_elements.div_ceil(self.elements_per_value())
     }
 }
 
-/// The state that is kept of every element of a parameter.
+/// Which state each element of a parameter has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StateForm {
-    /// AdamW with moments of the master weights' kind.
+    /// AdamW with moments in the master weights' dtype.
     Adam,
-    /// AdamW with moments of 8 bits.
+    /// AdamW with 8-bit moments.
     Adam8bit,
-    /// Muon.
+    /// Muon: master weights and momentum.
     Muon,
 }
 
 impl StateForm {
-    /// Every form.
+    /// All forms.
     pub const ALL: [Self; 3] = [Self::Adam, Self::Adam8bit, Self::Muon];
 
-    /// The tensors of a state of this form.
+    /// The tensors of a state in this form.
     pub fn parts(self) -> &'static [StatePart] {
         use StatePart::{M, MAbsmax, MCodes, Master, V, VAbsmax, VCodes};
         match self {
@@ -96,7 +96,7 @@ impl StateForm {
         }
     }
 
-    /// The `optim` that has it.
+    /// The value of the key `optim` whose optimizer uses this form.
     pub fn optimizer(self) -> &'static str {
         match self {
             Self::Adam => OptimizerName::AdamW.name(),
@@ -105,7 +105,7 @@ impl StateForm {
         }
     }
 
-    /// The form of a parameter's state. Vectors and embeddings keep their moments in 32 bits under every optimizer.
+    /// The form of a parameter's state. Vectors and embeddings have 32-bit moments with every optimizer.
     pub(super) fn of(optim: Optim, param: &Param) -> Self {
         let is_matrix = param.decay && param.name != ParamName::Embedding;
         match optim {
@@ -116,7 +116,7 @@ impl StateForm {
     }
 }
 
-/// Some values of one part, by their place in memory.
+/// A byte range of the optimizer state's memory, and the dtype of the values in it. All values belong to one part, such as the master weights.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Cells {
     pub kind: Kind,
@@ -128,13 +128,13 @@ impl Cells {
         self.bytes.len() / self.kind.elt_size_in_bytes()
     }
 
-    /// A view of them in memory [bytes] of u8.
+    /// A view of these values in the state's memory, a [bytes] u8 tensor.
     pub(super) fn view(&self, memory: &Tensor) -> Tensor {
         memory.narrow(0, self.bytes.start as i64, self.bytes.len() as i64).view_dtype(self.kind)
     }
 }
 
-/// Consecutive elements of a unit's owned part whose state has one form.
+/// Consecutive elements of this rank's part of a unit whose state has one form.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct StateRun {
     pub elements: Range<usize>, // of the owned part
@@ -142,7 +142,7 @@ pub(super) struct StateRun {
     first: [usize; StatePart::ALL.len()], // value in each part's row
 }
 
-/// Where everything lies.
+/// The memory layout of this rank's optimizer state.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct StateLayout {
     wide: Kind,
@@ -151,7 +151,7 @@ pub(super) struct StateLayout {
 }
 
 impl StateLayout {
-    /// The state of what `owned` says of every unit, given its length.
+    /// Computes the layout. `owned` returns the range that this rank owns of a unit of the given length.
     pub(super) fn new(table: &ParamTable, optim: Optim, wide: Kind, owned: impl Fn(usize) -> Range<usize>) -> Self {
         let mut layout = Self { wide, counts: [0; StatePart::ALL.len()], units: Vec::new() };
         for unit in &table.units {
@@ -168,12 +168,12 @@ impl StateLayout {
         layout
     }
 
-    /// Size of all rows.
+    /// Bytes of all rows.
     pub(super) fn bytes(&self) -> usize {
         StatePart::ALL.iter().map(|&part| self.row_bytes(part)).sum()
     }
 
-    /// Runs of a unit's owned part, in order.
+    /// The runs of this rank's part of a unit, in order.
     pub(super) fn runs(&self, index: usize) -> &[StateRun] {
         &self.units[index]
     }
@@ -182,16 +182,16 @@ impl StateLayout {
         self.units.len()
     }
 
-    /// The run that has some elements of a unit's owned part, all of one parameter.
+    /// The run that contains a range of this rank's part of a unit, within one parameter.
     ///
     /// # Panics
-    /// If no run has them.
+    /// If no run contains it.
     pub(super) fn run_of(&self, index: usize, elements: &Range<usize>) -> &StateRun {
         let holds = |run: &&StateRun| run.elements.start <= elements.start && elements.end <= run.elements.end;
         self.units[index].iter().find(holds).unwrap_or_else(|| panic!("{elements:?} of unit {index} in no run"))
     }
 
-    /// Where a part of some elements of a run lies.
+    /// The memory of one state part for a range of elements in a run.
     pub(super) fn cells(&self, run: &StateRun, elements: &Range<usize>, part: StatePart) -> Cells {
         let offset = elements.start - run.elements.start;
         assert!(offset.is_multiple_of(part.elements_per_value()), "{elements:?} begin within a block");
@@ -207,7 +207,7 @@ impl StateLayout {
     }
 }
 
-/// The owned part of a unit by form. What follows a parameter up to the next one is padding and goes with it.
+/// Splits this rank's part of a unit into ranges by form. Padding after a parameter belongs to the parameter before it.
 fn runs(layout: &UnitLayout, optim: Optim, owned: &Range<usize>) -> Vec<(Range<usize>, StateForm)> {
     let starts = layout.params.iter().map(|param| param.offset);
     let ends = starts.clone().skip(1).chain([layout.len]);
@@ -258,7 +258,7 @@ mod tests {
         assert_eq!(StateForm::of(Optim::AdamW8bit, &small(4096)), StateForm::Adam8bit);
     }
 
-    /// Slices hold what the whole does, each block of codes in one of them.
+    /// The slices together hold the whole state, and no block of codes spans two slices.
     #[test]
     fn shards_never_split_a_moment_block() {
         let table = table(3);

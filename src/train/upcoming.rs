@@ -1,8 +1,8 @@
-//! The order in which passes read the units of a model.
+//! The order in which passes need the units of a model.
 
 use crate::model::{ModelSpec, Unit};
 
-/// The units that are gathered while a pass uses `unit`: those that it needs next.
+/// The units to gather while a pass uses `unit`: those that it needs next.
 pub(super) fn upcoming(spec: &ModelSpec, unit: Unit, is_backward: bool) -> Vec<Unit> {
     match (unit, is_backward) {
         (Unit::Embedding, false) => vec![Unit::Block(0)],

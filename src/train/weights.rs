@@ -1,5 +1,5 @@
-//! The network's weights, unit by unit: whole on every rank, or a slice that is gathered for use, beside what is computed
-//! before it.
+//! The network's weights, unit by unit: whole on every rank, or one slice per rank. Slices are gathered for use, overlapped with the computation of
+//! the previous unit.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -14,10 +14,10 @@ use crate::memory::{HostPool, Ledger, MemoryKind};
 use crate::model::{ParamTable, StoredBlock, StoredFormat, Unit, UnitLayout};
 use crate::ranks::Work;
 
-/// Elements that are mixed at once, so that wide copies of them take little memory.
+/// Number of elements that are mixed at once, to limit the memory of their float32 copies.
 const MIXED_LEN: i64 = 8 << 20;
 
-/// Weights in the kind the network computes in.
+/// The network's weights in its compute dtype.
 #[derive(Debug)]
 pub(crate) struct Weights {
     owner: &'static str,
@@ -33,7 +33,7 @@ pub(crate) struct Weights {
     gathered: Vec<Gathered>,     // in use or upcoming
 }
 
-/// A whole unit where weights are sharded or quantised.
+/// A whole unit, gathered or dequantized.
 #[derive(Debug)]
 struct Gathered {
     index: usize,
@@ -42,10 +42,11 @@ struct Gathered {
 }
 
 impl Weights {
-    /// Loads unit by unit, on `owner`'s account in the ledger; `each` sees every whole unit as it comes, with its index.
+    /// Loads the weights unit by unit; the memory ledger records them under `owner`. `each` is called with the index and the tensor of every whole
+    /// unit.
     ///
-    /// The units that are kept have their memory before anything else is there: cut from a larger tensor that has died, a float32 copy of the unit, they
-    /// would keep the rest of that tensor's memory from the driver for good.
+    /// The kept units are allocated before anything else. If they were cut from a larger tensor that dies (a float32 copy of the unit), they would
+    /// keep the rest of its memory allocated for good.
     pub(super) fn load(
         owner: &'static str,
         table: Arc<ParamTable>,
@@ -73,7 +74,7 @@ impl Weights {
         Ok(weights)
     }
 
-    /// Loads weights that never change, with blocks stored in the format of `quantization` (not for sharded ones).
+    /// Loads frozen weights, with blocks stored in the format of `quantization` (only without sharding).
     pub(super) fn load_quantized(
         owner: &'static str,
         table: Arc<ParamTable>,
@@ -104,8 +105,7 @@ impl Weights {
         Ok(weights)
     }
 
-    /// Loads weights into host memory, this rank's slices one after another: units are brought to the device as they are
-    /// gathered.
+    /// Loads this rank's slices into host memory, one after another; units are copied to the device as they are gathered.
     pub(super) fn load_to_host(
         owner: &'static str,
         table: Arc<ParamTable>,
@@ -133,28 +133,28 @@ impl Weights {
         Self { owner, table, sharding, kind, device, pool: None, units, quantization, quantized, spreading, gathered }
     }
 
-    /// The elements that this rank keeps of a unit.
+    /// The range of a unit that this rank stores.
     fn kept(&self, len: usize) -> Range<usize> {
         if self.sharding.keeps_weights { 0..len } else { self.sharding.slice(len) }
     }
 
-    /// Where a unit's slice begins in the pool.
+    /// Byte offset of a unit's slice in the pool.
     fn byte_offset(&self, index: usize) -> usize {
         let before: usize = self.table.units[..index].iter().map(|layout| self.kept(layout.len).len()).sum();
         before * self.kind.elt_size_in_bytes()
     }
 
-    /// How blocks are stored.
+    /// Storage format of the blocks.
     pub(crate) fn quantization(&self) -> Quantization {
         self.quantization
     }
 
-    /// The stored blocks, if they are quantised.
+    /// The stored blocks, if they are quantized.
     pub(crate) fn quantized(&self) -> &[StoredBlock] {
         &self.quantized
     }
 
-    /// A block as it is stored, if it is quantised.
+    /// A block in its stored form, if it is quantized.
     fn quantized_block(&self, unit: Unit) -> Option<&StoredBlock> {
         match unit {
             Unit::Block(layer) => self.quantized.get(layer),
@@ -172,13 +172,13 @@ impl Weights {
         Ok(whole)
     }
 
-    /// The layout that all units follow.
+    /// The layout of all units.
     pub(crate) fn table(&self) -> &Arc<ParamTable> {
         &self.table
     }
 
-    /// A whole unit for use in the network. Where weights are sharded this is collective: those `upcoming` are gathered beside
-    /// what is computed with it, and all others are let go.
+    /// A whole unit for use in the network. If weights are sharded this is collective: it also starts gathering the `upcoming` units, overlapped with
+    /// the computation, and frees all others.
     pub(crate) fn unit(&mut self, unit: Unit, upcoming: &[Unit]) -> Result<Tensor> {
         let index = self.table.index(unit);
         if self.quantized_block(unit).is_some() {
@@ -221,7 +221,7 @@ impl Weights {
         Ok(())
     }
 
-    /// A whole unit: itself where weights are kept whole, else a new tensor gathered from the shard group (collective).
+    /// A whole unit: the stored tensor if weights are kept whole, else a new tensor gathered from the shard group (collective).
     pub(crate) fn gather(&self, unit: Unit) -> Result<Tensor> {
         let index = self.table.index(unit);
         if let Some(block) = self.quantized_block(unit) {
@@ -236,8 +236,8 @@ impl Weights {
         Ok(whole)
     }
 
-    /// Whole units of which each rank of the shard group gets the one that it wants, and no other's: `wanted` has one for each rank, or
-    /// none. This rank's, as [`Weights::gather`] gives it (collective).
+    /// Gathers whole units, each only on the rank of the shard group that wants it: `wanted` has for each rank the unit it wants, or none. Returns
+    /// this rank's unit as in [`Weights::gather`] (collective).
     pub(crate) fn gather_wanted(&self, wanted: &[Option<Unit>]) -> Result<Option<Tensor>> {
         let (shard, own) = (&self.sharding.shard, wanted[self.sharding.shard.rank()]);
         if self.sharding.keeps_weights {
@@ -256,7 +256,7 @@ impl Weights {
         own.map(whole).transpose()
     }
 
-    /// This rank's part of a unit, on the device: itself, or a copy where weights live on the host.
+    /// This rank's slice of a unit on the device: the stored tensor, or a copy if weights are on the host.
     fn slice(&self, index: usize) -> Result<Tensor> {
         let Some(pool) = &self.pool else { return Ok(self.units[index].shallow_clone()) };
         let kept = self.kept(self.table.units[index].len);
@@ -265,8 +265,8 @@ impl Weights {
         Ok(slice)
     }
 
-    /// Makes of every element `(1 - alpha)` of itself and `alpha` of that in `other`, which is laid out alike over the same ranks and
-    /// keeps at least as much. Both are rounded to the kind one after the other, as torch's `mul_` and `add_` do.
+    /// Mixes every element: `(1 - alpha)` of itself plus `alpha` of that in `other`, which has the same layout over the same ranks and stores at
+    /// least as much. The two terms are rounded to the dtype one after the other, as torch's `mul_` and `add_` do.
     pub(crate) fn mix_in(&mut self, other: &Self, alpha: f64) -> Result<()> {
         self.gathered.clear();
         self.sharding.lane.join()?;
@@ -286,7 +286,7 @@ impl Weights {
         Ok(())
     }
 
-    /// This rank's slice of a unit, to be written; call [`Weights::spread`] after it.
+    /// This rank's slice of a unit, for writing; call [`Weights::spread`] afterwards.
     pub(crate) fn owned(&mut self, index: usize) -> Result<Tensor> {
         self.settle(index)?;
         let unit = &self.units[index];
@@ -294,7 +294,7 @@ impl Weights {
         Ok(if self.sharding.keeps_weights { whole() } else { unit.shallow_clone() })
     }
 
-    /// Brings what the ranks of the shard group own of a unit to all that keep the whole (collective), beside what follows.
+    /// Broadcasts the slices of a unit to all ranks that keep it whole (collective), overlapped with later work.
     pub(crate) fn spread(&mut self, index: usize) -> Result<()> {
         self.gathered.clear();
         if !self.sharding.keeps_weights || self.sharding.owns_all {
@@ -307,7 +307,7 @@ impl Weights {
         Ok(())
     }
 
-    /// Lets libtorch wait for a unit's new weights.
+    /// Makes libtorch's stream wait for a unit's new weights.
     fn settle(&mut self, index: usize) -> Result<()> {
         self.spreading[index].take().map_or(Ok(()), Work::hold_libtorch)
     }
@@ -318,9 +318,9 @@ impl Weights {
     }
 }
 
-/// `target = (1 - alpha) target + alpha source` of flat tensors, as TRL's `SyncRefModelCallback` computes it: `mul_`, which rounds, and
-/// `add_` with a factor of float32, which rounds the sum alone. (torch's CPU rounds the factor of bfloat16 tensors to bfloat16, its CUDA
-/// kernels do not.)
+/// `target = (1 - alpha) target + alpha source` on flat tensors, computed like TRL's `SyncRefModelCallback`: `mul_`, which rounds, then `add_` with a
+/// float32 multiplier, which rounds only the sum. (torch's CPU kernels round the multiplier to bfloat16 for bfloat16 tensors, its CUDA kernels do
+/// not.)
 fn mix(target: &Tensor, source: &Tensor, alpha: f64) -> Result<()> {
     let factor = f64::from(alpha as f32);
     for (target, source) in target.f_split(MIXED_LEN, 0)?.iter_mut().zip(source.f_split(MIXED_LEN, 0)?) {
@@ -331,7 +331,7 @@ fn mix(target: &Tensor, source: &Tensor, alpha: f64) -> Result<()> {
     Ok(())
 }
 
-/// A unit as `source` has it, of the layout's length.
+/// A unit from `source`; its length must match the layout.
 fn whole(layout: &UnitLayout, source: &dyn Fn(&UnitLayout) -> Result<Tensor>) -> Result<Tensor> {
     let flat = source(layout)?;
     if flat.size() == [layout.len as i64] {

@@ -1,9 +1,9 @@
-//! Batches that engines with ranks of their own sample before the steps that train on them (`split.async_steps`).
+//! Sampling ahead in split mode (`split.async_steps`): engines on their own ranks sample batches before the steps that train on them.
 //!
-//! While the trainers make the update of step t, the engines go on with the batches of steps t + 1 to t + N, by the weights from
-//! before that update. Without `split.in_flight_updates` they complete all of them; in the long run that is the batch of step t + N.
-//! With it they pause as soon as the trainers are done and the batch of step t + 1 is complete, take the newest weights and
-//! go on: a batch with a few very long completions then holds nobody up while there are others in the queue.
+//! While the trainers update on the batch of step t, the engines sample the batches of steps t + 1 to t + N, with the weights from before that
+//! update. Without `split.in_flight_updates` they complete all of them; in a steady state that is the batch of step t + N. With it they pause as soon
+//! as the trainers are done and the batch of step t + 1 is complete, load the newest weights and continue. A batch with a few very long completions
+//! then delays nothing while other batches are queued.
 
 use super::batches::{DataPosition, SampledBatch};
 use super::preflight::Preflight;
@@ -22,18 +22,18 @@ use crate::train::Sequence;
 use crate::types::RolloutGroup;
 use crate::update::{UpdateOptions, UpdateOutcome};
 
-/// The work of engines that do none beside an update.
+/// A placeholder for engines that do no work during an update.
 type NoWork = fn(&mut RolloutEngine<'_>) -> Result<()>;
 
-/// A batch that was drawn before the step that trains on it.
+/// A batch that was sampled before the step that trains on it.
 #[derive(Debug)]
 pub(super) struct QueuedBatch {
-    /// Updates that are made before it is trained on.
+    /// Number of updates before the one that trains on this batch.
     global_step: u64,
     /// This rank's groups.
     groups: Vec<QueuedGroup>,
     pub before: DataPosition,
-    /// The batch of a run that replaces groups, complete from the first.
+    /// The finished batch, in a run that replaces groups.
     replaced: Option<SampledBatch>,
 }
 
@@ -53,7 +53,7 @@ impl QueuedBatch {
         self.replaced.unwrap_or_else(|| SampledBatch::of_groups(complete, done, self.before))
     }
 
-    /// This rank's groups as a checkpoint has them.
+    /// This rank's groups in the format of a checkpoint.
     fn to_carried(&self) -> Vec<CarriedGroup> {
         let saved = |QueuedGroup { row, sampled }: &QueuedGroup| {
             let RolloutGroup { first_step, completions, .. } = &sampled.group;
@@ -68,7 +68,7 @@ impl QueuedBatch {
     }
 }
 
-/// Whether a run goes on with batches of a checkpoint, which it otherwise draws and samples again.
+/// Whether batches from a checkpoint can be continued. If not, the run samples them again.
 fn goes_on(saved: &[SavedBatch], config: &Config, num_prompts: usize) -> bool {
     let suits = |group: &CarriedGroup| group.suits(config.num_generations);
     let is_whole = |batch: &SavedBatch| batch.groups.len() == num_prompts && batch.groups.iter().all(suits);
@@ -76,14 +76,14 @@ fn goes_on(saved: &[SavedBatch], config: &Config, num_prompts: usize) -> bool {
     saves_ahead(config) && saved.len() <= config.split.async_steps && is_first_complete && saved.iter().all(is_whole)
 }
 
-/// Whether batches ahead are saved. Tools and environments end with their process, and groups that others may replace are known by
-/// their rewards.
+/// Whether batches sampled ahead are saved in checkpoints. Tools and environments end with their process, so their trajectories cannot be. With
+/// replacement, too, they are not, because it depends on rewards that are not saved.
 fn saves_ahead(config: &Config) -> bool {
     !config.tools.takes_turns() && config.dynamic_sampling != DynamicSampling::Replace
 }
 
 impl Trainer {
-    /// Goes on with the batches that the run of `checkpoint` had sampled ahead, or samples them again if this run has other keys.
+    /// Continues the batches that the run of `checkpoint` had sampled ahead, or samples them again if this run's configuration differs.
     pub(super) fn restore_ahead(&mut self, checkpoint: &Checkpoint, preflight: &Preflight) -> Result<()> {
         let saved = checkpoint.state.ahead.as_slice();
         let Some(next) = saved.first() else { return Ok(()) };
@@ -102,7 +102,7 @@ impl Trainer {
         Ok(())
     }
 
-    /// This rank's groups of a batch of a checkpoint. Complete ones are scored again.
+    /// This rank's groups of a batch from a checkpoint. Complete groups are scored again.
     fn restored(&mut self, saved: &SavedBatch, tokenizer: &Tokenizer) -> Result<QueuedBatch> {
         let SavedBatch { global_step, before, groups } = saved;
         let (own, max_steps) = (self.share(groups.len()), self.max_steps());
@@ -127,7 +127,7 @@ impl Trainer {
         })
     }
 
-    /// The queue as a checkpoint has it, empty where its batches are to be sampled again; collective over the world.
+    /// The queue in the format of a checkpoint; empty if its batches are to be sampled again. Collective over the world.
     pub(super) fn saved_ahead(&self) -> Result<Vec<SavedBatch>> {
         if self.generation.ahead.is_empty() || !saves_ahead(&self.config) {
             return Ok(Vec::new());
@@ -143,8 +143,8 @@ impl Trainer {
         Ok(saved.collect())
     }
 
-    /// Trains on a batch. Engines that have nothing else to do sample later ones meanwhile, but none beyond a checkpoint or an
-    /// evaluation: a run that is resumed from there waits for none, and failed rewards of a batch under way are not the evaluation's.
+    /// Trains on a batch. Engines without other work sample later batches meanwhile, but none beyond a checkpoint or an evaluation. So a run resumed
+    /// from there misses no batch, and failed rewards of a batch under way do not count in the evaluation.
     pub(super) fn update_policy(&mut self, sequences: &[Sequence]) -> Result<UpdateOutcome> {
         let options = self.update_options();
         let num_ahead = self.num_ahead(&options);
@@ -170,7 +170,7 @@ impl Trainer {
         (1..=self.config.split.async_steps).take_while(|&num_batches| is_free(after(num_batches))).count()
     }
 
-    /// Updates that are made after the present batch and `num_batches - 1` others.
+    /// Number of updates after the present batch and `num_batches - 1` more.
     fn global_step_after(&self, options: &UpdateOptions, num_batches: usize) -> u64 {
         let of_each = (options.num_iterations * options.updates_per_generation) as u64;
         let later = (num_batches - 1) as u64 * of_each;
@@ -218,7 +218,8 @@ impl Trainer {
         Ok(model.update(sequences, options, &*output, Some(beside))?.outcome)
     }
 
-    /// Batches with replacement begin where the one before them ended, which engines alone know at first.
+    /// Trains while engines sample the next batch with replacement. That batch begins in the data where the previous one ended, which at first only
+    /// the engines know.
     fn update_beside_replacement(
         &mut self,
         sequences: &[Sequence],
@@ -252,7 +253,7 @@ impl Trainer {
     }
 }
 
-/// Whether the first trainer has made its update, as the first rank of the engine sees it.
+/// Whether trainer 0 has finished its update; rank 0 of the engine decides for all of its ranks.
 fn trainers_wait(world: &World, pause_group: Option<&HostGroup>) -> Result<bool> {
     let is_waiting = world.is_waiting(0);
     match pause_group {

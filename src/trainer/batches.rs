@@ -1,4 +1,4 @@
-//! Generation batches: drawn, sampled, and the place in the data where each was drawn.
+//! Generation batches, with the place in the data before each was drawn.
 
 use super::carry::Carry;
 use super::verdict::Tally;
@@ -7,12 +7,12 @@ use crate::data::SamplerState;
 use crate::reward::RewardTicket;
 use crate::types::RolloutGroup;
 
-/// A generation batch to be sampled.
+/// A generation batch to sample.
 #[derive(Debug)]
 pub(super) struct GenerationBatch {
-    /// Groups that this rank begins or goes on with.
+    /// Groups that this rank begins or continues.
     pub begun: Vec<CarriedGroup>,
-    /// The groups in the form that the engine takes.
+    /// These groups in the engine's format.
     pub groups: Vec<RolloutGroup>,
     pub before: DataPosition,
 }
@@ -24,7 +24,7 @@ pub(super) struct DataPosition {
     pub carried: Vec<CarriedGroup>,
 }
 
-/// Groups of which nothing is sampled yet, of the same rows.
+/// New groups of the same rows, without sampled tokens.
 pub(super) fn begun_anew(groups: &[CarriedGroup]) -> Vec<CarriedGroup> {
     groups.iter().map(|group| CarriedGroup::new(group.row)).collect()
 }
@@ -36,25 +36,25 @@ pub(super) struct PlacedGroup {
     pub group: RolloutGroup,
 }
 
-/// A batch that is not trained on yet; it may have been sampled while the one before it was, with the weights from before that.
+/// A sampled batch before its training. It may have been sampled during the previous batch's update, with the weights from before that.
 #[derive(Debug)]
 pub(super) struct SampledBatch {
     /// This rank's groups.
     pub groups: Vec<RolloutGroup>,
-    /// The place of each in the order of the data; none where the order of ranks is that.
+    /// The place of each group in the order of the data; empty if that is the order of ranks.
     pub places: Vec<u32>,
-    /// This rank's groups that are left out.
+    /// This rank's groups that are left out of training.
     pub dropped: Vec<PlacedGroup>,
-    /// Groups of all ranks, where some may be left out.
+    /// Counts over the groups of all ranks, if some may be left out.
     pub tally: Option<Tally>,
-    /// Tickets of the rewards that are still to be awaited, one a group; none where they are there.
+    /// Tickets of the rewards that are still awaited, one per group; `None` if the rewards are there.
     pub tickets: Option<Vec<RewardTicket>>,
     pub before: DataPosition,
     pub carry: Carry,
 }
 
 impl SampledBatch {
-    /// A batch that takes all of its groups.
+    /// A batch in which no group is left out.
     pub fn of_groups(groups: Vec<RolloutGroup>, tickets: Vec<RewardTicket>, before: DataPosition) -> Self {
         let (places, dropped, carry) = (Vec::new(), Vec::new(), Carry::default());
         Self { groups, places, dropped, tally: None, tickets: Some(tickets), before, carry }

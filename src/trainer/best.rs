@@ -1,25 +1,25 @@
-//! Which evaluation was the best so far, and whether the run has stopped to become better. Both follow from the lines of the run, so
-//! a resumed run knows them, and every rank knows the same.
+//! Finds the best evaluation so far and decides on early stopping. Both follow from the run's log, so a resumed run and every rank get the same
+//! result.
 
 use super::Trainer;
 use crate::checkpoint::{Checkpoint, folder_of_step, writes_folder};
 use crate::error::{Error, Result};
 use crate::ranks::any_rank;
 
-/// The best evaluation.
+/// The best evaluation so far.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Best {
-    /// Step of its weights.
+    /// Step of the evaluated weights.
     pub step: u64,
     /// Value of the metric that decides.
     pub value: f64,
-    /// Evaluations at the end of the run so far, in a row, that are not better.
+    /// Number of consecutive newest evaluations that were not better.
     num_worse: usize,
 }
 
 impl Best {
-    /// The best of `evaluations` (step, value). To end a row of worse ones, an evaluation must be better by more than `threshold`,
-    /// as in transformers' `EarlyStoppingCallback`.
+    /// The best of `evaluations` (step, value). To reset the count of worse evaluations, one must be better by more than `threshold`, as in
+    /// transformers' `EarlyStoppingCallback`.
     fn of(evaluations: impl Iterator<Item = (u64, f64)>, is_greater_better: bool, threshold: f64) -> Option<Self> {
         let sign = if is_greater_better { 1.0 } else { -1.0 };
         evaluations.fold(None, |best: Option<Self>, (step, value)| {
@@ -40,19 +40,19 @@ impl Trainer {
         Best::of(trained, keys.is_greater_better(), keys.early_stopping_threshold)
     }
 
-    /// Whether this step's evaluation is the best, and its checkpoint is to be kept.
+    /// Whether this step's evaluation is the best, so that its checkpoint must be kept.
     pub(super) fn is_best(&self) -> bool {
         self.config.best.load_best_model_at_end
             && self.best().is_some_and(|best| best.step == self.progress.global_step)
     }
 
-    /// Whether enough evaluations in a row were no better.
+    /// Whether as many consecutive evaluations as `early_stopping_patience` were no better.
     pub(super) fn is_exhausted(&self) -> bool {
         let Some((patience, best)) = self.config.best.early_stopping_patience.zip(self.best()) else { return false };
         best.num_worse >= patience
     }
 
-    /// Refuses a metric that the evaluations do not have, once there is one.
+    /// After the first evaluation, refuses a metric name that evaluations do not have.
     pub(super) fn check_metric(&self) -> Result<()> {
         let keys = &self.config.best;
         let wanted = keys.load_best_model_at_end || keys.early_stopping_patience.is_some();
@@ -63,7 +63,7 @@ impl Trainer {
         Err(Error::invalid_value("metric_for_best_model", keys.metric(), format!("one of {}", names.join(", "))))
     }
 
-    /// Says why the run ends before its last step.
+    /// Prints why the run stops before its last step.
     pub(super) fn tell_early_stop(&self) {
         let (metric, step) = (self.config.best.metric(), self.progress.global_step);
         if let Some(Best { step: best, value, num_worse }) = self.best() {
@@ -74,8 +74,8 @@ impl Trainer {
         }
     }
 
-    /// Takes the weights of the best evaluation back, if the configuration asks for it, and returns the step that the final model is
-    /// from; collective over the world.
+    /// Loads the weights of the best evaluation, if `load_best_model_at_end` is set. Returns the step that the final model is from. Collective over
+    /// the world.
     pub(super) fn load_best(&mut self) -> Result<u64> {
         let now = self.progress.global_step;
         let best = self.best().filter(|best| self.config.best.load_best_model_at_end && best.step != now);

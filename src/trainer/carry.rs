@@ -1,6 +1,6 @@
-//! Groups under way. A step begins `oversample` more of them than it takes; those that are not complete when it ends go on
-//! in the next one (`partial_rollout`). All ranks know all that are carried and deal them out anew, so that what goes on does
-//! not depend on who began it; but where keys and values are kept, to the engine that has them, and with tools to the rank that has them.
+//! Groups carried from step to step (`partial_rollout`). A step begins `oversample` more groups than it trains on; those that are unfinished at its
+//! end continue in the next step. All ranks know all carried groups and distribute them again, so that results do not depend on the rank that began a
+//! group. But if keys and values are kept, a group stays with the engine that has them, and with tools it stays with the rank that has them.
 
 use crate::config::Config;
 use crate::metrics::{Reduce, StepMetrics};
@@ -8,31 +8,31 @@ use crate::rollout::EngineStats;
 use crate::types::Place;
 use crate::types::{RolloutGroup, Trajectory};
 
-/// Counts of this rank's tokens in a step: taken, carried and dropped.
+/// Counts of this rank's tokens in a step: trained on, carried and dropped.
 #[derive(Debug, Default)]
 pub(super) struct Carry {
-    /// Tokens of the groups that were taken, those of earlier steps among them, and the steps since each was sampled, summed up.
+    /// Tokens of the groups that are trained on, including those sampled in earlier steps; and the sum of their ages in steps.
     num_taken: usize,
     num_continued: usize,
     token_age: u64,
-    /// Steps since the first of them was begun.
+    /// Steps since the oldest of them was begun.
     oldest: u64,
-    /// Tokens sampled in this step, and those that nobody will train on.
+    /// Tokens sampled in this step, and those that will never be trained on.
     pub num_sampled: usize,
     pub num_discarded: usize,
-    /// Groups that the next step goes on with.
+    /// Groups that the next step continues.
     pub num_carried: usize,
-    /// Counts of the engine, of which this is one rank.
+    /// Counters of this rank's engine.
     engine: EngineStats,
 }
 
 impl Carry {
-    /// Counts of a step in which the engine had these.
+    /// Starts the counts of a step from the engine's counters.
     pub fn new(engine: EngineStats) -> Self {
         Self { engine, ..Self::default() }
     }
 
-    /// Counts a group that `step` takes, of which `num_continued` tokens were sampled before.
+    /// Counts a group that `step` trains on; `num_continued` of its tokens were sampled before.
     pub fn take(&mut self, num_continued: usize, group: &RolloutGroup, step: u64) {
         let of_sampled = |completion: &Trajectory| -> Vec<u64> {
             let versions = completion.weight_versions.iter().zip(&completion.loss_mask);
@@ -50,8 +50,8 @@ impl Carry {
         }
     }
 
-    /// Staleness is in steps between a token's sampling and the training on it. Tokens computed again are those of preempted
-    /// sequences, too.
+    /// Adds the metrics. Staleness is the number of steps from sampling a token to training on it. Recomputed tokens include those of preempted
+    /// sequences.
     pub(super) fn add_metrics(&self, metrics: &mut StepMetrics, config: &Config) {
         if config.oversample == 0.0 {
             return;
@@ -71,18 +71,18 @@ impl Carry {
     }
 }
 
-/// Tokens that were sampled so far.
+/// Number of tokens that were sampled so far.
 pub(super) fn num_sampled(completions: &[Trajectory]) -> usize {
     completions.iter().map(Trajectory::num_sampled).sum()
 }
 
-/// Leaves carried groups, which follow one another by ranks, with the ranks that have them, `counts` each.
+/// Splits carried groups, which are in rank order, into `counts[rank]` groups per rank, so that each stays with its rank.
 pub(super) fn with_their_ranks<T>(carried: Vec<T>, counts: &[usize]) -> Vec<Vec<T>> {
     let mut carried = carried.into_iter();
     counts.iter().map(|count| carried.by_ref().take(*count).collect()).collect()
 }
 
-/// Spreads carried groups, the long ones, over the ranks.
+/// Distributes carried groups, which are long, over the ranks in turn.
 pub(super) fn one_by_one<T: Clone>(carried: Vec<T>, num_ranks: usize) -> Vec<Vec<T>> {
     let mut shares = vec![Vec::new(); num_ranks];
     for (index, group) in carried.into_iter().enumerate() {
@@ -91,8 +91,8 @@ pub(super) fn one_by_one<T: Clone>(carried: Vec<T>, num_ranks: usize) -> Vec<Vec
     shares
 }
 
-/// Leaves carried groups with their engines: all of them complete, and so carry, as many for each of their ranks, which follow
-/// one another.
+/// Splits carried groups so that each stays with its engine. All engines complete, and so carry, equally many groups per rank, and their ranks are
+/// contiguous.
 pub(super) fn in_order<T: Clone>(carried: &[T], num_ranks: usize) -> Vec<Vec<T>> {
     (0..num_ranks).map(|rank| carried[Place { rank, size: num_ranks }.share(carried.len())].to_vec()).collect()
 }
@@ -131,7 +131,7 @@ mod tests {
         assert_eq!(deal((90..97).collect(), 0..0), [vec![90, 92, 94, 96], vec![91, 93, 95]]);
     }
 
-    /// Engines of two ranks, which complete three groups of their six each, in whatever order of ranks.
+    /// Two engines of two ranks each complete three of their six groups, in any order of ranks.
     #[test]
     fn groups_with_a_kept_cache_stay_on_their_engine() {
         let mut shares: Vec<Vec<(usize, usize)>> = vec![Vec::new(); 4]; // (engine, number)

@@ -1,5 +1,5 @@
-//! The construction of a trainer: everything is read and checked before anything is trained. [`TrainerBuilder`] takes functions of the
-//! caller's own and starts rewards and tools; `load` reads model and rows; `assemble` puts the parts together.
+//! Constructs a trainer: all inputs are read and checked before anything is trained. [`TrainerBuilder`] takes the caller's functions and starts
+//! rewards and tools; `load` reads model and rows; `assemble` creates the trainer.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -33,7 +33,7 @@ use crate::torch;
 use crate::train::Schedule;
 use crate::types::RolloutGroup;
 
-/// Makes a [`Trainer`] that calls functions of the program: [`Trainer::builder`]. Every rank gives the same ones.
+/// Builds a [`Trainer`] that calls functions of the program; see [`Trainer::builder`]. Every rank must pass the same functions.
 ///
 /// ```no_run
 /// # use std::sync::Arc;
@@ -75,8 +75,8 @@ impl TrainerBuilder {
         Self { config, world, rewards: Vec::new(), pool: None, tools: None, functions: Functions::default() }
     }
 
-    /// Adds a reward by the `name` that `reward_funcs` has for it. It is called on threads of its own while others are sampled; an
-    /// error masks the sample.
+    /// Adds a reward function under its `name` in `reward_funcs`. It is called on separate threads while sampling continues. If it returns an error,
+    /// the sample is masked.
     pub fn reward(
         mut self,
         name: &str,
@@ -86,15 +86,15 @@ impl TrainerBuilder {
         self
     }
 
-    /// Calls `assign` with this rank's groups of each step, after the configured advantages are in them, to set
+    /// Calls `assign` with this rank's groups of each step, after the configured advantages were computed, so that it can set
     /// [`Trajectory::advantage`](crate::Trajectory::advantage).
     pub fn advantages(mut self, assign: impl Fn(&mut [RolloutGroup]) -> Result<()> + 'static) -> Self {
         self.functions.advantages = Some(Box::new(assign));
         self
     }
 
-    /// Trains with `loss` in place of the configured objective: a micro-batch's contribution, a scalar, whose gradient by
-    /// `LossInput::logprobs` libtorch finds. [`LossFunction`] has the details.
+    /// Trains with `loss` instead of the configured objective. It returns a micro-batch's contribution, a scalar; libtorch computes its gradient with
+    /// respect to `LossInput::logprobs`. See [`LossFunction`].
     pub fn loss(
         mut self,
         loss: impl Fn(&LossInput<'_>, &Denominators) -> Result<Tensor> + Send + Sync + 'static,
@@ -109,23 +109,23 @@ impl TrainerBuilder {
         self
     }
 
-    /// Takes the pool of the configuration's rewards, whose processes can so be started before the world is joined.
+    /// Takes an existing reward pool, so that its processes can be started before the world is joined.
     pub(crate) fn reward_pool(mut self, pool: RewardPool) -> Self {
         self.pool = Some(pool);
         self
     }
 
-    /// Takes the process of the configuration's tools, started before the world is joined.
+    /// Takes an existing tool process, started before the world is joined.
     pub(crate) fn tool_process(mut self, tools: Option<ToolProcess>) -> Self {
         self.tools = tools;
         self
     }
 
-    /// Loads model, data and tokenizer, and resumes where the configuration says so; collective over the world. Rewards in
-    /// processes of their own are started now.
+    /// Loads model, data and tokenizer, and resumes if the configuration says so; collective over the world. Starts the processes of rewards unless a
+    /// pool was passed.
     ///
     /// # Errors
-    /// Everything that is wrong with configuration, files or memory, before anything is trained.
+    /// All errors of configuration, files or memory, before anything is trained.
     pub fn build(self) -> Result<Trainer> {
         let Self { config, world, rewards, pool, tools, functions } = self;
         let tools = world.agree(tools.map_or_else(|| ToolProcess::start(&config), |tools| Ok(Some(tools))))?;
@@ -154,7 +154,7 @@ impl TrainerBuilder {
     }
 }
 
-/// Refuses functions that would not be called, and keys that a loss of the caller's own leaves without effect.
+/// Refuses functions that would not be called, and configuration keys that have no effect with a custom loss.
 fn check(config: &Config, rewards: &[(String, RewardFunction)], functions: &Functions) -> Result<()> {
     if let Some((name, _)) = rewards.iter().find(|(name, _)| !config.reward_funcs.contains(name)) {
         let expected = format!("a list that contains \"{name}\", a reward function passed by the calling program");
@@ -166,7 +166,7 @@ fn check(config: &Config, rewards: &[(String, RewardFunction)], functions: &Func
     Ok(())
 }
 
-/// Arms the injected fault, if there is one: in the first attempt of a run alone, so that a restart gets past it.
+/// Arms the configured fault injection, only in a run's first attempt, so that a restart succeeds.
 fn arm_fault(config: &Config, world: &World) {
     let fault = config.fault.as_ref().filter(|_| world.attempt() == 0).and_then(|fault| fault.parse().ok());
     let device = world.device();
@@ -174,7 +174,7 @@ fn arm_fault(config: &Config, world: &World) {
     phase::arm_fault(fault, world.rank());
 }
 
-/// Loads everything; collective over the world.
+/// Loads model, tokenizer, rows and rewards; collective over the world.
 fn load(
     config: Config,
     world: Arc<World>,
@@ -213,23 +213,23 @@ fn load(
     assemble(config, world, parts)
 }
 
-/// The parts of a trainer beside its configuration.
+/// The parts of a trainer, without its configuration.
 pub(crate) struct TrainerParts<'a> {
     pub preflight: Preflight,
-    /// Whole units of the initial weights.
+    /// Returns whole units of the initial weights.
     pub weights: &'a dyn Fn(&UnitLayout) -> Result<Tensor>,
     pub rewards: RewardPool,
-    /// The tools of a run that has some.
+    /// The process of the run's tools, if any.
     pub tools: Option<ToolProcess>,
     pub rows: TrainingRows,
     pub source: ModelSource,
     pub checkpoint: Option<Checkpoint>,
     pub claim: Option<Claim>,
-    /// Whether metrics, checkpoints and the report are kept.
+    /// Whether metrics, checkpoints and the report are written.
     pub writes_files: bool,
 }
 
-/// Puts the parts together; collective over the world.
+/// Creates the trainer from its parts; collective over the world.
 pub(crate) fn assemble(config: Config, world: Arc<World>, parts: TrainerParts<'_>) -> Result<Trainer> {
     let TrainerParts { preflight, weights, rewards, tools, rows, source, writes_files, .. } = parts;
     let config = config.sharing(preflight.plan.sequence_parallel_size);

@@ -1,4 +1,4 @@
-//! Solve rates of rows, by which the sampler takes those that teach little less often.
+//! Curriculum by solve rates: the sampler draws rows that are always or never solved less often.
 
 use std::collections::HashMap;
 
@@ -11,24 +11,24 @@ use crate::metrics::{Reduce, StepMetrics};
 use crate::ranks::all_gather_json;
 use crate::types::RolloutGroup;
 
-/// The row of every prompt, where solve rates are kept.
+/// The row index of every prompt id, if solve rates are recorded.
 #[derive(Debug, Default)]
 pub(super) struct RowsById(HashMap<u64, usize>);
 
 impl RowsById {
-    /// Empty where no rates are kept.
+    /// Builds the map; empty if no solve rates are recorded.
     pub fn new(config: &Config, dataset: &Dataset) -> Self {
         let prompts = dataset.prompts().iter().filter(|_| config.curriculum.solve_rate.is_some());
         Self(prompts.enumerate().map(|(row, prompt)| (prompt.id, row)).collect())
     }
 }
 
-/// Completions of a row that have a verdict, and those of them that are solved.
+/// Row index, number of completions with a binary reward, and number of solved ones.
 type Solved = (usize, u32, u32);
 
 impl Trainer {
-    /// Books how many completions of each sampled row are solved, on all ranks alike, where there is a curriculum; collective over the
-    /// world then. Returns the share of all of them, which is NaN where none has a verdict.
+    /// Records how many completions of each sampled row are solved, equally on all ranks; collective over the world if there is a curriculum. Returns
+    /// the share of solved completions, NaN if none has a binary reward.
     pub(super) fn observe_solved<'a>(&mut self, groups: impl Iterator<Item = &'a RolloutGroup>) -> Result<Option<f64>> {
         if self.config.curriculum.solve_rate.is_none() {
             return Ok(None);
@@ -51,7 +51,7 @@ impl Trainer {
         Ok(Some(f64::from(total) / f64::from(count)))
     }
 
-    /// Metrics of the curriculum, where there is one.
+    /// Adds the metrics of the curriculum, if there is one.
     pub(super) fn add_curriculum_metrics(&self, metrics: &mut StepMetrics, solve_rate: Option<f64>) {
         let Some(solve_rate) = solve_rate else { return };
         let [num_hard, num_easy] = self.data.sampler.num_resting();

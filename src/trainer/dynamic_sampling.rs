@@ -1,4 +1,4 @@
-//! Groups that teach nothing: counted, left out of the update, and the end of a run that samples nothing else.
+//! Dynamic sampling: groups without a learning signal are counted and left out of the update. A run that samples only such groups is ended.
 
 use super::batches::{DataPosition, PlacedGroup, SampledBatch};
 use super::fruitless::MAX_STEPS;
@@ -14,7 +14,7 @@ use crate::ranks::all_gather_json;
 use crate::types::RolloutGroup;
 
 impl Trainer {
-    /// Samples the next batch with the newest weights, and replaces groups without a signal. Collective over the world.
+    /// Samples the next batch with the newest weights, and replaces groups without a learning signal. Collective over the world.
     pub(super) fn sample_with_replacement(&mut self) -> Result<SampledBatch> {
         let (before, params) = (self.data.position(), self.sampling_params());
         let (candidates, quota, max_steps) = (self.candidates()?, self.group_quota(), self.max_steps());
@@ -30,12 +30,12 @@ impl Trainer {
         self.take_drawn(before, drawn.into_iter().next())
     }
 
-    /// The first rows of a step with replacement.
+    /// The first candidate rows of a step with replacement.
     pub(super) fn candidates(&self) -> Result<Candidates> {
         Candidates::first(self.data.sampler.clone(), self.batch.num_prompts)
     }
 
-    /// How many groups a step with replacement takes, and which.
+    /// How many groups a step with replacement needs, and which groups qualify.
     pub(super) fn group_quota(&self) -> GroupQuota {
         let config = &self.config;
         GroupQuota {
@@ -47,13 +47,13 @@ impl Trainer {
         }
     }
 
-    /// Most groups that a step begins: no row comes twice.
+    /// Maximum number of groups that a step begins. No row is used twice in a step.
     fn max_groups(&self) -> usize {
         let asked = self.batch.num_prompts.saturating_mul(self.config.dynamic_sampling_max_gen_batches);
         asked.min(self.data.train.len())
     }
 
-    /// The batch of a step with replacement, and the sampler behind all rows that were begun. Collective over the world.
+    /// Builds the batch of a step with replacement, and advances the data sampler past all rows that were begun. Collective over the world.
     pub(super) fn take_drawn(&mut self, before: DataPosition, drawn: Option<DrawnGroups>) -> Result<SampledBatch> {
         let own = drawn.as_ref().map(|drawn| drawn.tally);
         let tallies: Vec<Option<Tally>> = all_gather_json(&*self.world.group(), "gather verdicts", &own)?;
@@ -65,7 +65,7 @@ impl Trainer {
         Ok(SampledBatch { places, dropped, tally: Some(tally), tickets: None, ..batch })
     }
 
-    /// Leaves scored groups without a signal out of a batch, where they are to be. Collective over the world then.
+    /// Removes scored groups without a learning signal from a batch, if `dynamic_sampling = filter`. Collective over the world in that case.
     pub(super) fn filter(&self, sampled: &mut SampledBatch) -> Result<()> {
         if self.config.dynamic_sampling != DynamicSampling::Filter {
             return Ok(());
@@ -80,11 +80,11 @@ impl Trainer {
         Ok(())
     }
 
-    /// Tells of a batch without enough groups that teach something, before it is trained on.
+    /// Warns about a batch with too few groups that have a learning signal, before training on it.
     ///
     /// # Errors
-    /// [`Error::NoSignal`], on all ranks, for a step with replacement that found none, and for the last of [`MAX_STEPS`] steps whose
-    /// groups were all filtered.
+    /// [`Error::NoSignal`], on all ranks, if a step with replacement found no such group, or if all groups of [`MAX_STEPS`] consecutive steps were
+    /// filtered out.
     pub(super) fn check_signal(&mut self, tally: Option<Tally>) -> Result<()> {
         let Some(tally) = tally else { return Ok(()) };
         let replaces = self.config.dynamic_sampling == DynamicSampling::Replace;
@@ -135,7 +135,7 @@ impl Trainer {
         )
     }
 
-    /// Counts sampled groups and tokens, those that were left out among them.
+    /// Adds counts of sampled groups and tokens, including those that were left out.
     pub(super) fn add_signal_metrics(
         &self,
         metrics: &mut StepMetrics,

@@ -1,10 +1,10 @@
-//! Groups of ranks that agree with one another while engines sample.
+//! Groups of ranks that must agree while engines sample.
 
 use crate::config::{Config, DynamicSampling};
 use crate::error::Result;
 use crate::ranks::{HostGroup, World};
 
-/// The ranks that share this rank's engine, `size` of them; on a rank without one all ranks that have none.
+/// The ranks of this rank's engine, which has `size` ranks. On a rank without an engine: all ranks without one.
 pub(super) fn engine_ranks(size: usize, world: &World, num_generators: usize) -> Vec<usize> {
     let num_trainers = world.size() - num_generators;
     let ranks = match world.rank().checked_sub(num_trainers) {
@@ -14,7 +14,7 @@ pub(super) fn engine_ranks(size: usize, world: &World, num_generators: usize) ->
     ranks.collect()
 }
 
-/// The ranks that share this rank's engine, where they must agree on pauses; collective over the world then.
+/// The group of ranks of this rank's engine, if they must agree on pauses; collective over the world in that case.
 pub(super) fn pause_group(config: &Config, world: &World, num_generators: usize) -> Result<Option<HostGroup>> {
     let size = config.engine_shape().num_ranks();
     if size == 1 || !config.updates_in_flight(world.device().is_cuda()) {
@@ -23,7 +23,7 @@ pub(super) fn pause_group(config: &Config, world: &World, num_generators: usize)
     world.host_group("engine", &engine_ranks(size, world, num_generators)).map(Some)
 }
 
-/// The ranks with engines, where they exchange verdicts; collective over the world then.
+/// The group of all ranks with engines, if they exchange which groups have a learning signal; collective over the world in that case.
 pub(super) fn verdict_group(config: &Config, world: &World, num_generators: usize) -> Result<Option<HostGroup>> {
     if config.dynamic_sampling != DynamicSampling::Replace {
         return Ok(None);

@@ -1,4 +1,4 @@
-//! The memory of engines before a run: their own weights, and those of each stage with its keys and values.
+//! The memory of engines as planned before a run: their own weights, and weights and KV cache of each pipeline stage.
 
 use std::fmt;
 
@@ -11,17 +11,17 @@ use crate::plan::{MemoryPlan, human};
 use crate::rollout::{cache_kind, kv_block_bytes};
 use crate::serve::EngineSlices;
 
-/// The memory of one rank of a stage.
+/// The planned memory of one rank of a pipeline stage.
 #[derive(Debug)]
 pub(super) struct StagePlan {
     stage: Stage,
-    /// Bytes of weights of the rank's own; none where it reads the policy's in place.
+    /// Bytes of the engine's own weights; `None` if it reads the policy's weights in place.
     weight_bytes: Option<usize>,
     kv_cache_bytes: usize,
 }
 
 impl StagePlan {
-    /// The memory of a rank of `stage`: weights and, in as many blocks as `plan` has, keys and values of the stage's layers alone.
+    /// Plans the memory of a rank of `stage`: weights, and a KV cache with as many blocks as in `plan` for the stage's layers.
     pub(super) fn new(
         stage: Stage,
         config: &Config,
@@ -55,13 +55,13 @@ impl fmt::Display for StagePlan {
     }
 }
 
-/// Whether the engine needs gathered slices: weights are sharded, which quantised ones and those of an engine's own never are.
+/// Whether the engine needs gathered copies of its weights: yes if the policy's weights are sharded; never for quantized weights or in split mode.
 pub(super) fn gathers(config: &Config, table: &ParamTable) -> bool {
     let in_place = config.zero.stage < 3 || table.shards == 1 || config.mode == Mode::Split;
     !in_place && config.quantization == Quantization::None
 }
 
-/// Bytes that the engine's own weights take on each rank, of several stages the most.
+/// Bytes of the engine's own weights on each rank; with several stages, the maximum.
 pub(super) fn engine_weight_bytes(config: &Config, table: &ParamTable, stages: &Stages, kind: Kind) -> Result<usize> {
     match (gathers(config, table), config.quantization) {
         (true, _) => {

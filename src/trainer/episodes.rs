@@ -1,4 +1,4 @@
-//! The agent of a run, and what is counted of its episodes.
+//! The agent of a run, and the metrics of its episodes.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use crate::metrics::{Reduce, StepMetrics};
 use crate::ranks::HostGroup;
 use crate::tools::ToolProcess;
 
-/// The player of the agent that `process` has loaded, for ranks that share an engine.
+/// Creates the player that runs episodes of the agent in `process`, for ranks that share an engine.
 ///
 /// # Errors
 /// [`Error::ChatTemplate`](crate::Error::ChatTemplate) for a template that rewrites earlier turns.

@@ -1,4 +1,4 @@
-//! Steps in a row that teach nothing, and the end of a run whose rewards give no score.
+//! Detects consecutive steps that learn nothing, and ends a run whose rewards never give a score.
 
 use super::{RunTurns, Trainer};
 use crate::error::{Error, Result};
@@ -6,22 +6,22 @@ use crate::eval::EvalOutcome;
 use crate::grpo::AdvantageStats;
 use crate::ranks::first_text;
 
-/// Steps in a row without a score, or whose groups are all left out, that end a run: it would go on for nothing.
+/// Number of consecutive steps without any score, or with all groups left out, after which a run is ended.
 pub(super) const MAX_STEPS: usize = 3;
 
-/// Steps in a row, up to now, that taught nothing.
+/// Number of consecutive steps, up to now, that learned nothing.
 #[derive(Debug, Default)]
 pub(super) struct FruitlessSteps {
     /// Steps in which no sample of any rank got a reward.
     unscored_steps: usize,
-    /// The failure that was told last.
+    /// The failure that was last reported.
     cause: String,
-    /// Steps all of whose groups were left out.
+    /// Steps in which all groups were left out.
     pub steps_without_signal: usize,
 }
 
 impl FruitlessSteps {
-    /// The words that tell `cause`, which is said once where it stays the same.
+    /// The text that reports `cause`; a repeated cause is abbreviated.
     fn reason(&mut self, cause: String) -> String {
         if cause == self.cause {
             return ", for the same reason as before".to_owned();
@@ -30,7 +30,7 @@ impl FruitlessSteps {
         format!(": {}", self.cause)
     }
 
-    /// Ends a run that learns nothing, with the same verdict on every rank.
+    /// Ends a run that learns nothing, with the same error on every rank.
     ///
     /// # Errors
     /// [`Error::NoScore`] after [`MAX_STEPS`].
@@ -43,8 +43,8 @@ impl FruitlessSteps {
 }
 
 impl Trainer {
-    /// Tells once, for all ranks, how many samples of the step behind are masked for want of a score; collective over the
-    /// world. `advantages` are already those of all ranks.
+    /// Prints one warning for all ranks with the number of samples that are masked because they have no score; collective over the world.
+    /// `advantages` must already be reduced over all ranks.
     pub(super) fn tell_failures(&mut self, advantages: &AdvantageStats) -> Result<()> {
         let (num_failed, total) = (advantages.num_failed, advantages.num_failed + advantages.reward.count);
         let is_lost = num_failed == total && total > 0.0;
@@ -58,7 +58,7 @@ impl Trainer {
         Ok(())
     }
 
-    /// Warns once, for all ranks, of held-out samples without a score; collective over the world.
+    /// Prints one warning for all ranks about held-out samples without a score; collective over the world.
     pub(super) fn tell_unscored(&mut self, outcome: &EvalOutcome) -> Result<()> {
         let total = outcome.lengths.count;
         let num_failed = total - outcome.reward.count;
@@ -69,8 +69,7 @@ impl Trainer {
         Ok(())
     }
 
-    /// Why `num_failed` samples of all ranks have no reward, if that many is any: the first failure of the lowest rank that has
-    /// had one since the last call.
+    /// The reason why `num_failed` samples have no reward, if any: the first failure since the last call on the lowest rank that has one.
     fn first_cause(&mut self, num_failed: f64) -> Result<Option<String>> {
         let lost = self.generation.turns.as_mut().and_then(RunTurns::take_loss);
         let own = self.rewards.take_cause().or(lost);

@@ -1,4 +1,4 @@
-//! Functions of the caller that a trainer calls.
+//! The caller's functions that a trainer calls.
 
 use std::fmt;
 
@@ -7,23 +7,23 @@ use crate::grpo::LossFunction;
 use crate::metrics::MetricValues;
 use crate::types::RolloutGroup;
 
-/// A step that is over, as a function of [`TrainerBuilder::on_step`](super::TrainerBuilder::on_step) is told of it.
+/// A finished step, as passed to the function of [`TrainerBuilder::on_step`](super::TrainerBuilder::on_step).
 #[derive(Debug, Clone, Copy)]
 pub struct StepReport<'a> {
-    /// Optimizer updates made.
+    /// Optimizer updates so far.
     pub step: u64,
-    /// Updates of the whole run.
+    /// Total updates of the run.
     pub max_steps: u64,
     /// Passes over the data so far.
     pub epoch: f64,
-    /// The step's metrics over all ranks, the same on each.
+    /// The step's metrics, reduced over all ranks and equal on each.
     pub metrics: &'a MetricValues,
 }
 
 type AdvantageFunction = dyn Fn(&mut [RolloutGroup]) -> Result<()>;
 type StepFunction = dyn FnMut(&StepReport<'_>) -> Result<()>;
 
-/// Functions of the caller beside rewards.
+/// The caller's functions, except rewards.
 #[derive(Default)]
 pub(super) struct Functions {
     pub advantages: Option<Box<AdvantageFunction>>,

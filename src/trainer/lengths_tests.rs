@@ -1,4 +1,4 @@
-//! The lengths that docs/memory.md says fit, by the plan.
+//! Checks the maximum lengths in docs/memory.md against the memory plan.
 
 use std::fmt::Write;
 
@@ -16,13 +16,13 @@ const MODELS: [(&str, &str); 6] = [
     ("Qwen2.5-14B", "qwen2.5-14b"),
     ("Qwen2.5-32B", "qwen2.5-32b"),
 ];
-/// GiB that a GPU of 80 GB and one of 141 GB have for a run.
+/// GiB available to a run on a GPU with 80 GB and on one with 141 GB.
 const GPUS_GIB: [usize; 2] = [79, 139];
 const NUM_GPUS: [usize; 4] = [1, 2, 4, 8];
 const KEYS: &str = "model_name_or_path=unread train_file=unread reward_funcs=[\"format\"] zero.stage=3 residency.optimizer=stream \
     gradient_checkpointing=keep_attention max_prompt_length=1024 max_completion_length=4096 max_num_seqs=8";
 
-/// The longest micro-batch, in thousands of tokens, with as many ranks that share it as the heads allow.
+/// The longest micro-batch in thousands of tokens, shared by as many ranks as the heads allow.
 fn longest(preset: &str, num_gpus: usize, gib: usize, offloads: bool) -> String {
     let spec = ModelSpec::preset(preset).unwrap();
     let shared = divisors(num_gpus).into_iter().rev().find(|&size| spec.validate_sequence_parallel(size).is_ok());

@@ -1,4 +1,4 @@
-//! Trajectories of 100,000 tokens with tools, in bounded time and memory: earlier turns are neither rendered, tokenized nor computed again.
+//! Tests trajectories of 100,000 tokens with tools in bounded time and memory: earlier turns are never rendered, tokenized or computed again.
 
 use std::fs;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use crate::model::{DeltaNetSpec, Mixer, ModelSpec};
 use crate::ops::delta_net::DeltaHeads;
 use crate::types::Prompt;
 
-/// Tokens of a completion at its longest, of all turns and their context.
+/// Maximum tokens of a completion, over all turns and their context.
 const MAX_COMPLETION: usize = 100_000;
 /// Tokens of a tool's answer.
 const ANSWER: usize = 10_000;
@@ -30,14 +30,14 @@ def read(page: int) -> str:
 const TEMPLATE: &str = "{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>tool\n{{ m.content }}<|im_end|>\n{% else %}\
     <|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
 
-/// Tokens that are a call, whose end is a stop string.
+/// Tokens that are whole tool calls; each ends with a stop string.
 fn more_tokens() -> Vec<(String, bool)> {
     let call = |page| format!("<tool_call>{{\"name\": \"read\", \"arguments\": {{\"page\": {page}}}}}</tool_call>");
     (0..90).map(|page: usize| (call(page), false)).collect()
 }
 
-/// One layer has a gated delta net, one attention: states stay between turns, and keys and values. It measures the memory and the times of
-/// its process, so that no other test may run there: scripts/test.sh runs it by itself.
+/// The dummy model has one layer with a gated delta net and one with attention, so both states and KV cache are kept between turns. It measures
+/// memory and time of its process, so no other test may run there: scripts/test.sh runs it separately.
 #[test]
 #[ignore = "runs alone in its process, a minute or two"]
 fn a_trajectory_of_100_000_tokens_computes_each_of_them_once() {

@@ -1,14 +1,14 @@
-//! The GRPO trainer. [`Trainer::run`] is a run, and [`Trainer::train_step`] one step.
+//! The GRPO trainer. [`Trainer::run`] performs a run, and [`Trainer::train_step`] one step.
 //!
 //! | file | what it does |
 //! |---|---|
-//! | `construction`, `functions` | builds a trainer, with functions of the caller's own |
+//! | `construction`, `functions` | builds a trainer, with functions of the caller |
 //! | `preflight`, `planned_run`, `engine_memory` | checks and plans a run before any process starts |
-//! | `rows`, `teacher`, `resume` | rows, a teacher, and a checkpoint to go on from |
-//! | `step`, `run` | the parts of a step, and what a run does around its steps |
-//! | `sampling`, `batches`, `carry` | draws and samples generation batches; carries unfinished groups on |
-//! | `ahead` | lets engines sample later batches beside an update |
-//! | `dynamic_sampling`, `replacement`, `verdict` | leaves out or replaces groups that teach nothing |
+//! | `rows`, `teacher`, `resume` | training rows, a teacher, and resuming from a checkpoint |
+//! | `step`, `run` | the parts of a step, and a run's work around its steps |
+//! | `sampling`, `batches`, `carry` | draws and samples generation batches; carries unfinished groups to the next step |
+//! | `ahead` | lets engines sample later batches during an update |
+//! | `dynamic_sampling`, `replacement`, `verdict` | leaves out or replaces groups without a learning signal |
 //! | `turns`, `episodes`, `engine_groups` | tools and agents, and the ranks that share an engine |
 //! | `policy_and_engine` | the policy and the engine of this rank |
 //! | `curriculum`, `penalty`, `fruitless`, `best` | solve rates, KL in the reward, steps without a score, the best evaluation |
@@ -38,7 +38,7 @@
 //! }
 //! ```
 //!
-//! Below it, a [`Colocated`](crate::Colocated) makes updates from sequences; [`Learner`] has the policy and the reference model:
+//! At a lower level, a [`Colocated`](crate::Colocated) makes updates from sequences; [`Learner`] has the policy and the reference model:
 //!
 //! ```no_run
 //! use colo_grpo::grpo::LossFunction;
@@ -46,7 +46,7 @@
 //! use colo_grpo::trainer::{UpdateOptions, UpdateOutcome, UpdateProgress};
 //! use colo_grpo::{Colocated, Result};
 //!
-//! /// An update with a loss of the program's own, whose progress nobody sees.
+//! /// An update with a custom loss and without progress display.
 //! fn update(colocated: &mut Colocated, rows: &[Sequence], options: UpdateOptions, loss: LossFunction) -> Result<f64> {
 //!     let options = UpdateOptions { loss_function: Some(loss), ..options };
 //!     let moves: Option<ReferenceSync> = options.reference_sync;
@@ -63,7 +63,7 @@
 //! }
 //! ```
 //!
-//! Metrics say how they reduce over ranks:
+//! Metrics declare how they are reduced over ranks:
 //!
 //! ```
 //! use colo_grpo::World;
@@ -83,7 +83,7 @@
 //! use colo_grpo::trainer::{ClassBytes, PlanInput, Role, Room};
 //! use colo_grpo::{MemoryPlan, Result};
 //!
-//! /// The peak of a rank that does both halves, with 80 GiB.
+//! /// Peak bytes of a rank that both trains and samples, with 80 GiB.
 //! fn peak_bytes(input: PlanInput<'_>) -> Result<usize> {
 //!     let room = Room { available_bytes: 80 << 30, swap_bytes: None };
 //!     let plan = MemoryPlan::new(&PlanInput { role: Role::Both, room, ..input }, &|_| Ok(0))?;
@@ -192,44 +192,44 @@ pub struct Trainer {
     progress: TrainingProgress,
     output: RunOutput,
     checkpoints: Checkpoints,
-    /// The rate of this rank's chip in the run's dtype, where a data sheet has it.
+    /// FLOP/s of this rank's GPU in the run's dtype, if known from its data sheet.
     chip_flop_per_s: Option<f64>,
 }
 
-/// The rows, and the place in them where the run is.
+/// The rows, and the run's current place in them.
 #[derive(Debug)]
 struct TrainingData {
     train: Dataset,
     eval: Option<Dataset>,
     sampler: PromptSampler,
     rows_by_id: RowsById,
-    /// Unfinished groups of all ranks that the next step goes on with, the same on each rank.
+    /// Unfinished groups of all ranks that the next step continues; equal on each rank.
     carried: Vec<CarriedGroup>,
-    /// How many of them each rank has, in the order of ranks, where they stay with it: it has their tools.
+    /// Number of carried groups on each rank, in rank order, if groups stay with the rank that has their tools.
     carried_by: Vec<usize>,
-    /// A batch of prompts that a program has drawn to sample for itself.
+    /// A batch of prompts that the program has drawn to sample by itself.
     drawn: Option<DrawnPrompts>,
 }
 
-/// The place in the data before a program drew prompts, and when it did.
+/// The place in the data before a program drew prompts, and the time when it did.
 #[derive(Debug)]
 struct DrawnPrompts {
     before: DataPosition,
     start: Instant,
 }
 
-/// The state of sampling beside the engine's.
+/// The state of sampling outside the engine.
 #[derive(Debug)]
 struct Generation {
-    /// Tools, where completions may call some, or the agent that plays episodes.
+    /// Tools that completions may call, or the agent that plays episodes.
     turns: Option<RunTurns>,
-    /// The prompts of the policy as its own teacher, where it is that.
+    /// Builds the prompts of the policy as its own teacher, if it is.
     own_teacher: Option<OwnTeacher>,
-    /// Batches of the steps to come, the next one first; only in split mode.
+    /// Batches sampled ahead for later steps, the next one first; only in split mode.
     ahead: VecDeque<QueuedBatch>,
-    /// Ranks that share this rank's engine, where they agree on pauses.
+    /// The ranks of this rank's engine, if they must agree on pauses.
     pause_group: Option<HostGroup>,
-    /// Ranks with engines, where groups are replaced.
+    /// The ranks with engines, if groups are replaced.
     verdict_group: Option<HostGroup>,
 }
 
@@ -237,67 +237,67 @@ struct Generation {
 #[derive(Debug)]
 struct Checkpoints {
     saver: Saver,
-    /// The claim on the output folder, on the first rank.
+    /// The exclusive claim on the output folder, on rank 0.
     claim: Option<Claim>,
-    /// The newest step in a checkpoint.
+    /// The newest step that has a checkpoint.
     newest_step: u64,
 }
 
-/// How far the run is.
+/// The progress of the run.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 struct TrainingProgress {
-    /// Optimizer updates made or skipped.
+    /// Optimizer updates so far, including skipped ones.
     global_step: u64,
-    /// Updates before the newest batch.
+    /// Value of `global_step` before the newest batch.
     previous_step: u64,
-    /// Generation batches sampled.
+    /// Number of generation batches sampled.
     generation_step: u64,
     /// Tokens trained on, over all ranks.
     num_tokens: u64,
-    /// Weight of the entropy bonus; on ranks that only generate it stays what it was.
+    /// Weight of the entropy bonus. On ranks that only generate it keeps its initial value.
     entropy_control: EntropyControl,
 }
 
 /// Results of a finished run.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RunSummary {
-    /// Mean reward on the held-out rows before training; none without rows, or where none could be scored.
+    /// Mean reward on the held-out rows before training; `None` without such rows, or if none could be scored.
     pub eval_reward_before: Option<f64>,
     /// Mean reward on the held-out rows after training.
     pub eval_reward_after: Option<f64>,
-    /// The final model's folder.
+    /// Folder of the final model.
     pub model_dir: PathBuf,
-    /// The report, where one was written (rank 0).
+    /// Path of the report, on the rank that wrote it (rank 0).
     pub report: Option<PathBuf>,
 }
 
 impl Trainer {
-    /// Loads model, data and tokenizer, and resumes where the configuration says so; collective over the world.
+    /// Loads model, data and tokenizer, and resumes if the configuration says so; collective over the world.
     ///
     /// # Errors
-    /// Everything that is wrong with configuration, files or memory, before anything is trained.
+    /// All errors of configuration, files or memory, before anything is trained.
     pub fn new(config: Config, world: Arc<World>) -> Result<Self> {
         Self::builder(config, world).build()
     }
 
-    /// A trainer that calls functions of the program: rewards, advantages, a loss, and one after each step.
+    /// Creates a trainer that calls functions of the program: rewards, advantages, a loss, and a callback after each step.
     pub fn builder(config: Config, world: Arc<World>) -> TrainerBuilder {
         TrainerBuilder::new(config, world)
     }
 
-    /// Bounds the completions of all steps to come, on ranks that have an engine.
+    /// Limits the completions of all future steps, on ranks that have an engine.
     pub(crate) fn limit_completions(&mut self, limit: CompletionLimit) {
         if let Some(engine) = self.model.engine_mut() {
             engine.limit_completions(limit);
         }
     }
 
-    /// The trained model, between steps, on a rank that trains.
+    /// The trained model between steps, on a rank that trains.
     pub(crate) fn policy(&self) -> Option<&Policy> {
         self.model.policy()
     }
 
-    /// Puts the ranks' time-lines of phases together, where `trace` is on; collective over the world.
+    /// Merges the ranks' time-lines of phases, if `trace` is on; collective over the world.
     pub(crate) fn finish_trace(&self) -> Result<()> {
         self.output.finish_trace()
     }
@@ -312,26 +312,26 @@ impl Trainer {
         &self.world
     }
 
-    /// Optimizer updates made or skipped.
+    /// Optimizer updates so far, including skipped ones.
     pub fn global_step(&self) -> u64 {
         self.progress.global_step
     }
 
-    /// Updates of the whole run.
+    /// Total updates of the run.
     fn max_steps(&self) -> u64 {
         self.schedule.total_steps as u64
     }
 
-    /// The bytes that this rank holds in each phase.
+    /// The planned memory of this rank in each phase.
     pub fn plan(&self) -> &MemoryPlan {
         &self.plan
     }
 
-    /// Trains to the end: evaluates, saves and reports as configured; collective over the world.
+    /// Trains to the end, with evaluation, checkpoints and report as configured; collective over the world.
     ///
     /// # Errors
-    /// [`Error::Preempted`](crate::Error::Preempted) after a save if a stop was asked for before the last step; else the first
-    /// failure of any rank, panics included.
+    /// [`Error::Preempted`](crate::Error::Preempted), after saving a checkpoint, if a stop was requested before the last step; else the first failure
+    /// of any rank, including panics.
     pub fn run(&mut self) -> Result<RunSummary> {
         self.run_with(|trainer| {
             trainer.start()?;
@@ -343,10 +343,10 @@ impl Trainer {
         })
     }
 
-    /// One generation batch and its updates; collective over the world.
+    /// Runs one generation batch and its updates; collective over the world.
     ///
     /// # Errors
-    /// The first failure of any rank. Where rewards failed, the batch is the next one again.
+    /// The first failure of any rank. If rewards failed, the next call uses the same batch again.
     pub fn train_step(&mut self) -> Result<StepMetrics> {
         let batch = self.rollout()?;
         self.update(batch)
@@ -354,7 +354,7 @@ impl Trainer {
 }
 
 impl TrainingData {
-    /// The rows of a run at their beginning.
+    /// The state at the beginning of a run.
     fn new(config: &Config, batch: &BatchPlan, rows: TrainingRows) -> Self {
         let TrainingRows { train, eval, .. } = rows;
         let sampler = PromptSampler::new(train.len(), config.seed, config.shuffle_dataset);
@@ -366,18 +366,18 @@ impl TrainingData {
         Self { train, eval, sampler, rows_by_id, carried: Vec::new(), carried_by: Vec::new(), drawn: None }
     }
 
-    /// The place in the rows where the run is now.
+    /// The current place in the rows.
     fn position(&self) -> DataPosition {
         DataPosition { sampler: self.sampler.state().clone(), carried: self.carried.clone() }
     }
 }
 
-/// Whether a multiple of `every` lies in (before, after].
+/// Whether a multiple of `every` is in (before, after].
 fn passes(every: Option<usize>, before: u64, after: u64) -> bool {
     every.is_some_and(|every| after / every as u64 > before / every as u64)
 }
 
-/// Has a group scored, while others are generated.
+/// Submits a group for scoring, while others are generated.
 fn submit(group: &RolloutGroup, rewards: &RewardPool, output: &RunOutput) -> RewardTicket {
     let ticket = rewards.submit(group);
     output.advance();

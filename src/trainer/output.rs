@@ -1,5 +1,4 @@
-//! Outputs of a run: metrics, completions, progress, report. Ranks other than the first take part in the
-//! reductions and write nothing.
+//! Outputs of a run: metrics, completions, progress, report. Ranks other than rank 0 take part in reductions but write nothing.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -25,9 +24,9 @@ use crate::types::Place;
 use crate::untrusted::Folder;
 use crate::update::UpdateProgress;
 
-/// Where the time-line of phases goes.
+/// Folder of the time-line of phases.
 const TRACE_FOLDER: &str = "trace";
-/// Mean weight of the importance correction below which most of what was sampled hardly counts.
+/// Mean importance weight below which most sampled tokens hardly count.
 const LOW_WEIGHT: f64 = 0.5;
 
 /// The run's outputs on this rank.
@@ -39,17 +38,17 @@ pub(super) struct RunOutput {
     traces: bool,
     log: RunLog,
     completions: Option<CompletionsWriter>,
-    /// Tells watchers what this rank does; none where no files are written.
+    /// Reports this rank's activity to `watch`; `None` if no files are written.
     reporter: Option<RankReporter>,
     said_no_signal: bool,
     /// Whether the importance correction weighs whole sequences.
     weighs_sequences: bool,
     said_low_weight: bool,
-    /// The mean rewards of the first and of the newest evaluation, those before a resume included.
+    /// Mean rewards of the first and the newest evaluation, including those before a resume.
     eval_rewards: Option<EvalRewards>,
 }
 
-/// Mean rewards of evaluations; none of one in which no sample was scored.
+/// Mean rewards of evaluations; `None` for one in which no sample was scored.
 #[derive(Debug, Clone, Copy)]
 struct EvalRewards {
     first: Option<f64>,
@@ -57,7 +56,7 @@ struct EvalRewards {
 }
 
 impl RunOutput {
-    /// Opens files on the first rank, if any are to be written; a checkpoint continues those of an earlier run.
+    /// Opens the output files on rank 0, if any are to be written. A resumed run continues the files of the earlier one.
     pub(super) fn new(
         config: &Config,
         world: &World,
@@ -105,40 +104,39 @@ impl RunOutput {
         })
     }
 
-    /// Tells watchers how the run ended.
+    /// Reports the outcome of the run to `watch`.
     pub(super) fn end<T>(&mut self, outcome: &Result<T>) {
         self.reporter.iter_mut().for_each(|reporter| reporter.end(outcome));
     }
 
-    /// The lines of the run.
+    /// The run's log.
     pub(super) fn log(&self) -> &RunLog {
         &self.log
     }
 
-    /// A line above the bars.
+    /// Prints a line above the progress bars.
     pub(super) fn say(&self, text: &str) {
         self.log.display().say(text);
     }
 
-    /// The bar of a phase with `total` parts.
+    /// Shows the progress bar of a phase with `total` parts.
     pub(super) fn begin_phase(&self, name: &str, total: usize) {
         self.log.display().begin_phase(name, total);
     }
 
-    /// Shows how many tokens this rank's engine has sampled in the phase, told after each of its steps.
+    /// A callback, for each engine step, that shows how many tokens this rank's engine has sampled in the phase.
     pub(super) fn sampling_progress(&self) -> impl FnMut(&EngineStats) + use<> {
         let (display, num_ranks) = (self.log.display().clone(), self.ranks_per_engine);
         move |stats| display.sampled(stats.num_generated_tokens / num_ranks)
     }
 
-    /// One part of the phase is done.
+    /// Advances the phase's progress by one part.
     pub(super) fn advance(&self) {
         phase::beat();
         self.log.display().advance();
     }
 
-    /// Reduces the metrics of a step over ranks (collective), writes a line per logging interval and one at the end, and returns the
-    /// values.
+    /// Reduces the metrics of a step over ranks (collective), writes a line at each logging interval and at the end, and returns the values.
     pub(super) fn step(
         &mut self,
         metrics: &StepMetrics,
@@ -161,7 +159,7 @@ impl RunOutput {
         values.insert("epoch".to_owned(), epoch);
         let has_teacher = values.contains_key("distillation/kl");
         let is = |name: &str, value: f64| values.get(name) == Some(&value);
-        // Samples without a score have a warning of their own.
+        // Samples without a score have a separate warning.
         let is_scored = values.get("reward").is_some_and(|reward| reward.is_finite());
         let has_no_signal = is_scored && !has_teacher && (is("frac_reward_zero_std", 1.0) || is("grad_norm", 0.0));
         let weight = values.get("sampling/importance_sampling_ratio/mean").copied().unwrap_or(1.0);
@@ -184,8 +182,7 @@ impl RunOutput {
         Ok(values)
     }
 
-    /// Takes an evaluation's metrics and its rewards' failures, already reduced, and returns the mean reward; none where no sample was
-    /// scored.
+    /// Writes an evaluation's metrics, which are already reduced, and returns the mean reward; `None` if no sample was scored.
     pub(super) fn evaluation(
         &mut self,
         outcome: &EvalOutcome,
@@ -205,34 +202,35 @@ impl RunOutput {
         newest
     }
 
-    /// Whether there was an evaluation, if only before a resume.
+    /// Whether there was an evaluation, including those before a resume.
     pub(super) fn has_evaluated(&self) -> bool {
         self.eval_rewards.is_some()
     }
 
-    /// The mean reward of the first evaluation, and that of the model from `model_step`, or of the newest where that has none.
+    /// Mean rewards of the first evaluation and of the model from `model_step`; if that step was not evaluated, the second is that of the newest
+    /// evaluation.
     pub(super) fn rewards_before_and_after(&self, model_step: u64) -> [Option<f64>; 2] {
         let of_model = self.evaluated("eval_reward").rfind(|(step, _)| *step == model_step).map(|(_, reward)| reward);
         let [first, newest] = self.eval_rewards.map_or([None; 2], |rewards| [rewards.first, rewards.newest]);
         [first, of_model.or(newest)]
     }
 
-    /// A metric's numbers in evaluations, each with its step, those before a resume included.
+    /// The values of a metric in all evaluations, with their steps, including those before a resume.
     pub(super) fn evaluated(&self, name: &str) -> impl DoubleEndedIterator<Item = (u64, f64)> {
         self.log.evaluations().points(name)
     }
 
-    /// Names of what evaluations measure; none before the first.
+    /// Names of the metrics of evaluations; empty before the first one.
     pub(super) fn names_of_evaluations(&self) -> Vec<String> {
         self.log.names_of_evaluations()
     }
 
-    /// The completions of a step, if they are to be kept (collective then).
+    /// Writes the completions of a step, if they are logged (collective in that case).
     pub(super) fn completions(&mut self, groups: &[LoggedGroup<'_>], step: u64) -> Result<()> {
         self.completions.as_mut().map_or(Ok(()), |writer| writer.write(step, groups, &*self.group))
     }
 
-    /// Puts the ranks' time-lines together, if there are any; collective over the world.
+    /// Merges the ranks' time-lines, if there are any; collective over the world.
     pub(super) fn finish_trace(&self) -> Result<()> {
         if !self.traces {
             return Ok(());
@@ -243,7 +241,7 @@ impl RunOutput {
         if is_first { phase::merge_traces(&self.output_dir.join(TRACE_FOLDER), self.group.size()) } else { Ok(()) }
     }
 
-    /// Takes the bars away and writes the report on the first rank.
+    /// Removes the progress bars and writes the report on rank 0.
     pub(super) fn finish(&mut self) -> Result<Option<PathBuf>> {
         self.finish_trace()?;
         self.log.finish()
@@ -259,7 +257,7 @@ impl UpdateProgress for RunOutput {
         RunOutput::advance(self);
     }
 
-    /// Leaves the batch in `non_finite/`, one file a rank.
+    /// Writes the batch of a skipped update to `non_finite/`, one file per rank.
     fn skipped(&self, update: u64, sequences: &[Sequence]) -> Result<()> {
         let folder = Folder::new(&self.output_dir).folder("non_finite");
         let name = format!("update_{update:05}_rank_{:05}.json", self.group.rank());
@@ -274,8 +272,8 @@ fn now_us() -> i64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_micros() as i64)
 }
 
-/// Microseconds by which the clock of this rank's node is ahead of rank 0's, up to the time that a message takes: ranks read their
-/// clocks as they leave a barrier. On one node there is one clock. Collective over the world.
+/// Microseconds by which the clock of this rank's node is ahead of rank 0's, up to the latency of a message: ranks read their clocks as they leave a
+/// barrier. 0 on a single node. Collective over the world.
 fn clock_ahead_us(world: &World, now_us: impl Fn() -> i64) -> Result<i64> {
     if world.num_nodes() == 1 {
         return Ok(0);
@@ -286,7 +284,7 @@ fn clock_ahead_us(world: &World, now_us: impl Fn() -> i64) -> Result<i64> {
     Ok((all[world.rank() - world.local_rank()][0] - all[0][0]) as i64)
 }
 
-/// A rank's name in the time-line.
+/// The name of a rank in the time-line.
 fn label(config: &Config, group: &dyn Collective) -> Result<String> {
     let num_trainers = config.roles(group.size())?.num_trainers;
     let role = match config.mode {

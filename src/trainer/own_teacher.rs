@@ -1,5 +1,5 @@
-//! The prompts behind which the policy scores its own samples as their teacher: a row's prompt with a worked answer, a hint, feedback, or
-//! a completion that was successful.
+//! Self-distillation: builds the prompts with which the policy scores its own samples as their teacher. They are a row's prompt with a worked answer,
+//! a hint, feedback, or a successful completion.
 
 use std::sync::{Arc, LazyLock};
 
@@ -13,22 +13,22 @@ use crate::metrics::StepMetrics;
 use crate::train::Sequence;
 use crate::types::{RolloutGroup, Trajectory};
 
-/// The column with what the teacher knows and the policy does not, by TRL's name.
+/// Name of the column that only the teacher sees, as in TRL.
 const COLUMN: &str = "privileged_context";
-/// What a thought is left out by, as in TRL.
+/// The pattern by which thoughts are removed, as in TRL.
 static THOUGHT: LazyLock<Regex> = LazyLock::new(|| Regex::new("(?s)<think>.*?</think>").expect("a valid pattern"));
 
-/// Makes the prompts of the policy as a teacher.
+/// Builds the prompts of the policy as its own teacher.
 #[derive(Debug)]
 pub(super) struct OwnTeacher {
     tokenizer: Arc<Tokenizer>,
     options: DatasetOptions,
-    /// Most tokens of prompt and completion together.
+    /// Maximum tokens of prompt and completion together.
     max_model_length: usize,
     config: DistillationConfig,
 }
 
-/// The completions of a batch that a teacher has a prompt for.
+/// Number of completions in a batch, and number of those with a teacher's prompt.
 #[derive(Debug, Default)]
 pub(super) struct TaughtCounts {
     num_samples: usize,
@@ -38,7 +38,7 @@ pub(super) struct TaughtCounts {
 }
 
 impl TaughtCounts {
-    /// Adds TRL's metrics of this rank's part.
+    /// Adds TRL's metrics for this rank's part.
     pub fn add_metrics(&self, metrics: &mut StepMetrics) {
         for (name, count) in [
             ("reprompt_sample_fraction", self.num_taught),
@@ -51,7 +51,7 @@ impl TaughtCounts {
 }
 
 impl OwnTeacher {
-    /// The one that the configuration asks for, if any, for rows that became prompts as `options` say.
+    /// Creates it if the configuration requests self-distillation; `options` say how rows became prompts.
     pub fn new(
         config: &Config,
         options: &DatasetOptions,
@@ -66,11 +66,10 @@ impl OwnTeacher {
         })
     }
 
-    /// Gives each sequence the prompt of its teacher, if it has one. `sequences` are those of the groups' completions with a reward, in
-    /// order.
+    /// Sets the teacher's prompt of each sequence, if it has one. `sequences` must be those of the groups' completions with a reward, in order.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for a row without the column that `sdft` reads, and for a prompt that leaves no room for its completion.
+    /// [`Error::InvalidArgument`] for a row without the column that `sdft` reads, and for a prompt that leaves too few tokens for its completion.
     pub fn prompt(&self, groups: &[RolloutGroup], sequences: &mut [Sequence]) -> Result<TaughtCounts> {
         let mut counts = TaughtCounts::default();
         let mut sequences = sequences.iter_mut();
@@ -91,7 +90,7 @@ impl OwnTeacher {
         Ok(counts)
     }
 
-    /// SDFT: the prompt with the row's context.
+    /// For SDFT: the prompt with the row's context.
     fn with_context(&self, group: &RolloutGroup) -> Result<Vec<u32>> {
         let columns = &group.prompt.columns;
         let Some(context) = columns.get(COLUMN).and_then(text_of) else {
@@ -108,7 +107,7 @@ impl OwnTeacher {
         self.options.rewritten(columns, write, &self.tokenizer)
     }
 
-    /// SDPO: the prompt with the first successful completion of the group, and with the row's feedback.
+    /// For SDPO: the prompt with the first successful completion of the group, and with the row's feedback.
     fn reprompt(&self, group: &RolloutGroup, index: usize, counts: &mut TaughtCounts) -> Result<Option<Vec<u32>>> {
         let config = &self.config;
         let is_successful = |completion: &Trajectory| {
@@ -144,7 +143,7 @@ impl OwnTeacher {
         self.options.rewritten(&group.prompt.columns, write, &self.tokenizer).map(Some)
     }
 
-    /// The last ids of a prompt, as many as are allowed.
+    /// Truncates a prompt to its last ids, as many as are allowed.
     fn fitting(&self, mut ids: Vec<u32>, completion_len: usize) -> Result<Vec<u32>> {
         let kept = ids.len().min(self.config.max_reprompt_len);
         ids.drain(..ids.len() - kept);
@@ -164,7 +163,7 @@ impl OwnTeacher {
     }
 }
 
-/// A template with texts in its places. What is filled in is not searched for places.
+/// Fills texts into the placeholders of a template. Placeholders inside the texts are not replaced.
 pub(super) fn filled(template: &str, texts: &[(&str, &str)]) -> String {
     let mut filled = String::new();
     let mut rest = template;
@@ -178,7 +177,7 @@ pub(super) fn filled(template: &str, texts: &[(&str, &str)]) -> String {
     filled + rest
 }
 
-/// Text, or the texts of messages, a line each.
+/// The text of a value: a string, or the texts of messages, one per line.
 fn text_of(value: &Value) -> Option<String> {
     match value {
         Value::Null => None,

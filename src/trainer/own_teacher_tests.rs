@@ -1,4 +1,4 @@
-//! Prompts of the policy as its own teacher, held to those of TRL's trainers (`scripts/golden_self_distillation.py`).
+//! Tests the prompts of the policy as its own teacher against those of TRL's trainers (`scripts/golden_self_distillation.py`).
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use crate::data::{DatasetOptions, Tokenizer};
 use crate::train::Sequence;
 use crate::types::{Prompt, RolloutGroup, Trajectory};
 
-/// Prompts of the policy as its own teacher, and which completions have one, are those of TRL's trainers.
+/// The prompts, and which completions have one, must equal those of TRL's trainers.
 #[test]
 fn self_distillation_prompts_equal_trl() {
     let golden: Value = serde_json::from_str(include_str!("../../tests/golden/self_distillation.json")).unwrap();
@@ -54,7 +54,7 @@ fn self_distillation_prompts_equal_trl() {
     }
 }
 
-/// The keys of a case.
+/// The configuration of a case.
 fn config(case: &Value) -> Config {
     let required = ["model_name_or_path=m", "train_file=t", "reward_funcs=[\"format\"]"].map(str::to_owned);
     let read_here = ["template", "success", "feedback", "reprompt", "skip"];

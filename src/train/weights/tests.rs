@@ -27,7 +27,7 @@ fn each_rank_receives_only_the_weights_it_requested() {
     }
 }
 
-/// Numbers that TRL 1.16's `SyncRefModelCallback` makes (`scripts/golden_trl.py`).
+/// Compares with numbers of TRL 1.16's `SyncRefModelCallback` (`scripts/golden_trl.py`).
 #[test]
 fn reference_weights_are_mixed_as_in_trl() {
     let golden: serde_json::Value =
