@@ -12,16 +12,16 @@ const EPSILON: f64 = 1e-4;
 /// A standard deviation up to this counts as zero (`torch.isclose` with its default `atol`).
 const ZERO_STD: f64 = 1e-8;
 
-/// How rewards become advantages. Defaults are those of TRL 1.16's `GRPOConfig`.
+/// How advantages are computed from rewards. Defaults are those of TRL 1.16's `GRPOConfig`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct AdvantageConfig {
-    /// The baseline that a reward is compared with.
+    /// The baseline that is subtracted from a reward.
     pub estimator: AdvantageEstimator,
-    /// The divisor.
+    /// Which standard deviation divides the advantage.
     pub scale: ScaleRewards,
-    /// Whether rewards are added up before they are scaled, or after.
+    /// Whether rewards are summed before or after they are normalised.
     pub aggregation: MultiObjectiveAggregation,
-    /// One weight for each reward function, or none, which is 1 each; read where rewards are scaled one by one.
+    /// One weight per reward function, or empty for weights of 1; used if rewards are normalised separately.
     pub reward_weights: Vec<f64>,
 }
 
@@ -47,20 +47,19 @@ impl From<&Config> for AdvantageConfig {
     }
 }
 
-/// Writes `advantage` into every completion. With the rewards of its group, less their KL penalties:
+/// Computes the `advantage` of every completion. With the rewards of its group, minus their KL penalties:
 ///
-/// - grpo: `(reward - mean) / (std + 1e-4)` (arXiv 2402.03300, section 4.1), where `std` is the group's (`Group`), the whole
-///   generation batch's (`Batch`, arXiv 2508.08221) or absent (`None`, arXiv 2503.20783);
-/// - rloo: `reward - mean of the others` (arXiv 2402.14740), with `Batch` scaled to `(x - mean(x)) / (std(x) + 1e-4)` over the
-///   batch;
-/// - `NormalizeThenSum` (GDPO, arXiv 2601.05242): `(x - mean(x)) / (std(x) + 1e-4)` over the batch, where x is the sum by
-///   `reward_weights` of `(reward - mean) / (std + 1e-4)` of each reward function.
+/// - grpo: `(reward - mean) / (std + 1e-4)` (arXiv 2402.03300, section 4.1), where `std` is the group's (`Group`), the whole generation batch's
+///   (`Batch`, arXiv 2508.08221) or absent (`None`, arXiv 2503.20783);
+/// - rloo: `reward - mean of the others` (arXiv 2402.14740), with `Batch` scaled to `(x - mean(x)) / (std(x) + 1e-4)` over the batch;
+/// - `NormalizeThenSum` (GDPO, arXiv 2601.05242): `(x - mean(x)) / (std(x) + 1e-4)` over the batch, where x is the sum, weighted by `reward_weights`,
+///   of `(reward - mean) / (std + 1e-4)` of each reward function.
 ///
-/// Standard deviations have Bessel's correction. Completions without a reward are left out of mean and std and get advantage 0;
-/// the caller leaves their tokens out of the loss too. Where fewer than two rewards are left, or where [`rewards_are_equal`], the
-/// advantage is exactly 0, with scaling over the batch at least before it.
+/// Standard deviations have Bessel's correction. Completions without a reward are excluded from mean and std and get advantage 0; the caller must
+/// exclude their tokens from the loss, too. If fewer than two rewards remain, or if [`rewards_are_equal`], the advantage is exactly 0 before any
+/// scaling over the batch.
 ///
-/// Statistics of the batch are those of the groups of all `ranks`, which then call this together, or of `groups` alone.
+/// With `ranks`, batch statistics are over the groups of all these ranks, which must call this together; else over `groups` only.
 ///
 /// # Errors
 /// The errors of [`Collective`].
@@ -84,7 +83,7 @@ pub fn assign_advantages(
     Ok(stats)
 }
 
-/// Advantages of one group, in order, and whether the standard deviation that they have to do with is zero.
+/// Advantages of one group, in order, and whether the standard deviation relevant to them is zero.
 #[derive(Debug)]
 struct GroupAdvantages {
     advantages: Vec<Option<f64>>,
@@ -124,7 +123,7 @@ fn leave_one_out(
 ) -> Result<Vec<GroupAdvantages>> {
     let of_group = |group: &RolloutGroup| {
         let (own, are_equal) = (BatchStats::of_group(group), rewards_are_equal(group));
-        // reward - (sum - reward) / (count - 1), without large sums subtracted from one another
+        // reward - (sum - reward) / (count - 1), without subtracting large sums
         let unbiased = own.count / (own.count - 1.0);
         let advantage = |reward: f64| if are_equal { 0.0 } else { (reward - own.mean()) * unbiased };
         let is_compared = |_: &f64| own.count > 1.0;
@@ -161,7 +160,7 @@ fn decoupled(groups: &[RolloutGroup], weights: &[f64], ranks: Option<&dyn Collec
     Ok(scored)
 }
 
-/// Brings all that there are to mean 0 and standard deviation 1; returns the one that they had.
+/// Scales all scores to mean 0 and standard deviation 1; returns the original standard deviation.
 fn scale_over_batch(scored: &mut [GroupAdvantages], ranks: Option<&dyn Collective>) -> Result<f64> {
     let mut batch = BatchStats::of_values(scored.iter().flat_map(|scored| scored.advantages.iter().copied()));
     if let Some(ranks) = ranks {
@@ -174,17 +173,16 @@ fn scale_over_batch(scored: &mut [GroupAdvantages], ranks: Option<&dyn Collectiv
     Ok(std)
 }
 
-/// Whether the rewards of a group are all equal, so that its completions teach nothing. Everything that asks this asks here: the
-/// advantage, the metric `frac_reward_zero_std`, and whatever leaves groups out of a batch.
+/// Whether the rewards of a group are all equal, so that it has no learning signal. The advantage, the metric `frac_reward_zero_std` and dynamic
+/// sampling all use this function.
 ///
-/// Equal means that their standard deviation is at most 1e-8, which is TRL's `torch.isclose(std, 0)`. Rewards are compared as
-/// the float32 numbers that they are stored as. Noise of float64 arithmetic (0.1 + 0.2 against 0.3) is gone by then, since
-/// weighted sums are rounded to float32 last. Float32 numbers of 1 and above that differ at all differ by 1.2e-7, which is above
-/// the bound in groups of up to 140: the last digit of a reward of 1e5 counts as a difference, where a bound relative to the
-/// rewards would take it for noise. Differences of small rewards below the bound vanish beside the 1e-4 that divides them.
+/// Equal means that the standard deviation is at most 1e-8, like TRL's `torch.isclose(std, 0)`. Rewards are compared as the float32 numbers that they
+/// are stored as. Noise of float64 arithmetic (0.1 + 0.2 against 0.3) has vanished by then, because weighted sums are rounded to float32 at the end.
+/// Different float32 numbers of 1 and above differ by at least 1.2e-7, which exceeds the bound in groups of up to 140: the last digit of a reward of
+/// 1e5 counts as a difference, where a bound relative to the rewards would treat it as noise. Smaller differences of small rewards are negligible
+/// against the 1e-4 in the divisor.
 ///
-/// A group with one completion gives true, and a group in which failures left fewer than two rewards gives false, both as TRL
-/// counts them.
+/// As in TRL, a group with one completion returns true, and a group with fewer than two rewards because of failures returns false.
 pub fn rewards_are_equal(group: &RolloutGroup) -> bool {
     group.completions.len() == 1 || is_zero(BatchStats::of_group(group).std())
 }
@@ -193,18 +191,18 @@ fn is_zero(std: f64) -> bool {
     std <= ZERO_STD
 }
 
-/// Sums over groups for `reward`, `reward_std`, `rewards/{name}/{mean,std}` and `frac_reward_zero_std`.
+/// Sums over groups for the metrics `reward`, `reward_std`, `rewards/{name}/{mean,std}` and `frac_reward_zero_std`.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct AdvantageStats {
     /// The weighted reward, without KL penalties.
     pub reward: BatchStats,
     /// Each reward function, in configured order.
     pub rewards: Vec<BatchStats>,
-    /// Groups seen.
+    /// Number of groups.
     pub num_groups: f64,
-    /// Groups whose divisor's standard deviation is zero: they teach nothing.
+    /// Number of groups whose standard deviation is zero, so that they have no learning signal.
     pub num_zero_std_groups: f64,
-    /// Completions without a reward.
+    /// Number of completions without a reward.
     pub num_failed: f64,
 }
 

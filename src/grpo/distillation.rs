@@ -1,4 +1,4 @@
-//! On-policy distillation: divergences of the policy from a teacher, on sequences that the policy sampled: the reverse KL divergence,
+//! On-policy distillation: divergences of the policy from a teacher, on sequences that the policy sampled. Either the reverse KL divergence,
 //! estimated on the sampled tokens, or a divergence over the teacher's most probable tokens.
 
 use tch::{Kind, Tensor};
@@ -6,33 +6,33 @@ use tch::{Kind, Tensor};
 use super::options::TopDivergence;
 use super::surrogate::Terms;
 
-/// Log-probabilities of the teacher's most probable tokens, float32 or float64.
+/// Log-probabilities of the teacher's most probable tokens, in float32 or float64.
 #[derive(Debug, Clone, Copy)]
 pub struct TopLogprobs<'a> {
-    /// The policy's, of the forward that the gradient goes through.
+    /// The policy's log-probabilities, from the forward pass that is differentiated.
     pub logprobs: &'a Tensor, // [C, K]
-    /// The teacher's.
+    /// The teacher's log-probabilities.
     pub teacher_logprobs: &'a Tensor, // [C, K]
 }
 
 impl TopLogprobs<'_> {
-    /// Both in `kind`: the policy's, the teacher's.
+    /// Converts both to `kind`: the policy's, the teacher's.
     pub(super) fn to_kind(self, kind: Kind) -> [Tensor; 2] {
         [self.logprobs, self.teacher_logprobs].map(|logprobs| logprobs.to_kind(kind))
     }
 }
 
-/// A divergence by token with its gradient.
+/// A divergence of each token, with its gradient.
 #[derive(Debug)]
 pub(super) struct TopTerms {
     pub divergence: Tensor, // [C]
-    /// By the policy's log-probabilities.
+    /// Gradient with respect to the policy's log-probabilities.
     pub d_logprobs: Tensor, // [C, K]
 }
 
-/// `stop_gradient(d min(exp(log_ratio), clip_max)) logprob` by token, where `d = logprob - teacher`: its gradient is that of the reverse
-/// KL divergence in the mean over the policy's samples, which is a policy gradient with the advantage `-d`. TRL 1.16's `SDPOTrainer`
-/// has it as `distillation_mode = "sampled_token"`. Returns d too. All are `[C]`.
+/// `stop_gradient(d min(exp(log_ratio), clip_max)) logprob` of each token, where `d = logprob - teacher`. In the mean over the policy's samples, its
+/// gradient is that of the reverse KL divergence: a policy gradient with the advantage `-d`. It equals TRL 1.16's `SDPOTrainer` with
+/// `distillation_mode = "sampled_token"`. Also returns d. All are `[C]`.
 pub(super) fn sampled_divergence(
     logprobs: &Tensor,
     teacher_logprobs: &Tensor,
@@ -52,11 +52,11 @@ pub(super) fn bounded_ratio(log_ratio: &Tensor, clip_max: Option<f64>) -> Option
     clip_max.map(|clip_max| log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().clamp_max(clip_max))
 }
 
-/// The divergence over the given tokens `[C, K]`, as TRL 1.16's `SDPOTrainer` has it with `distillation_mode = "topk_logits"` where a
-/// server scores: the tokens are the teacher's most probable ones.
+/// The divergence over the given tokens `[C, K]`, which are the teacher's most probable ones. It equals TRL 1.16's `SDPOTrainer` with
+/// `distillation_mode = "topk_logits"` and scores from a server.
 ///
-/// Terms of the gradient that are a constant times the policy's probabilities are left out: they add nothing, since probabilities sum
-/// to 1 before and after. So a teacher that equals the policy gives zeros for `alpha` 0 and 1, without rounding.
+/// Gradient terms that are a constant times the policy's probabilities are left out: they add nothing, because probabilities always sum to 1. So for
+/// `alpha` 0 and 1, a teacher that equals the policy gives exactly zero.
 pub(super) fn top_divergence([logprobs, teacher]: &[Tensor; 2], of: TopDivergence) -> TopTerms {
     let (own, other) = (Support::new(logprobs, of), Support::new(teacher, of));
     let (log_p, log_t) = (&own.logprobs, &other.logprobs);
@@ -74,10 +74,10 @@ pub(super) fn top_divergence([logprobs, teacher]: &[Tensor; 2], of: TopDivergenc
     TopTerms { divergence: sum(&value).squeeze_dim(1), d_logprobs: own.backward(&d_support, &p) }
 }
 
-/// A distribution over the tokens, with the others as one more token or without them.
+/// A distribution over the tokens, with or without one more token for all others.
 struct Support {
     logprobs: Tensor, // [C, K] or [C, K + 1]
-    /// Probability of all others, 0 where it is too small for a gradient; none where they are left out.
+    /// Probability of all other tokens, 0 where it is too small for a gradient; `None` if they are left out.
     tail: Option<Tensor>, // [C, 1]
 }
 
@@ -92,7 +92,8 @@ impl Support {
         Self { logprobs, tail: Some(tail.masked_fill(&total.gt(MAX_LOG_TOTAL), 0.0)) }
     }
 
-    /// The gradient by the log-probabilities that this was made of, from that by these, with `p` their exponentials.
+    /// The gradient with respect to the original log-probabilities, from the gradient with respect to those of this distribution; `p` are the
+    /// exponentials of the latter.
     fn backward(&self, d_support: &Tensor, p: &Tensor) -> Tensor {
         let Some(tail) = &self.tail else {
             return d_support - p * sum(d_support);
@@ -109,7 +110,7 @@ fn sum(values: &Tensor) -> Tensor {
     values.sum_dim_intlist(1, true, values.kind())
 }
 
-/// Bound of the logarithm of a ratio, as in TRL.
+/// Bound on the absolute log of a ratio, as in TRL.
 const MAX_LOG_RATIO: f64 = 20.0;
-/// Bound of the logarithm of the tokens' probability, so that some is left for the others, as in TRL.
+/// Bound on the log of the tokens' total probability, which leaves some for the other tokens, as in TRL.
 const MAX_LOG_TOTAL: f64 = -1e-7;

@@ -1,21 +1,21 @@
-//! Entropy in the objective: which tokens are trained on by it, the bonus for it, and the control of the bonus.
+//! Entropy in the objective: selection of tokens by entropy, the entropy bonus, and its adaptive coefficient.
 
 use super::options::LossConfig;
 
-/// The entropy terms of an update, known before its first backward.
+/// The entropy terms of an update; they must be known before its first backward.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct EntropyTerm {
-    /// The policy term and the bonus leave out tokens whose entropy is below this, in nats.
+    /// Tokens with an entropy below this, in nats, are left out of the policy term and the bonus.
     pub least: Option<f64>,
-    /// Weight of the bonus.
+    /// Coefficient of the bonus.
     pub coef: f64,
-    /// Tokens that the bonus is the mean over: of the update, over all ranks, without those that are left out.
+    /// Number of tokens that the bonus averages over: those of the update on all ranks, without the ones left out.
     pub num_tokens: f64,
 }
 
 impl EntropyTerm {
-    /// Keeps the share `quantile` of the tokens whose entropy is highest of all `entropies` of an update. The least of them is
-    /// `torch.quantile(entropies, 1 - quantile)`, which interpolates between neighbours, in float32 as TRL does (arXiv 2506.01939).
+    /// Keeps the share `quantile` of an update's tokens with the highest entropy. The threshold is `torch.quantile(entropies, 1 - quantile)`, which
+    /// interpolates between neighbours, in float32 as in TRL (arXiv 2506.01939).
     pub fn of_highest(mut entropies: Vec<f32>, quantile: f64, coef: f64) -> Self {
         entropies.sort_unstable_by(f32::total_cmp);
         let Some(last) = entropies.len().checked_sub(1) else { return Self { least: None, coef, num_tokens: 0.0 } };
@@ -28,29 +28,29 @@ impl EntropyTerm {
     }
 }
 
-/// The weight of the entropy bonus from one update to the next; constant unless it is adaptive (arXiv 2505.22312).
+/// The coefficient of the entropy bonus from one update to the next. It is constant unless it is adaptive (arXiv 2505.22312).
 #[derive(Debug, Clone, Copy, Default, PartialEq, serde::Serialize, serde::Deserialize)]
 #[serde(from = "SavedControl", into = "SavedControl")]
 pub struct EntropyControl {
-    /// The weight.
+    /// The coefficient.
     pub coef: f64,
-    /// Mean entropy of the newest update, in nats; none before the first one.
+    /// Mean entropy of the newest update, in nats; `None` before the first one.
     pub entropy: Option<f64>,
 }
 
 impl EntropyControl {
-    /// Before the first update.
+    /// The control before the first update.
     pub fn new(config: &LossConfig) -> Self {
         Self { coef: config.objective.entropy_coef, entropy: None }
     }
 
-    /// Weight of the next update's bonus. An adaptive one is 0 until an update had an entropy of at most the target.
+    /// The coefficient for the next update's bonus. An adaptive one is 0 until an update's entropy is at or below the target.
     pub fn applied(&self, config: &LossConfig) -> f64 {
         let is_low = self.entropy.is_some_and(|entropy| entropy <= config.objective.entropy_target);
         if config.objective.use_adaptive_entropy && !is_low { 0.0 } else { self.coef }
     }
 
-    /// Takes in the mean entropy of an update. One that is not finite changes nothing.
+    /// Updates the coefficient with the mean entropy of an update. A non-finite entropy changes nothing.
     pub fn observe(&mut self, entropy: f64, config: &LossConfig) {
         if !config.objective.use_adaptive_entropy || !entropy.is_finite() {
             return;
@@ -64,7 +64,7 @@ impl EntropyControl {
     }
 }
 
-/// Bit patterns of the numbers of an [`EntropyControl`], which JSON does not round.
+/// Bit patterns of an [`EntropyControl`]'s numbers, which JSON does not round.
 #[derive(serde::Serialize, serde::Deserialize)]
 struct SavedControl {
     coef_bits: u64,

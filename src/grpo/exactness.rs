@@ -1,4 +1,4 @@
-//! Whether the trainer's log-probabilities are the sampler's.
+//! Checks whether the trainer's log-probabilities equal the sampler's.
 
 use tch::Tensor;
 
@@ -8,15 +8,15 @@ use crate::error::{Error, Result};
 
 const MAX: &str = "sampling/sampling_logp_difference/max";
 
-/// Mean and greatest |logprob - rollout| over the tokens `[C]` that the weights sampled which are now trained: those of age 0, in the first
-/// update from these samples. Of other tokens nothing can be said: other weights sampled them. One that is no number is infinitely far from
-/// any other, so that a run does not go on with it as with an update that is skipped.
+/// Mean and maximum of |logprob - rollout| over the tokens `[C]` of age 0 in the first update from these samples: those that the current weights
+/// sampled. Other tokens were sampled by other weights, so nothing is known about them. A NaN counts as an infinite difference, so that the run ends
+/// instead of skipping the update.
 ///
 /// # Errors
-/// A failure of the device.
+/// Errors of the device.
 pub(crate) fn exactness_stats(
     input: &LossInput<'_>,
-    token_ages: Option<&Tensor>, // [C] i64; `None`: all are of age 0
+    token_ages: Option<&Tensor>, // [C] i64; `None` means that all have age 0
     is_first_update: bool,
 ) -> Result<DeviceStats> {
     let nothing = || input.logprobs.f_full_like(f64::NAN);
@@ -37,10 +37,10 @@ pub(crate) fn exactness_stats(
     recorder.finish()
 }
 
-/// Ends a run whose statistics have a difference.
+/// Ends a run whose statistics show a difference.
 ///
 /// # Errors
-/// [`Error::Unequal`].
+/// [`Error::Unequal`] with the largest difference.
 pub(crate) fn check_exactness(stats: &LossStats) -> Result<()> {
     let greatest = stats.entries().iter().find(|(name, _)| *name == MAX).map(|(_, value)| *value);
     match greatest {

@@ -1,4 +1,4 @@
-//! A loss of the caller's own, whose gradient libtorch finds.
+//! A custom loss function, differentiated by libtorch.
 
 use std::fmt;
 use std::sync::Arc;
@@ -12,13 +12,11 @@ use crate::error::{Error, Result};
 
 type Loss = dyn Fn(&LossInput<'_>, &Denominators) -> Result<Tensor> + Send + Sync;
 
-/// A loss of the caller's own: from a micro-batch to its contribution to the loss, a scalar.
+/// A custom loss function: it maps a micro-batch to the micro-batch's contribution to the loss, a scalar.
 ///
-/// Contributions of all micro-batches and ranks are added up, so sums are to be divided by the [`Denominators`], which count over all of
-/// them. `logprobs` has a graph, through which the gradient is found; nothing else has. `old_logprobs` is `None` where `logprobs` are the
-/// old ones, too: `logprobs.detach()` stands for them. `ref_logprobs` are there with a `beta` that is not 0, `teacher_logprobs` with a
-/// teacher. A micro-batch without tokens
-/// adds nothing, and the function is not called for it.
+/// The contributions of all micro-batches and ranks are added, so divide sums by the [`Denominators`], which count over all of them. Only `logprobs`
+/// has an autograd graph. `old_logprobs` is `None` if they would equal `logprobs`; use `logprobs.detach()` then. `ref_logprobs` are set if `beta` is
+/// not 0, `teacher_logprobs` if there is a teacher. The function is not called for a micro-batch without tokens, which adds nothing.
 ///
 /// REINFORCE over all tokens:
 /// ```
@@ -44,11 +42,10 @@ impl LossFunction {
         Self(Arc::new(loss))
     }
 
-    /// Loss of a micro-batch and its gradient, as [`policy_loss`](super::policy_loss) has them.
+    /// Loss of a micro-batch and its gradient, like [`policy_loss`](super::policy_loss).
     ///
     /// # Errors
-    /// Returns the function's errors; [`Error::InvalidArgument`] for an input that does not fit, and for a loss that is no scalar or does not
-    /// depend on `logprobs`.
+    /// The function's errors; [`Error::InvalidArgument`] for invalid inputs, or a loss that is not a scalar or does not depend on `logprobs`.
     pub fn differentiate(
         &self,
         input: &LossInput<'_>,
@@ -86,7 +83,7 @@ mod tests {
     use super::*;
     use crate::grpo::policy_loss;
 
-    /// On policy, the gradient of dapo's loss is REINFORCE's.
+    /// On policy, the gradient of dapo's loss equals REINFORCE's.
     #[test]
     fn a_custom_loss_equal_to_the_built_in_has_equal_gradients() {
         let logprobs = Tensor::from_slice(&[-0.5_f64, -1.5, -0.25, -2.0]);

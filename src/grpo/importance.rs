@@ -1,4 +1,4 @@
-//! Importance ratios: policy against old policy, and trainer against sampler.
+//! Importance ratios: policy to old policy, and trainer to sampler.
 
 use tch::Tensor;
 
@@ -6,7 +6,7 @@ use super::options::LossConfig;
 use super::segments::Segments;
 use crate::config::{ImportanceSamplingLevel, ImportanceSamplingMode};
 
-/// The ratio between the policy and the policy that the samples are taken to come from.
+/// The ratio of the policy to the old policy, from which the samples are assumed to come.
 ///
 /// Token level: `r_t = exp(logprob_t - old_t)`. Sequence level (GSPO, arXiv 2507.18071, equation 6):
 /// `r_s = exp(mean over tokens of (logprob_t - old_t))`, the same for every token of s, and 1 without any.
@@ -19,7 +19,7 @@ pub(crate) struct PolicyRatio<'a> {
 }
 
 impl<'a> PolicyRatio<'a> {
-    /// The ratio from `logprob - old` `[C]`.
+    /// Computes the ratio from `logprob - old` `[C]`.
     pub fn new(log_ratio: &Tensor, level: ImportanceSamplingLevel, segments: &'a Segments) -> Self {
         let values = match level {
             ImportanceSamplingLevel::Token => log_ratio.exp(),
@@ -28,7 +28,7 @@ impl<'a> PolicyRatio<'a> {
         Self { level, segments, values }
     }
 
-    /// The ratio that acts on each token. `[C]`
+    /// The ratio for each token. `[C]`
     pub fn per_token(&self) -> Tensor {
         self.at_tokens(&self.values)
     }
@@ -40,7 +40,7 @@ impl<'a> PolicyRatio<'a> {
         }
     }
 
-    /// A value per sequence brought to the ratio's own level. `[N] -> [C] or [N]`
+    /// Converts a value per sequence to the level of the ratio. `[N] -> [C] or [N]`
     pub fn of_sequences(&self, values: &Tensor) -> Tensor {
         match self.level {
             ImportanceSamplingLevel::Token => self.segments.expand(values),
@@ -48,7 +48,7 @@ impl<'a> PolicyRatio<'a> {
         }
     }
 
-    /// Mean of a quantity at the ratio's level in each sequence; of tokens NaN where there are none. `[C] or [N] -> [N]`
+    /// Mean over each sequence of a quantity at the ratio's level; at token level NaN for a sequence without tokens. `[C] or [N] -> [N]`
     pub fn sequence_means(&self, x: &Tensor) -> Tensor {
         match self.level {
             ImportanceSamplingLevel::Token => self.segments.sum(x) / &self.segments.lengths,
@@ -56,8 +56,8 @@ impl<'a> PolicyRatio<'a> {
         }
     }
 
-    /// Gradient by the log-probabilities from the gradient by the log of the ratio that acts on each token; both `[C]`.
-    /// A sequence's ratio depends on all its tokens alike: `dlog r_s / dlogprob_t = 1 / length_s`.
+    /// Gradient with respect to the log-probabilities, from the gradient with respect to the log ratio of each token; both `[C]`. A sequence's ratio
+    /// depends on all its tokens equally: `dlog r_s / dlogprob_t = 1 / length_s`.
     pub fn backward(&self, d_log_ratio: &Tensor) -> Tensor {
         match self.level {
             ImportanceSamplingLevel::Token => d_log_ratio.shallow_clone(),
@@ -69,23 +69,22 @@ impl<'a> PolicyRatio<'a> {
     }
 }
 
-/// The weight that corrects for the sampler's probabilities not being the trainer's: `w = exp(old - rollout)`, a token's or
-/// the sum over a sequence's tokens, bounded by `clip_max`, and by `clip_min` where there is one: cut there (truncated importance
-/// sampling; Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025) or set to 0 outside
-/// (masked).
-/// A constant: no gradient passes through it. Where the sampler reported NaN the difference counts as 0.
+/// The weight that corrects for the difference between the sampler's and the trainer's probabilities: `w = exp(old - rollout)`, of a token or summed
+/// in the exponent over a sequence. It is bounded by `clip_max` and, if set, by `clip_min`: either clipped (truncated importance sampling; Yao et
+/// al., "Your efficient RL framework secretly brings you off-policy RL training", 2025) or set to 0 outside the bounds (masked). It is a constant
+/// without gradient. Where the sampler reported NaN the difference counts as 0.
 #[derive(Debug)]
 pub(crate) struct SamplerCorrection {
-    /// The weight that acts on each token.
+    /// The weight for each token.
     pub per_token: Tensor, // [C]
-    /// The weights as they are reported: of every token, or of every sequence, 1 where it has no tokens.
+    /// The weights to report: of every token, or of every sequence, where a sequence without tokens has 1.
     pub reported: Tensor, // [C] or [N]
     /// |old - rollout|, NaN where the sampler did not score a token.
     pub differences: Tensor, // [C]
 }
 
 impl SamplerCorrection {
-    /// The correction from the old policy's and the sampler's log-probabilities `[C]`.
+    /// Computes the correction from the old policy's and the sampler's log-probabilities `[C]`.
     pub fn new(old_logprobs: &Tensor, rollout_logprobs: &Tensor, config: &LossConfig, segments: &Segments) -> Self {
         let (mode, clip_max) = (config.importance_sampling_mode, config.importance_sampling_clip_max);
         let clip_min = config.objective.importance_sampling_clip_min;

@@ -4,14 +4,14 @@ use tch::{Kind, Tensor};
 
 use crate::config::KlEstimator;
 
-/// The estimate of each token and its derivative by the policy's log-probability (Schulman, "Approximating KL divergence", 2020),
-/// with `d = ref_logprob - logprob`:
+/// The estimate for each token and its derivative with respect to the policy's log-probability (Schulman, "Approximating KL divergence", 2020), with
+/// `d = ref_logprob - logprob`:
 ///
-/// - k1 `= -d`, unbiased; `dk1/dlogprob = 1`, which is 0 in the mean over samples of the policy;
-/// - k2 `= d^2 / 2`; `dk2/dlogprob = -d`, whose mean is the divergence's gradient;
+/// - k1 `= -d`, unbiased; `dk1/dlogprob = 1`, whose policy gradient has mean 0 over samples of the policy;
+/// - k2 `= d^2 / 2`; `dk2/dlogprob = -d`, whose mean is the gradient of the divergence;
 /// - k3 `= exp(d) - d - 1`, unbiased and never negative (arXiv 2402.03300, equation 4); `dk3/dlogprob = 1 - exp(d)`.
 ///
-/// `reference_difference` is d `[C]`; both results are `[C]` of its kind.
+/// `reference_difference` is d `[C]`; both results are `[C]` in its dtype.
 pub(crate) fn kl_estimate(estimator: KlEstimator, reference_difference: &Tensor) -> KlEstimate {
     let (value, d_logprob) = match estimator {
         KlEstimator::K1 => (-reference_difference, reference_difference.ones_like()),
@@ -24,19 +24,18 @@ pub(crate) fn kl_estimate(estimator: KlEstimator, reference_difference: &Tensor)
     KlEstimate { value, d_logprob }
 }
 
-/// Estimates of the KL divergence by token.
+/// Estimates of the KL divergence for each token.
 pub(crate) struct KlEstimate {
     pub value: Tensor, // [C]
-    /// The derivative by the policy's log-probability.
+    /// The derivative with respect to the policy's log-probability.
     pub d_logprob: Tensor, // [C]
 }
 
-/// Sum of the estimates over a sequence's tokens, in float64: what `use_kl_in_reward` takes off its reward, times beta. `logprobs` and
-/// `ref_logprobs` are the policy's before the update and the reference model's `[L]`.
+/// Sum of the estimates over a sequence's tokens, in float64. With `use_kl_in_reward`, this times beta is subtracted from the sequence's reward.
+/// `logprobs` are the policy's before the update, `ref_logprobs` the reference model's `[L]`.
 ///
-/// TRL 1.16's `RLOOTrainer` takes the same sum of k1 off the reward of a sequence (arXiv 2402.14740). verl takes each token's estimate
-/// off that token's reward (`use_kl_in_reward`) and adds a sequence's rewards up before it compares them with those of the group,
-/// which comes to the same.
+/// TRL 1.16's `RLOOTrainer` subtracts the same sum of k1 from a sequence's reward (arXiv 2402.14740). verl subtracts each token's estimate from that
+/// token's reward (`use_kl_in_reward`), and sums a sequence's rewards before comparing them with the group's, which is equivalent.
 pub fn kl_of_sequence(estimator: KlEstimator, logprobs: &[f32], ref_logprobs: &[f32]) -> f64 {
     let wide = |values: &[f32]| Tensor::from_slice(values).to_kind(Kind::Double);
     let KlEstimate { value: estimates, .. } = kl_estimate(estimator, &(wide(ref_logprobs) - wide(logprobs)));

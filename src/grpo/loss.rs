@@ -1,4 +1,4 @@
-//! The policy loss and its gradient by the log-probabilities, written out.
+//! The policy loss and its explicit gradient with respect to the log-probabilities.
 
 use tch::{Kind, Tensor};
 
@@ -14,33 +14,32 @@ use crate::error::{Error, Result};
 
 /// Loss of a micro-batch and its gradient.
 ///
-/// With r the policy ratio, A the sequence's advantage, w the sampler correction, m the off-policy mask and k the estimate of the
-/// KL divergence, a token's loss is `pg * m * w + beta * k`, where `k` is multiplied by r under `use_bias_correction_kl`
-/// (arXiv 2512.02556), and
+/// With r the policy ratio, A the sequence's advantage, w the sampler correction, m the off-policy mask and k the estimate of the KL divergence, a
+/// token's loss is `pg * m * w + beta * k`, where `k` is multiplied by r under `use_bias_correction_kl` (arXiv 2512.02556), and
 ///
-/// - grpo, dr_grpo, bnpo, dapo, luspo: `pg = -min(min(r, delta) A, clamp(r, 1 - epsilon, 1 + epsilon_high) A)`
-///   (arXiv 1707.06347; epsilon_high: arXiv 2503.14476; delta: arXiv 2505.07291);
+/// - grpo, dr_grpo, bnpo, dapo, luspo: `pg = -min(min(r, delta) A, clamp(r, 1 - epsilon, 1 + epsilon_high) A)` (arXiv 1707.06347; epsilon_high: arXiv
+///   2503.14476; delta: arXiv 2505.07291);
 /// - cispo: `pg = -stop_gradient(min(r, epsilon_high)) A logprob` (arXiv 2506.13585);
-/// - sapo: `pg = -(4 / t) sigmoid(t (r - 1)) A`, with t the temperature of A's sign (arXiv 2511.20347, equation 6);
-/// - vespo: `pg = -stop_gradient(exp(l + k log(v) - l v)) A logprob` without w, with v the product of r and w over the sequence's
-///   tokens and k and l the exponent and decay of A's sign (arXiv 2602.10693).
+/// - sapo: `pg = -(4 / t) sigmoid(t (r - 1)) A`, with t the temperature for A's sign (arXiv 2511.20347, equation 6);
+/// - vespo: `pg = -stop_gradient(exp(l + k log(v) - l v)) A logprob` without w, with v the product of r and w over the sequence's tokens and k and l
+///   the exponent and decay for A's sign (arXiv 2602.10693).
 ///
-/// m is 0 where A is negative and the mean over a sequence's tokens of `rollout - logprob` is above `off_policy_mask_threshold`
-/// (arXiv 2512.02556, equation 9), of `old - logprob` where the sampler's log-probabilities are missing, and 1 elsewhere.
+/// m is 0 where A is negative and the mean over a sequence's tokens of `rollout - logprob` (of `old - logprob` if the sampler's log-probabilities are
+/// missing) is above `off_policy_mask_threshold` (arXiv 2512.02556, equation 9), and 1 elsewhere.
 ///
-/// With a teacher, all of that is multiplied by `1 - weight`, and `weight * w * stop_gradient((logprob - teacher) r) logprob` is added,
-/// r up to a bound ([`Distillation`]); or `weight * w * stop_gradient(r)` times the divergence over the teacher's most probable tokens.
-/// Whatever the loss type, the divergence is a mean over each sequence's tokens that the teacher scored and then over all sequences, as in
-/// TRL's `SDPOTrainer` and `SDFTTrainer`.
+/// With a teacher, all of this is multiplied by `1 - weight`, and one of two terms is added: `weight * w * stop_gradient((logprob - teacher) r)
+/// logprob`, with r up to a bound ([`Distillation`]), or `weight * w * stop_gradient(r)` times the divergence over the teacher's most probable
+/// tokens. For every loss type, the divergence is averaged over the tokens of each sequence that the teacher scored, and then over all sequences, as
+/// in TRL's `SDPOTrainer` and `SDFTTrainer`.
 ///
-/// Tokens whose entropy is below the least that [`EntropyTerm`] has are left out of pg. With an entropy bonus the loss is lessened by
-/// `coef` times the mean entropy of those that are kept.
+/// Tokens with an entropy below the threshold of [`EntropyTerm`] are left out of pg. An entropy bonus subtracts `coef` times the mean entropy of the
+/// remaining tokens from the loss.
 ///
-/// Token losses are summed with the weights of [`Denominators`]. Only m, w, and what is said to stop the gradient are constants.
-/// The gradient at ties (a ratio on a bound) is torch's: bounds belong to the clip range, `min` splits evenly.
+/// Token losses are summed with the weights of [`Denominators`]. Only m, w and the arguments of `stop_gradient` are constants. At ties (a ratio on a
+/// bound) the gradient equals torch's: bounds belong to the clip range, `min` splits evenly.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`] for shapes or kinds that do not fit, or a missing tensor that the configuration needs.
+/// [`Error::InvalidArgument`] for wrong shapes or dtypes, or a missing tensor that the configuration needs.
 pub fn policy_loss(input: &LossInput, config: &LossConfig, denominators: &Denominators) -> Result<LossOutput> {
     input.validate(config)?;
     let kind = input.logprobs.kind();
@@ -146,8 +145,8 @@ pub fn policy_loss(input: &LossInput, config: &LossConfig, denominators: &Denomi
     Ok(output)
 }
 
-/// Divisors of token losses, over all ranks and all micro-batches of one optimizer update: with them a micro-batch's
-/// contributions simply add up, and no loss depends on how tokens were packed.
+/// Divisors of token losses, over all ranks and micro-batches of one optimizer update. With them the contributions of micro-batches simply add up,
+/// and no loss depends on how tokens were packed.
 ///
 /// | loss | weight of a token of sequence s |
 /// |---|---|
@@ -155,55 +154,55 @@ pub fn policy_loss(input: &LossInput, config: &LossConfig, denominators: &Denomi
 /// | luspo (arXiv 2602.05261) | `1 / num_sequences` |
 /// | dr_grpo (arXiv 2503.20783) | `1 / (num_sequences * max_completion_length)` |
 /// | dapo (arXiv 2503.14476), cispo (arXiv 2506.13585), vespo (arXiv 2602.10693) | `1 / num_tokens` |
-/// | bnpo | `1 / bnpo_divisors[s]` of [`LossInput`], or `1 / num_tokens` where these are left out |
+/// | bnpo | `1 / bnpo_divisors[s]` of [`LossInput`], or `1 / num_tokens` if these are missing |
 ///
 /// A teacher's divergence has the weights of grpo under every loss type.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Denominators {
-    /// Sequences of the update, masked ones included.
+    /// Sequences of the update, including masked ones.
     pub num_sequences: f64,
-    /// dapo, cispo and vespo: packed tokens of the generation batch over the number of updates made from one pass over it.
-    /// Otherwise packed tokens of the update, which are as many where a generation batch makes one update.
+    /// For dapo, cispo and vespo: packed tokens of the generation batch, divided by the number of updates in one pass over it. Otherwise: packed
+    /// tokens of the update. Both are equal if a generation batch makes one update.
     pub num_tokens: f64,
-    /// Tokens of the update, which the entropy bonus is the mean over.
+    /// Tokens of the update; the entropy bonus is their mean.
     pub num_update_tokens: f64,
-    /// Tokens of the update's sequences with their prompts, which the loss that keeps experts equally busy is the mean over.
+    /// Tokens of the update's sequences including prompts; the load-balancing loss of experts is their mean.
     pub num_sequence_tokens: f64,
 }
 
-/// A micro-batch: every one of its tokens counts. Sequences without tokens are those of which no token counts, such as truncated
-/// ones that are masked: they add to the statistics that are over sequences, with a ratio of 1, as in TRL.
+/// The inputs of a loss for a micro-batch. Every token counts. A sequence may have no tokens, such as a truncated one that is masked: it counts in
+/// statistics over sequences, with a ratio of 1, as in TRL.
 ///
-/// Log-probabilities are float32 or float64; everything else is brought to their kind.
+/// Log-probabilities are float32 or float64; all other inputs are converted to their dtype.
 #[derive(Debug, Clone, Copy)]
 pub struct LossInput<'a> {
-    /// The policy's, of the forward that the gradient goes through.
+    /// The policy's log-probabilities, from the forward pass that is differentiated.
     pub logprobs: &'a Tensor, // [C]
-    /// The policy's before the first update from these samples; `None` says that this is that update: `logprobs` serve.
+    /// The policy's log-probabilities before the first update from these samples. `None` in that first update, where they equal `logprobs`.
     pub old_logprobs: Option<&'a Tensor>, // [C]
-    /// The reference model's; needed if `beta` is not 0.
+    /// The reference model's log-probabilities; needed if `beta` is not 0.
     pub ref_logprobs: Option<&'a Tensor>, // [C]
-    /// A teacher's; NaN of a token that it has not scored, which is in no divergence from it.
+    /// A teacher's log-probabilities; NaN for a token that it has not scored, which is left out of the divergence.
     pub teacher_logprobs: Option<&'a Tensor>, // [C]
-    /// The teacher's log-probabilities of its most probable tokens, for a divergence over these.
+    /// Log-probabilities of the teacher's most probable tokens, for a divergence over these.
     pub top: Option<TopLogprobs<'a>>,
-    /// The sampler's; NaN where it could not score. `None` leaves the correction out.
+    /// The sampler's log-probabilities; NaN where it did not score a token. `None` turns the correction off.
     pub rollout_logprobs: Option<&'a Tensor>, // [C]
-    /// One per sequence.
+    /// The advantage of each sequence.
     pub advantages: &'a Tensor, // [N]
-    /// bnpo: the tokens of each sequence's batch, times the number of batches of the update. A batch is as many sequences, in their
-    /// order, as TRL's ranks run at once. `None` takes the whole update as one batch.
+    /// For bnpo: the number of tokens in each sequence's batch, times the number of batches of the update. A batch has as many consecutive sequences
+    /// as TRL's ranks process at once. `None` treats the whole update as one batch.
     pub bnpo_divisors: Option<&'a Tensor>, // [N]
-    /// Each token's sequence, 0 to N.
+    /// Index of each token's sequence, from 0 to N - 1.
     pub sequence_of_token: &'a Tensor, // [C] i64
-    /// Entropy of each token's distribution in nats, to be reported.
+    /// Entropy of each token's distribution in nats, for the statistics.
     pub entropy: Option<&'a Tensor>, // [C]
-    /// The update's entropy term, where its objective has one.
+    /// The update's entropy term, if its objective has one.
     pub entropy_term: Option<EntropyTerm>,
 }
 
 impl LossInput<'_> {
-    /// 1 for the tokens that the policy term is over and 0 for the others; none where it is over all of them.
+    /// 1 for the tokens in the policy term and 0 for the others; `None` if all are in it.
     fn kept_by_entropy(&self) -> Option<Tensor> {
         let (entropy, least) = (self.entropy?, self.entropy_term?.least?);
         Some(entropy.ge(least).to_kind(entropy.kind())) // [C]
@@ -261,7 +260,7 @@ impl LossInput<'_> {
 }
 
 impl LossOutput {
-    /// Takes off the loss what the mean entropy of the tokens that are kept weighs.
+    /// Subtracts the entropy bonus over the kept tokens from the loss.
     fn add_bonus(&mut self, entropy: &Tensor, kept: Option<&Tensor>, term: &EntropyTerm) {
         let each = entropy.full_like(1.0 / term.num_tokens.max(1.0)); // [C]
         let each = kept.map_or_else(|| each.shallow_clone(), |kept| &each * kept);
@@ -281,17 +280,17 @@ pub struct LossOutput {
     pub loss: Tensor,
     /// dloss / dlogprobs.
     pub dlogprobs: Tensor, // [C]
-    /// dloss / dentropy, where there is an entropy bonus that weighs anything.
+    /// dloss / dentropy, if there is an entropy bonus with a coefficient other than 0.
     pub dentropy: Option<Tensor>, // [C]
-    /// dloss / dlogprobs of the teacher's tokens, where there is a divergence over them.
+    /// dloss / dlogprobs of the teacher's tokens, if there is a divergence over them.
     pub dtop: Option<Tensor>, // [C, K]
-    /// This micro-batch's contribution to the mean entropy that the bonus is for, where there is one.
+    /// This micro-batch's contribution to the mean entropy in the bonus, if there is one.
     pub mean_entropy: Option<Tensor>,
-    /// The statistics that TRL logs, ready to be added to, still on the device.
+    /// TRL's statistics, still on the device, ready to be merged with other micro-batches'.
     pub stats: DeviceStats,
 }
 
-/// A micro-batch's divergence from a teacher, weighed and summed.
+/// A micro-batch's weighted sum of divergences from a teacher.
 struct TeacherLoss {
     loss: Tensor,
     dlogprobs: Option<Tensor>, // [C]
@@ -317,7 +316,7 @@ fn token_weights(
     }
 }
 
-/// Weight of each token in a mean over sequences of means over those of their tokens that `known` has 1 for. `[C]`
+/// Weight of each token in the mean over sequences of per-sequence means; only tokens where `known` is 1 count. `[C]`
 fn sequence_means(segments: &Segments, known: &Tensor, denominators: &Denominators) -> Tensor {
     known / (segments.expand(&segments.sum(known).clamp_min(1.0)) * denominators.num_sequences)
 }

@@ -1,12 +1,12 @@
-//! Advantages, losses, KL estimator, importance correction: pure functions of rewards and log-probabilities, with their
-//! papers. Knows nothing of models or optimizers, and of ranks only how the statistics of rewards merge over them.
+//! Advantages, losses, KL estimators and importance correction: pure functions of rewards and log-probabilities, each with its paper. The module
+//! knows nothing of models or optimizers, and of ranks only how statistics of rewards are merged over them.
 //!
 //! Legend: C scored (completion) tokens of a micro-batch, packed without padding; N its sequences.
 //!
-//! Formulas, constants and metric names are those of TRL 1.16's `GRPOTrainer`, with the whole batch as one micro-batch;
-//! `scripts/golden_trl.py` runs TRL's own code and the tests here hold these functions to its numbers.
+//! Formulas, constants and metric names are those of TRL 1.16's `GRPOTrainer`, with the whole batch as one micro-batch. `scripts/golden_trl.py` runs
+//! TRL's own code, and the tests compare these functions with its numbers.
 //!
-//! Advantages of a group, whose rewards differ:
+//! Advantages of a group with different rewards:
 //!
 //! ```
 //! use std::sync::Arc;
@@ -24,7 +24,7 @@
 //! # Ok::<(), colo_grpo::Error>(())
 //! ```
 //!
-//! The loss of a micro-batch: two sequences of two tokens and one, beside a teacher's two most probable tokens, with an entropy bonus:
+//! The loss of a micro-batch: two sequences with two tokens and one token, a teacher's two most probable tokens, and an entropy bonus:
 //!
 //! ```
 //! use colo_grpo::grpo::{
@@ -71,7 +71,7 @@
 //! # Ok::<(), colo_grpo::Error>(())
 //! ```
 //!
-//! A loss of the program's own is a [`LossFunction`], and the divergence of a sequence a number:
+//! A custom loss is a [`LossFunction`], and the divergence of a sequence is a number:
 //!
 //! ```
 //! use colo_grpo::config::KlEstimator;

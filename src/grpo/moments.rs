@@ -1,30 +1,30 @@
-//! Count, mean and standard deviation of rewards, kept so that they merge over groups and ranks without losing digits.
+//! Count, mean and standard deviation of rewards, in a form that merges over groups and ranks without loss of precision.
 
 use crate::error::Result;
 use crate::ranks::{Collective, all_gather_f64};
 use crate::types::{RolloutGroup, Trajectory};
 
-/// Count, sum and sum of squared deviations from the mean of some rewards, in float64.
+/// Count, sum and sum of squared deviations from the mean of rewards, in float64.
 ///
-/// Two of them merge by Chan, Golub and LeVeque's formula ("Updating Formulae and a Pairwise Algorithm for Computing Sample
-/// Variances", 1979). No large squares are subtracted from one another, so a large offset common to all rewards costs no digits.
+/// They merge by the formula of Chan, Golub and LeVeque ("Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979). No large
+/// squares are subtracted, so a large offset common to all rewards costs no precision.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct BatchStats {
-    /// Rewards that exist.
+    /// Number of rewards that are not missing.
     pub count: f64,
-    /// Sum of the values.
+    /// Sum of the rewards.
     pub sum: f64,
-    /// The sum of their squared deviations from their mean.
+    /// Sum of the squared deviations from their mean.
     pub squared_deviations: f64,
 }
 
 impl BatchStats {
-    /// Statistics of the rewards that exist, in two passes: the mean, then the deviations from it.
+    /// Statistics of the rewards that are not `None`, in two passes: the mean, then the deviations from it.
     pub fn of(rewards: impl IntoIterator<Item = Option<f32>>) -> Self {
         Self::of_values(rewards.into_iter().map(|reward| reward.map(f64::from)))
     }
 
-    /// Statistics of numbers that exist, as [`BatchStats::of`] has them of rewards.
+    /// Statistics of the values that are not `None`, computed like [`BatchStats::of`].
     pub(super) fn of_values(values: impl IntoIterator<Item = Option<f64>>) -> Self {
         let rewards: Vec<f64> = values.into_iter().flatten().collect();
         let (count, sum) = (rewards.len() as f64, rewards.iter().sum::<f64>());
@@ -33,17 +33,17 @@ impl BatchStats {
         Self { count, sum, squared_deviations }
     }
 
-    /// Statistics of one group's weighted rewards, less their KL penalties.
+    /// Statistics of one group's weighted rewards, minus their KL penalties.
     pub fn of_group(group: &RolloutGroup) -> Self {
         Self::of(group.completions.iter().map(Trajectory::penalized_reward))
     }
 
-    /// Statistics of the weighted rewards of all completions, less their KL penalties.
+    /// Statistics of the weighted rewards of all completions, minus their KL penalties.
     pub fn of_groups(groups: &[RolloutGroup]) -> Self {
         Self::of(groups.iter().flat_map(|group| &group.completions).map(Trajectory::penalized_reward))
     }
 
-    /// Takes in the rewards that `other` describes.
+    /// Merges the statistics of further rewards.
     pub fn merge(&mut self, other: &Self) {
         if self.count == 0.0 || other.count == 0.0 {
             *self = if self.count == 0.0 { *other } else { *self };
@@ -55,8 +55,8 @@ impl BatchStats {
         self.sum += other.sum;
     }
 
-    /// Merges each of `stats` with the statistics that other ranks hold in its place, in rank order; collective over `group`,
-    /// where every rank passes equally many.
+    /// Merges each of `stats` with the corresponding statistics of other ranks, in rank order. Collective over `group`; every rank passes equally
+    /// many.
     ///
     /// # Errors
     /// The errors of [`Collective`].

@@ -5,54 +5,54 @@ use crate::config::{Config, ImportanceSamplingLevel, ImportanceSamplingMode, Los
 /// Settings of the loss. Defaults are those of TRL 1.16's `GRPOConfig`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LossConfig {
-    /// How token losses are summed.
+    /// The loss type, which also decides how token losses are summed.
     pub loss_type: LossType,
-    /// Level of the policy ratio.
+    /// Whether the policy ratio is per token or per sequence.
     pub importance_sampling_level: ImportanceSamplingLevel,
     /// Lower clip range.
     pub epsilon: f64,
-    /// Upper clip range; for cispo the bound of the ratio itself.
+    /// Upper clip range; for cispo the upper bound of the ratio itself.
     pub epsilon_high: f64,
     /// Upper bound of the ratio for negative advantages.
     pub delta: Option<f64>,
-    /// Weight of the KL term; 0 also where the divergence is taken off the rewards.
+    /// Weight of the KL term; also 0 if the divergence is subtracted from the rewards.
     pub beta: f64,
-    /// Multiply the KL term by the differentiable ratio.
+    /// Whether to multiply the KL term by the differentiable ratio.
     pub use_bias_correction_kl: bool,
-    /// Multiply the policy term by the sampler correction where `rollout_logprobs` are given.
+    /// Whether to multiply the policy term by the sampler correction, if `rollout_logprobs` are given.
     pub importance_sampling_correction: bool,
-    /// Level and kind of that correction.
+    /// Level and kind of the sampler correction.
     pub importance_sampling_mode: ImportanceSamplingMode,
-    /// Upper bound of that correction.
+    /// Upper bound of the sampler correction.
     pub importance_sampling_clip_max: f64,
-    /// Losses and estimators beside these; keys of advantages and of the reference model are not the loss's.
+    /// Further options of the objective. The loss ignores the keys for advantages and for the reference model.
     pub objective: ObjectiveConfig,
     /// The divergence from a teacher, if there is one.
     pub distillation: Option<Distillation>,
-    /// In tokens; dr_grpo's denominator.
+    /// Maximum completion length in tokens, the denominator of dr_grpo.
     pub max_completion_length: usize,
 }
 
-/// How a loss has a divergence from a teacher.
+/// How a loss includes a divergence from a teacher.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Distillation {
-    /// Weight of the divergence; all other terms but an entropy bonus have the rest.
+    /// Weight of the divergence; all other terms, except an entropy bonus, have weight `1 - weight`.
     pub weight: f64,
-    /// Upper bound of the policy ratio that it is multiplied by; `None` is no ratio.
+    /// Upper bound of the policy ratio that multiplies the divergence; `None` means no ratio.
     pub clip_max: Option<f64>,
-    /// The divergence over the teacher's most probable tokens; `None` is that of the sampled tokens.
+    /// The divergence over the teacher's most probable tokens; `None` uses the sampled tokens.
     pub top: Option<TopDivergence>,
 }
 
 /// A divergence over some tokens of each distribution.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct TopDivergence {
-    /// 1: the reverse KL divergence, policy from teacher. 0: the forward one. Between: `(1 - alpha) KL(policy, m) + alpha KL(teacher, m)`
-    /// with the mixture `m = (1 - alpha) policy + alpha teacher`, the generalised Jensen-Shannon divergence (arXiv 2306.13649).
+    /// 1 is the reverse KL divergence, from policy to teacher; 0 the forward one. Between them it is the generalised Jensen-Shannon divergence (arXiv
+    /// 2306.13649), `(1 - alpha) KL(policy, m) + alpha KL(teacher, m)` with the mixture `m = (1 - alpha) policy + alpha teacher`.
     pub alpha: f64,
-    /// Whether all other tokens are one more token; else the distributions are those given that a token is one of these.
+    /// Whether all other tokens count as one more token. If not, the distributions are conditioned on the given tokens.
     pub adds_tail: bool,
-    /// Tokens of each distribution.
+    /// Number of tokens of each distribution.
     pub num_tokens: usize,
 }
 
@@ -105,7 +105,7 @@ impl From<&Config> for LossConfig {
 }
 
 impl LossConfig {
-    /// Whether the policy term is multiplied by the sampler correction; vespo's weights contain it.
+    /// Whether the policy term is multiplied by the sampler correction; vespo's weights already include it.
     pub(super) fn multiplies_by_correction(&self) -> bool {
         match self.loss_type {
             LossType::Vespo => false,
@@ -114,12 +114,12 @@ impl LossConfig {
         }
     }
 
-    /// Whether the loss has an entropy bonus, if only with a weight that is 0 for now.
+    /// Whether the loss has an entropy bonus, even if its coefficient is 0 at present.
     pub fn has_entropy_bonus(&self) -> bool {
         self.objective.entropy_coef != 0.0 || self.objective.use_adaptive_entropy
     }
 
-    /// Whether the policy term is over a share of the tokens.
+    /// Whether the policy term uses only a share of the tokens, by entropy.
     pub fn selects_by_entropy(&self) -> bool {
         self.objective.top_entropy_quantile < 1.0
     }

@@ -2,20 +2,20 @@
 
 use tch::{Kind, Tensor};
 
-/// The packing of a micro-batch, for reductions per sequence. Every token that is packed counts; a sequence may have none.
+/// The packing of a micro-batch, for reductions per sequence. Every packed token counts; a sequence may have none.
 #[derive(Debug)]
 pub(crate) struct Segments {
     sequence_of_token: Tensor, // [C] i64
     /// 1 for every token.
     pub ones: Tensor, // [C]
-    /// Tokens of each sequence.
+    /// Number of tokens of each sequence.
     pub lengths: Tensor, // [N]
-    /// N.
+    /// Number of sequences (N).
     pub num_sequences: i64,
 }
 
 impl Segments {
-    /// `kind` is that of the log-probabilities: every sum has it.
+    /// `kind` is the dtype of the log-probabilities and of every sum.
     pub fn new(sequence_of_token: &Tensor, num_sequences: i64, kind: Kind) -> Self {
         let ones = Tensor::ones(sequence_of_token.size(), (kind, sequence_of_token.device()));
         let mut segments =
@@ -29,12 +29,12 @@ impl Segments {
         Tensor::zeros([self.num_sequences], (x.kind(), x.device())).index_add(0, &self.sequence_of_token, x)
     }
 
-    /// Each token's own sequence's value. `[N] -> [C]`
+    /// The value of each token's sequence. `[N] -> [C]`
     pub fn expand(&self, x: &Tensor) -> Tensor {
         x.index_select(0, &self.sequence_of_token)
     }
 
-    /// Lengths that can be divided by: at least 1. `[N]`
+    /// Sequence lengths, at least 1, for division. `[N]`
     pub fn divisors(&self) -> Tensor {
         self.lengths.clamp_min(1.0)
     }

@@ -1,11 +1,11 @@
-//! Which groups a policy can learn from.
+//! Which groups have a learning signal.
 
 use super::advantages::rewards_are_equal;
 use super::moments::BatchStats;
 use crate::types::RolloutGroup;
 
-/// Whether a group teaches something: its rewards are not all equal ([`rewards_are_equal`]), and their mean lies in `range`, bounds
-/// included. A group in which no completion has a reward counts as one that does: nobody knows, and its completions are masked.
+/// Whether a group has a learning signal: its rewards are not all equal ([`rewards_are_equal`]), and their mean lies in `range`, bounds included. A
+/// group in which no completion has a reward counts as having one, since its rewards are unknown; its completions are masked.
 pub fn has_signal(group: &RolloutGroup, range: Option<[f64; 2]>) -> bool {
     let mean = BatchStats::of_group(group).mean();
     let is_within = range.is_none_or(|[low, high]| mean.is_nan() || (low <= mean && mean <= high));

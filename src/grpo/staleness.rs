@@ -1,5 +1,5 @@
-//! How the sampler correction depends on the age of tokens: on how many generation steps lie between the weights that sampled a
-//! token and those that are trained on it.
+//! Statistics of the sampler correction by token age: the number of generation steps between the weights that sampled a token and the weights that
+//! are trained on it.
 
 use tch::{Kind, Tensor};
 
@@ -23,13 +23,12 @@ macro_rules! names {
 
 const NAMES: [[&str; 3]; MAX_ASYNC_STEPS + 1] = names!(0 1 2 3 4 5 6 7 8);
 
-/// Statistics of a micro-batch by the age of its tokens `[C]` i64, from 0 to `max_age`: the share of its tokens, the mean of
-/// |old - rollout| and the mean of the correction's weight, as it acts on a token. Also the mean and the greatest age of all. Older
-/// tokens count as those of age `max_age`, but for these two. Where the sampler's log-probabilities are missing, or the correction is
-/// off, the age alone is recorded.
+/// Statistics of a micro-batch by the age of its tokens `[C]` i64, from 0 to `max_age`: the share of tokens, the mean of |old - rollout| and the mean
+/// of the correction's weight for a token. Also the mean and maximum age, in which alone ages above `max_age` are not counted as `max_age`. If the
+/// sampler's log-probabilities are missing, or the correction is off, only ages are recorded.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`] where tokens have no ages or `max_age` has no names; a failure of the device.
+/// [`Error::InvalidArgument`] if tokens have no ages or there are no metric names for `max_age`; errors of the device.
 pub fn age_stats(
     input: &LossInput<'_>,
     config: &LossConfig,

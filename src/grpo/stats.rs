@@ -1,28 +1,28 @@
-//! Statistics of a loss, as sums, counts and extremes that add up over micro-batches and ranks.
+//! Statistics of a loss as sums, counts and extremes, which merge over micro-batches and ranks.
 
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result};
 use crate::torch;
 
-/// A metric that can still be added to.
+/// A metric that can still be merged with others.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Aggregate {
-    /// A mean, as its sum and its count.
+    /// A mean, stored as sum and count.
     Mean {
         /// Sum of the values.
         sum: f64,
-        /// Number (or weight) of the values.
+        /// Number, or total weight, of the values.
         count: f64,
     },
-    /// The least value; infinity where there is none.
+    /// The minimum; infinity without values.
     Min(f64),
-    /// The greatest value; minus infinity where there is none.
+    /// The maximum; minus infinity without values.
     Max(f64),
 }
 
 impl Aggregate {
-    /// The metric's value so far: 0 for a mean of nothing, NaN for an extreme of nothing.
+    /// The metric's current value: 0 for the mean of no values, NaN for the extreme of no values.
     pub fn value(self) -> f64 {
         match self {
             Aggregate::Mean { sum, count } => sum / count.max(1.0),
@@ -32,7 +32,7 @@ impl Aggregate {
     }
 }
 
-/// Metrics of one micro-batch or of several, by TRL's names.
+/// Metrics of one or more micro-batches, by TRL's names.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct LossStats {
     entries: Vec<(&'static str, Aggregate)>,
@@ -44,7 +44,7 @@ impl LossStats {
         &self.entries
     }
 
-    /// Adds another micro-batch's statistics; empty statistics take them over.
+    /// Merges another micro-batch's statistics.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if the two report different metrics.
@@ -74,7 +74,7 @@ impl LossStats {
     }
 }
 
-/// [`LossStats`] where they were computed, float64: on a GPU each read of a number would wait for the device.
+/// [`LossStats`] on the device where they were computed, in float64: on a GPU, reading each number would wait for the device.
 #[derive(Debug)]
 pub struct DeviceStats {
     entries: Vec<(&'static str, Reduction)>,
@@ -90,7 +90,7 @@ enum Reduction {
 }
 
 impl DeviceStats {
-    /// Adds another micro-batch's statistics, without waiting for the device.
+    /// Merges another micro-batch's statistics without waiting for the device.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if the two report different metrics.
@@ -104,10 +104,10 @@ impl DeviceStats {
         Ok(())
     }
 
-    /// Statistics of other names behind these.
+    /// Appends statistics with other names.
     ///
     /// # Errors
-    /// Any error of the device in work that it was given before.
+    /// Any error of device work that was queued before.
     pub fn join(mut self, other: DeviceStats) -> Result<DeviceStats> {
         self.entries.extend(other.entries);
         let joined = |a: &Tensor, b: &Tensor| Tensor::f_cat(&[a, b], 0);
@@ -118,10 +118,10 @@ impl DeviceStats {
         })
     }
 
-    /// The numbers, in one copy.
+    /// Reads all numbers in one copy.
     ///
     /// # Errors
-    /// Any error of the device in work that it was given before.
+    /// Any error of device work that was queued before.
     pub fn read(&self) -> Result<LossStats> {
         let values = torch::f64_vec(&Tensor::f_cat(&[&self.sums, &self.least], 0)?)?;
         let (sums, least) = values.split_at(self.sums.numel());
@@ -140,7 +140,7 @@ impl DeviceStats {
     }
 }
 
-/// Collects scalar tensors.
+/// Collects statistics as scalar tensors on the device.
 #[derive(Debug)]
 pub(crate) struct StatsRecorder {
     entries: Vec<(&'static str, Reduction)>,
@@ -154,25 +154,25 @@ impl StatsRecorder {
         Self { entries: Vec::new(), sums: Vec::new(), least: Vec::new(), device }
     }
 
-    /// `sum / count`, both scalars.
+    /// Records the mean `sum / count`, both scalars.
     pub fn mean(&mut self, name: &'static str, sum: &Tensor, count: &Tensor) {
         self.entries.push((name, Reduction::Mean));
         self.sums.extend([sum.to_kind(Kind::Double), count.to_kind(Kind::Double)]);
     }
 
-    /// Mean over the elements that are not NaN.
+    /// Records the mean over the elements that are not NaN.
     pub fn mean_of(&mut self, name: &'static str, values: &Tensor) {
         let count = values.isnan().logical_not().sum(Kind::Double);
         self.mean(name, &values.to_kind(Kind::Double).nansum(None::<i64>, false, Kind::Double), &count);
     }
 
-    /// The least element that is not NaN.
+    /// Records the minimum of the elements that are not NaN.
     pub fn min(&mut self, name: &'static str, values: &Tensor) {
         self.entries.push((name, Reduction::Min));
         self.least.push(least(values));
     }
 
-    /// The greatest element that is not NaN.
+    /// Records the maximum of the elements that are not NaN.
     pub fn max(&mut self, name: &'static str, values: &Tensor) {
         self.entries.push((name, Reduction::Max));
         self.least.push(least(&-values));
@@ -188,7 +188,7 @@ impl StatsRecorder {
     }
 }
 
-/// The least value that is not NaN, in float64; infinity where there is none.
+/// The minimum of the values that are not NaN, in float64; infinity if there are none.
 fn least(values: &Tensor) -> Tensor {
     let values = values.to_kind(Kind::Double);
     let bound = Tensor::full([1], f64::INFINITY, (Kind::Double, values.device()));

@@ -1,17 +1,17 @@
-//! Keys of other programs that a run computes the same without.
+//! Keys of other programs that do not change a run's results.
 
 use serde_json::Value;
 
 use super::{RENAMED, bare, is_meant, word};
 
-/// Whether a run computes the same without `key`, which is another program's: it says how, where or how fast, or names what is built in.
+/// Whether leaving out `key` of another program does not change results: it concerns logging, placement or speed, or requests what is built in.
 pub(crate) fn is_harmless(key: &str) -> bool {
     let key = bare(key);
     let is_renamed = RENAMED.iter().any(|(theirs, _)| *theirs == key);
     !is_renamed && HARMLESS.iter().any(|name| is_meant(name, key))
 }
 
-/// [`is_harmless`] at this value: a few keys say what is built in at some values alone.
+/// [`is_harmless`] for a given value: some keys are harmless only at values that request what is built in.
 pub(crate) fn is_harmless_at(key: &str, value: &Value) -> bool {
     let key = bare(key);
     let word = word(value);
@@ -19,7 +19,7 @@ pub(crate) fn is_harmless_at(key: &str, value: &Value) -> bool {
     is_harmless(key) && limited.is_none_or(|(_, values)| values.iter().any(|known| is_meant(known, &word)))
 }
 
-/// Names as in [`KEYS`](super::KEYS): what is left out without a change of the result.
+/// Keys that can be left out without changing results, in the notation of [`KEYS`](super::KEYS).
 pub(crate) const HARMLESS: &[&str] = &[
     "use_vllm",
     "vllm_*",
@@ -142,7 +142,7 @@ pub(crate) const HARMLESS: &[&str] = &[
     "trainer.log_val_generations",
 ];
 
-/// Names of [`HARMLESS`], and the values (`start*`: all that begin so) that they are harmless at.
+/// Keys as in [`HARMLESS`] that are harmless only at these values (`start*` is a prefix).
 const HARMLESS_AT: &[(&str, &[&str])] = &[
     ("bf16", &["true"]),
     ("fp16", &["false"]),

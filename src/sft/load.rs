@@ -1,4 +1,4 @@
-//! Loads a supervised run: everything is read and checked before anything is trained.
+//! Loads a supervised run; everything is read and checked before anything is trained.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -88,7 +88,7 @@ pub(super) fn load(
     })
 }
 
-/// Differences from the run that made a checkpoint that would change the result.
+/// Differences from the checkpoint's run that would change the result.
 pub(super) fn unsafe_changes(config: &SftConfig, world_size: usize, checkpoint: &Checkpoint) -> Result<Vec<String>> {
     let TrainerState { config: saved, world_size: saved_size, .. } = &checkpoint.state;
     let saved = SftConfig::from_entries(saved.entries(config.entries()));
@@ -98,7 +98,7 @@ pub(super) fn unsafe_changes(config: &SftConfig, world_size: usize, checkpoint: 
     checkpoint.unsafe_changes(&checkpoint::sft_changes(config, &saved), &[rows], world_size)
 }
 
-/// The rows and where they come from, held-out ones, and the first one as the model reads it.
+/// Reads training rows and their sources, held-out rows, and the first row as the model sees it.
 fn read_rows(
     config: &SftConfig,
     source: &ModelSource,
@@ -122,7 +122,7 @@ fn read_rows(
     Ok((train, rows, eval_rows, description))
 }
 
-/// Rows of one update over all ranks, of which those that share micro-batches have theirs together.
+/// Rows of one update over all ranks. Ranks that share micro-batches count as one.
 fn rows_per_update(config: &SftConfig, world_size: usize) -> usize {
     config.per_device_train_batch_size * config.gradient_accumulation_steps * world_size / config.sequence_parallel_size
 }

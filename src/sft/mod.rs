@@ -1,5 +1,5 @@
-//! Supervised fine-tuning through the trainer's policy, on completions or on the assistant's part of conversations: the
-//! warm-up before GRPO. `load` reads and checks.
+//! Supervised fine-tuning with the trainer's policy, on completions or on the assistant's turns of conversations, as warm-up before GRPO. `load`
+//! reads and checks.
 
 mod load;
 
@@ -53,11 +53,11 @@ pub struct SftSummary {
     pub loss: f64,
     /// Mean loss on the held-out rows, if there are any.
     pub eval_loss: Option<f64>,
-    /// The final model's folder.
+    /// Folder of the final model.
     pub model_dir: PathBuf,
 }
 
-/// Micro-batches of this rank, and tokens of all ranks.
+/// Micro-batches of this rank, and token counts over all ranks.
 struct SftBatch {
     micro_batches: Vec<MicroBatch>,
     num_completion_tokens: f64,
@@ -65,10 +65,10 @@ struct SftBatch {
 }
 
 impl Sft {
-    /// Loads model and rows, and resumes where the configuration says so; collective over the world.
+    /// Loads model and rows, and resumes if the configuration says so; collective over the world.
     ///
     /// # Errors
-    /// Whatever is wrong with configuration, files or memory, before anything is trained.
+    /// All errors of configuration, files or memory, before anything is trained.
     pub fn new(config: SftConfig, world: Arc<World>) -> Result<Self> {
         let loaded = phase::scope(Phase::Load, || {
             let shard_group = config.zero.shard_group(world.size(), world.local_size());
@@ -79,11 +79,11 @@ impl Sft {
         world.agree(loaded)
     }
 
-    /// Trains to the end, writes metrics and the final model; collective over the world.
+    /// Trains to the end, and writes metrics and the final model; collective over the world.
     ///
     /// # Errors
-    /// [`Error::Preempted`] after a save if a stop was asked for before the last step; [`Error::NonFinite`], on every rank
-    /// together, before a step that is not finite changes anything.
+    /// [`Error::Preempted`], after saving, if a stop was requested before the last step; [`Error::NonFinite`], on every rank, for a non-finite
+    /// gradient, before it changes any weight.
     pub fn run(&mut self) -> Result<SftSummary> {
         let outcome = self.run_to_the_end();
         self.reporter.end(&outcome);
@@ -116,7 +116,7 @@ impl Sft {
         Ok(SftSummary { loss: self.loss, eval_loss, model_dir })
     }
 
-    /// One update.
+    /// Makes one update.
     fn step(&mut self) -> Result<()> {
         let lr = learning_rate(&self.schedule, self.global_step);
         let per_rank = self.config.per_device_train_batch_size * self.config.gradient_accumulation_steps;
@@ -160,21 +160,21 @@ impl Sft {
         Ok(())
     }
 
-    /// Floating-point operations of this rank's forward and backward passes over a batch.
+    /// FLOPs of this rank's forward and backward passes over a batch.
     fn training_flop(&self, batch: &SftBatch) -> f64 {
         let (spec, is_frozen) = (&self.policy.table().spec, self.policy.lora().is_some());
         let of_group: f64 = batch.micro_batches.iter().map(|it| it.training_flop(spec, is_frozen)).sum();
         of_group / self.mesh.sequence.size() as f64
     }
 
-    /// How often this rank's sums count: those of ranks that share micro-batches once.
+    /// The factor of this rank's sums: 1 on one of the ranks that share micro-batches, 0 on the others.
     fn counted(&self) -> f64 {
         f64::from(u8::from(self.mesh.speaks_for_sequences()))
     }
 
-    /// Adds the gradients of the mean over all ranks' completion tokens; returns this rank's sum of their negative
-    /// log-likelihoods, and its contribution to the weighted loss that keeps experts equally busy, which is a part of the loss as in
-    /// TRL: float64 scalars that are still being computed.
+    /// Adds the gradients of the mean over all ranks' completion tokens. Returns this rank's sum of negative log-likelihoods and its contribution to
+    /// the weighted load-balancing loss of experts, which is part of the loss as in TRL. Both are float64 scalars that the device may still be
+    /// computing.
     fn forward_backward(&mut self, batch: &SftBatch) -> Result<[Tensor; 2]> {
         self.policy.keep_block_for(&batch.micro_batches, self.config.max_tokens_per_micro_batch)?;
         let coef = self.policy.table().spec.router_aux_loss_coef(self.config.router_aux_loss_coef)?;
@@ -210,7 +210,7 @@ impl Sft {
         self.mean(nll, batch.num_completion_tokens)
     }
 
-    /// This rank's examples, in as many micro-batches as every other rank has.
+    /// This rank's examples, in the same number of micro-batches as on every other rank.
     fn batch<'a>(&self, own: impl Iterator<Item = &'a SftExample>) -> Result<SftBatch> {
         let sequences: Vec<Sequence> =
             own.map(|example| Sequence::of_tokens(example.token_ids.clone(), example.prompt_len)).collect();
@@ -231,7 +231,7 @@ impl Sft {
         Ok(sum[0] / count)
     }
 
-    /// Begins a checkpoint; it is complete when the next one begins or the saver has finished.
+    /// Begins to save a checkpoint; it is complete when the next one begins or the saver has finished.
     fn save(&mut self) -> Result<PathBuf> {
         let state = TrainerState {
             run_id: String::new(), // the saver's

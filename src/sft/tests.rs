@@ -8,7 +8,7 @@ use super::Sft;
 use crate::config::SftConfig;
 use crate::ranks::World;
 
-/// The first update's loss and norm of the gradient, of two rows in micro-batches of their own.
+/// Loss and gradient norm of the first update, for two rows in separate micro-batches.
 fn first_update(router_aux_loss_coef: &str) -> [f64; 2] {
     let (folder, golden) =
         (tempfile::tempdir().unwrap(), Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/qwen3_moe"));
@@ -39,8 +39,8 @@ fn first_update(router_aux_loss_coef: &str) -> [f64; 2] {
     ["loss", "grad_norm"].map(|name| line[name].as_f64().unwrap())
 }
 
-/// By transformers in float64: the mean over both rows' 23 completion tokens, plus the coefficient times the mean of the rows' `aux_loss`,
-/// 2.4585843 by their 14 and 22 tokens; and the norm that torch's autograd has of it.
+/// The expected values are from transformers in float64: the mean over both rows' 23 completion tokens, plus the coefficient times the mean
+/// `aux_loss` of the rows, 2.4585843, weighted by their 14 and 22 tokens; and the gradient norm by torch's autograd.
 #[test]
 fn sft_loss_includes_the_load_balancing_loss() {
     let cases = [

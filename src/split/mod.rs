@@ -1,7 +1,7 @@
-//! The two halves of a step on ranks of their own, to be compared with ranks that do both in turn: the first ones train, the last
-//! ones only generate. Learner, engine and rewards are those of a colocated run; only the weights travel. Before a rollout every
-//! unit, one flat bucket, is broadcast from one of the trainers, in turn, into the engines' own copy, which they read in place at
-//! any tensor-parallel degree; a rank of an engine in stages keeps the units of its stage alone. Of adapters the frozen base goes once.
+//! Split mode: training and generation on separate ranks, for comparison with colocated mode. The first ranks train, the last ones only generate.
+//! Learner, engine and rewards are the same as in a colocated run; only the weights are transferred. Before a rollout every unit (one flat bucket) is
+//! broadcast from one of the trainers, in turn, into the engines' own copy, which the engines read in place at any tensor-parallel degree. A rank of
+//! an engine with pipeline stages keeps only the units of its stage. With adapters, the frozen base is sent only once.
 
 use std::sync::Arc;
 
@@ -16,22 +16,22 @@ use crate::serve::Served;
 use crate::train::{Sequence, gather_sequences};
 use crate::update::{Divergence, Learner, UpdateOptions, UpdateOutcome, UpdateProgress, await_divergences};
 
-/// What an update gave, and what was done beside it.
+/// The result of an update, and of the work done meanwhile.
 pub struct Updated<R> {
-    /// Of the trainers.
+    /// Result of the trainers' update.
     pub outcome: UpdateOutcome,
-    /// Of the engines.
+    /// Result of the engines' work.
     pub beside: R,
 }
 
 impl<R: Default> Updated<R> {
-    /// An update beside which nothing was done.
+    /// The result of an update without other work.
     pub fn alone(outcome: UpdateOutcome) -> Self {
         Self { outcome, beside: R::default() }
     }
 }
 
-/// One rank's half.
+/// One rank in split mode: a trainer or a generator.
 #[derive(Debug)]
 pub struct Split {
     world: Arc<World>,
@@ -43,23 +43,22 @@ pub struct Split {
 /// The role of a rank in split mode.
 #[derive(Debug)]
 pub enum SplitRank {
-    /// One of the first ranks.
+    /// One of the first ranks, which train.
     Trains(Box<Learner>),
-    /// One of the last ranks, its weights still to come.
+    /// One of the last ranks, which generate; its weights are received before each rollout.
     Generates(Box<Served>),
 }
 
 impl Split {
-    /// Puts the parts together: of `world`, the first `num_trainers` ranks train.
+    /// Creates split mode: the first `num_trainers` ranks of `world` train.
     pub fn new(world: Arc<World>, num_trainers: usize, role: SplitRank) -> Self {
         Self { world, num_trainers, role, base_is_there: false }
     }
 
-    /// Brings the weights to the engines and runs `work` on each of them, while the trainers wait with `R`'s default;
-    /// collective over the world.
+    /// Sends the weights to the engines and runs `work` on each of them, while the trainers wait and return `R`'s default. Collective over the world.
     ///
     /// # Errors
-    /// The first failure of any rank, on every rank; the next scope can be entered.
+    /// The first failure of any rank, on every rank. The next call can succeed again.
     pub fn with_rollout<R: Default>(&mut self, work: impl FnOnce(&mut RolloutEngine<'_>) -> Result<R>) -> Result<R> {
         let world = self.world.clone();
         let work = |split: &mut Self| {
@@ -72,8 +71,8 @@ impl Split {
         world.scope("with_rollout", self, work, |_| Ok(()), Self::recover)
     }
 
-    /// [`Learner::train`] on the trainers, while the engines run `beside`, if there is any, on the weights from before the update;
-    /// collective over the world.
+    /// Runs [`Learner::train`] on the trainers, while the engines run `beside`, if given, with the weights from before the update. Collective over
+    /// the world.
     ///
     /// # Errors
     /// Returns the errors of [`Split::with_rollout`].
@@ -106,7 +105,7 @@ impl Split {
         world.scope("update", self, work, |_| Ok(()), Self::recover)
     }
 
-    /// [`Learner::divergences`] on the trainers, for which the engines wait; collective over the world.
+    /// Runs [`Learner::divergences`] on the trainers, while the engines wait; collective over the world.
     ///
     /// # Errors
     /// Returns the errors of [`Split::with_rollout`].
@@ -126,7 +125,7 @@ impl Split {
         world.scope("divergences", self, score, |_| Ok(()), Self::recover)
     }
 
-    /// The sleeping engine of a rank that generates.
+    /// The sleeping engine, on a rank that generates.
     pub(crate) fn engine(&self) -> Option<&Engine> {
         match &self.role {
             SplitRank::Trains(_) => None,
@@ -134,7 +133,7 @@ impl Split {
         }
     }
 
-    /// The sleeping engine of a rank that generates, to be set up between scopes.
+    /// The sleeping engine of a rank that generates, for changes between rollouts.
     pub(crate) fn engine_mut(&mut self) -> Option<&mut Engine> {
         match &mut self.role {
             SplitRank::Trains(_) => None,
@@ -142,7 +141,7 @@ impl Split {
         }
     }
 
-    /// The models of a trainer.
+    /// The learner, on a rank that trains.
     pub fn learner(&self) -> Option<&Learner> {
         match &self.role {
             SplitRank::Trains(learner) => Some(learner),
@@ -150,7 +149,7 @@ impl Split {
         }
     }
 
-    /// The models of a trainer, to load them.
+    /// Mutable access to the learner, for loading, on a rank that trains.
     pub fn learner_mut(&mut self) -> Option<&mut Learner> {
         match &mut self.role {
             SplitRank::Trains(learner) => Some(learner),
@@ -158,7 +157,7 @@ impl Split {
         }
     }
 
-    /// Every unit from its trainer to all ranks, those of adapters first. The other trainers receive the bits that they have.
+    /// Broadcasts every unit from its trainer to all ranks, adapters first. The other trainers receive the same bits that they already have.
     fn send_weights(&mut self) -> Result<()> {
         let (group, num_trainers, base_is_there) = (self.world.group(), self.num_trainers, self.base_is_there);
         let num_units = self.learner().map_or(0, |learner| {
@@ -196,7 +195,7 @@ impl Split {
         Ok(())
     }
 
-    /// Puts this rank in order after a failure of any.
+    /// Restores a consistent state on this rank after a failure on any.
     fn recover(&mut self) {
         self.base_is_there = false;
         if let SplitRank::Trains(learner) = &mut self.role {

@@ -76,8 +76,8 @@ fn goes_on(saved: &[SavedBatch], config: &Config, num_prompts: usize) -> bool {
     saves_ahead(config) && saved.len() <= config.split.async_steps && is_first_complete && saved.iter().all(is_whole)
 }
 
-/// Whether batches sampled ahead are saved in checkpoints. Tools and environments end with their process, so their trajectories cannot be. With
-/// replacement, too, they are not, because it depends on rewards that are not saved.
+/// Whether batches sampled ahead are saved in checkpoints. They are not with tools or environments, which end with their process, nor with
+/// replacement, which depends on rewards that a checkpoint does not hold.
 fn saves_ahead(config: &Config) -> bool {
     !config.tools.takes_turns() && config.dynamic_sampling != DynamicSampling::Replace
 }

@@ -1,4 +1,4 @@
-//! `use_kl_in_reward`: the KL divergence from the reference model is taken off the rewards.
+//! `use_kl_in_reward`: subtracts the KL divergence from the reference model from the rewards.
 
 use super::{Trainer, records};
 use crate::error::Result;
@@ -7,8 +7,8 @@ use crate::types::RolloutGroup;
 use crate::update::Divergence;
 
 impl Trainer {
-    /// Sets the KL penalty of every completion that has a reward, where rewards have one; collective over the world then. Returns the
-    /// divergence of this rank's completions.
+    /// Sets the KL penalty of every completion with a reward, if the configuration asks for it; collective over the world in that case. Returns the
+    /// divergence over this rank's completions.
     pub(super) fn penalize(&mut self, groups: &mut [RolloutGroup]) -> Result<Option<Divergence>> {
         if !self.config.objective.use_kl_in_reward {
             return Ok(None);
@@ -25,7 +25,7 @@ impl Trainer {
     }
 }
 
-/// TRL's metric `kl`, of a divergence that is not in the loss.
+/// Adds TRL's metric `kl` for a divergence that is subtracted from rewards, not part of the loss.
 pub(super) fn add_metrics(metrics: &mut StepMetrics, divergence: Option<Divergence>) {
     if let Some(Divergence { sum, num_tokens }) = divergence {
         metrics.set_mean("kl", sum, num_tokens);

@@ -1,4 +1,4 @@
-//! A run with its model, before it is planned, and the plans of engines of other sizes.
+//! A run and its model before planning, and plans of engines of other sizes.
 
 use std::fmt;
 use std::path::Path;
@@ -16,7 +16,7 @@ use crate::model::{ModelSpec, Stages};
 use crate::plan::{MemoryPlan, Room, StepSeconds, human};
 use crate::tools::ToolProcess;
 
-/// A run with its model, before it is planned.
+/// A configured run and its model, before planning.
 #[derive(Debug)]
 pub struct PlannedRun {
     pub(super) config: Config,
@@ -24,10 +24,10 @@ pub struct PlannedRun {
 }
 
 impl PlannedRun {
-    /// Reads the model and the rows: the longest prompt is that of the rows where the configuration gives no limit.
+    /// Reads the model and the rows. Without `max_prompt_length`, the longest prompt of the rows is the limit.
     ///
     /// # Errors
-    /// What is wrong with the model's folder or the rows.
+    /// Errors of the model's folder or the rows.
     pub fn with_rows(config: &Config, placement: Placement) -> Result<Self> {
         let run = Self::without_rows(config, placement)?;
         config.validate_context(run.model.spec.max_position_embeddings)?;
@@ -39,18 +39,18 @@ impl PlannedRun {
         Ok(Self { config: rows.planned(config), ..run })
     }
 
-    /// Reads the model of a run whose rows are not there yet: without `max_prompt_length` prompts may be as long as the context.
+    /// Reads only the model, for a run whose rows are not there yet. Without `max_prompt_length`, prompts may be as long as the context.
     ///
     /// # Errors
-    /// What is wrong with the model's folder.
+    /// Errors of the model's folder.
     pub fn without_rows(config: &Config, placement: Placement) -> Result<Self> {
         Ok(Self { config: config.clone(), model: open_model(config, placement)? })
     }
 
-    /// A run of a model's shape alone, whose tokens are numbers.
+    /// A run with a model of this shape, without files; its tokens are numbers.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`](crate::Error::InvalidValue) for a shape that cannot run so.
+    /// [`Error::InvalidValue`](crate::Error::InvalidValue) for a shape that the configuration does not support.
     pub fn of_shape(config: &Config, spec: &ModelSpec, placement: Placement) -> Result<Self> {
         let spec = Arc::new(spec.clone().with_expert_parallel(config.enable_expert_parallel)?);
         let tokenizer = Arc::new(Tokenizer::of_ids(spec.vocab_size)?);
@@ -58,18 +58,18 @@ impl PlannedRun {
         Ok(Self { config: config.clone(), model: OpenModel { spec, tokenizer, has_adapters: false } })
     }
 
-    /// Checks and plans it for as many ranks as `world_size` says, at `placement` in the memory of `room`.
+    /// Checks and plans the run for the number of ranks in `world_size`, at `placement`, within the memory of `room`.
     ///
     /// # Errors
-    /// What is wrong with the configuration or the machine.
+    /// Errors of the configuration or the machine.
     pub fn preflight(&self, placement: Placement, world_size: WorldSize, room: Room) -> Result<Preflight> {
         Preflight::of_model(&self.config, self.model.clone(), placement, world_size, room)
     }
 
-    /// Plans it with every tensor-parallel size and number of stages that divide the model and the ranks of a node.
+    /// Plans the run with every tensor-parallel size and number of stages that divide the model and the ranks of a node.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`](crate::Error::InvalidValue) for a batch that the ranks do not divide.
+    /// [`Error::InvalidValue`](crate::Error::InvalidValue) for a batch that cannot be divided among the ranks.
     pub fn compare(
         &self,
         placement: Placement,
@@ -97,7 +97,7 @@ impl PlannedRun {
         Ok(EngineTable { choices, own: self.config.engine_shape() })
     }
 
-    /// Whether its model and its keys allow the engines of `config`; memory aside.
+    /// Whether the model and the configuration allow the engines of `config`, apart from memory.
     pub(super) fn can_be(&self, config: &Config, placement: Placement, world_size: WorldSize) -> bool {
         let EngineShape { tensor_parallel_size, pipeline_parallel_size } = config.engine_shape();
         let spec = &self.model.spec;
@@ -107,7 +107,7 @@ impl PlannedRun {
             && validate_gpu(spec, placement, Some(tensor_parallel_size), Path::new("")).is_ok()
     }
 
-    /// The run's keys with such engines. Stages have sharded weights, or weights of their own.
+    /// The configuration with engines of this shape. Several stages need sharded weights or, in split mode, weights of their own.
     fn with_engine(&self, EngineShape { tensor_parallel_size, pipeline_parallel_size }: EngineShape) -> Config {
         let mut config = Config { tensor_parallel_size, pipeline_parallel_size, ..self.config.clone() };
         if pipeline_parallel_size > 1 && config.mode == Mode::Colocated {
@@ -117,7 +117,7 @@ impl PlannedRun {
         config
     }
 
-    /// The run's plan with other keys.
+    /// Plans the run with another configuration.
     fn planned(
         &self,
         config: &Config,
@@ -135,7 +135,7 @@ impl PlannedRun {
     }
 }
 
-/// Engines of one size.
+/// The plan for engines of one shape.
 #[derive(Debug)]
 struct EngineChoice {
     shape: EngineShape,
@@ -151,7 +151,7 @@ struct PlannedEngine {
     seconds: Option<StepSeconds>,
 }
 
-/// The plans of engines of each size, side by side; printed as a table.
+/// The plans for engines of each shape, to print as a table.
 #[derive(Debug)]
 pub struct EngineTable {
     choices: Vec<EngineChoice>,

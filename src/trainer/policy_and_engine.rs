@@ -1,5 +1,4 @@
-//! The policy and the engine of a run on this rank: loaded as the configuration and its plan say, and behind one face whether the two
-//! share their ranks or not.
+//! The policy and the engine of a run on this rank, loaded as configured and planned, with one interface for colocated and split mode.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -29,17 +28,17 @@ use crate::train::{
 };
 use crate::update::{Divergence, Learner, UpdateOptions, UpdateProgress};
 
-/// The policy and the engine, on the same ranks or apart.
+/// The policy and the engine, on the same ranks or on separate ones.
 #[derive(Debug)]
 pub(super) enum PolicyAndEngine {
-    /// Every rank, in turn.
+    /// Every rank has both and alternates between them.
     Colocated(Box<Colocated>),
-    /// This rank does one of the two.
+    /// This rank has one of the two.
     Split(Split),
 }
 
 impl PolicyAndEngine {
-    /// Loads what this rank needs of the sources; collective over the world.
+    /// Loads what this rank needs from `sources`; collective over the world.
     pub(super) fn load(
         config: &Config,
         world: &Arc<World>,
@@ -68,7 +67,7 @@ impl PolicyAndEngine {
         Ok(Self::Split(Split::new(world.clone(), num_trainers, role)))
     }
 
-    /// Runs `work` with the engines awake; where there is none on this rank, `R`'s default is the result. Collective.
+    /// Runs `work` with the engines awake; a rank without an engine returns `R`'s default. Collective.
     pub(super) fn with_rollout<R: Default>(
         &mut self,
         work: impl FnOnce(&mut RolloutEngine<'_>) -> Result<R>,
@@ -79,8 +78,7 @@ impl PolicyAndEngine {
         }
     }
 
-    /// Trains on the whole batch, of which `sequences` are this rank's. `beside` is run on engines that have nothing else to
-    /// do, if there are any. Collective.
+    /// Trains on the whole batch, of which `sequences` are this rank's part. Engines that have no other work run `beside` meanwhile. Collective.
     pub(super) fn update<R: Default>(
         &mut self,
         sequences: &[Sequence],
@@ -107,12 +105,12 @@ impl PolicyAndEngine {
         }
     }
 
-    /// How long this rank's stage of the engine computed and waited since the last call, if layers are in stages.
+    /// How long this rank's pipeline stage computed and waited since the last call; `None` with a single stage.
     pub(super) fn take_stage_times(&self) -> Option<StageTimes> {
         self.engine().map(Engine::take_stage_times).filter(|times| *times != StageTimes::default())
     }
 
-    /// What became of this engine's draft tokens since the last call, on a rank that has one.
+    /// Draft token counts of this rank's engine since the last call, if it has one.
     pub(super) fn take_draft_counts(&self) -> Option<DraftCounts> {
         self.engine().map(Engine::take_draft_counts)
     }
@@ -124,7 +122,7 @@ impl PolicyAndEngine {
         }
     }
 
-    /// The sleeping engine, on a rank that has one, to be set up between steps.
+    /// The sleeping engine, for changes between steps, on a rank that has one.
     pub(super) fn engine_mut(&mut self) -> Option<&mut Engine> {
         match self {
             Self::Colocated(colocated) => Some(colocated.engine_mut()),
@@ -132,7 +130,7 @@ impl PolicyAndEngine {
         }
     }
 
-    /// The models, on a rank that trains.
+    /// The learner, on a rank that trains.
     fn learner(&self) -> Option<&Learner> {
         match self {
             Self::Colocated(colocated) => Some(colocated.learner()),
@@ -145,13 +143,13 @@ impl PolicyAndEngine {
         self.learner().map(Learner::policy)
     }
 
-    /// The models of a checkpoint, on a rank that trains. The reference model is one of them where it follows the policy.
+    /// The models to save in a checkpoint, on a rank that trains. The reference model is included if it follows the policy.
     pub(super) fn saved_models(&self, reference_moves: bool) -> Option<Models<'_>> {
         let learner = self.learner()?;
         Some(Models { policy: learner.policy(), reference: learner.reference().filter(|_| reference_moves) })
     }
 
-    /// The policy, to be loaded, on a rank that trains.
+    /// Mutable access to the policy, for loading, on a rank that trains.
     pub(super) fn policy_mut(&mut self) -> Option<&mut Policy> {
         match self {
             Self::Colocated(colocated) => Some(colocated.policy_mut()),
@@ -160,15 +158,15 @@ impl PolicyAndEngine {
     }
 }
 
-/// The weights that a run begins with, as whole units.
+/// The initial weights of a run, as whole units.
 pub(super) struct WeightSources<'a> {
     pub policy: &'a dyn Fn(&UnitLayout) -> Result<Tensor>,
     pub reference: &'a dyn Fn(&UnitLayout) -> Result<Tensor>,
-    /// A folder of adapters to go on from.
+    /// A folder of adapters to continue from.
     pub adapters: Option<&'a Path>,
 }
 
-/// The policy, the reference model and the teacher.
+/// Loads the policy, the reference model and the teacher.
 fn learner(
     config: &Config,
     world: &Arc<World>,
@@ -222,7 +220,7 @@ fn learner(
     Ok(Learner::new(world.clone(), mesh.clone(), policy, reference).with_teacher(teacher))
 }
 
-/// A whole unit of a model's files.
+/// Reads a whole unit from a model's files.
 pub(super) fn read_unit(files: &WeightFiles, layout: &UnitLayout) -> Result<Tensor> {
     phase::beat();
     files.read_unit(layout, Kind::Float)

@@ -16,7 +16,7 @@ use crate::model::{LoraSpec, ModelSource, ModelSpec, ParamTable, Stages, Use};
 use crate::plan::{MemoryPlan, PlanInput, Role, Room};
 use crate::rollout::fullest_stage;
 
-/// The model of a run, read but for its weights.
+/// The model of a run, without its weights.
 #[derive(Debug, Clone)]
 pub(super) struct OpenModel {
     pub spec: Arc<ModelSpec>,
@@ -24,39 +24,38 @@ pub(super) struct OpenModel {
     pub has_adapters: bool,
 }
 
-/// Makes a plan; the second argument gives the bytes of gathered weights of other configurations.
+/// A function that makes a plan. Its second argument returns the bytes of gathered weights for other configurations.
 pub(super) type MakePlan<'a> = dyn Fn(&PlanInput<'_>, &dyn Fn(&Config) -> Result<usize>) -> Result<MemoryPlan> + 'a;
 
-/// Everything about a run that is known without touching its data: checked by the launcher before any process starts.
+/// Everything about a run that is known without reading its data. The launcher checks it before any process starts.
 #[derive(Debug)]
 pub struct Preflight {
-    /// How a generation batch is spread.
+    /// How a generation batch is distributed over ranks.
     pub batch: BatchPlan,
     /// The model.
     pub spec: Arc<ModelSpec>,
     /// Tokenizer of the model.
     pub tokenizer: Arc<Tokenizer>,
-    /// The layout of its weights.
+    /// The layout of the model's weights.
     pub table: Arc<ParamTable>,
-    /// Which layers each stage of an engine has.
+    /// The layers of each pipeline stage of an engine.
     pub stages: Stages,
-    /// Memory of each of them, where there are several.
+    /// The memory of each pipeline stage, if there are several.
     pub(super) stage_plans: Vec<StagePlan>,
-    /// A model that scores the samples.
+    /// The teacher model that scores the samples, if any.
     pub teacher: Option<Teacher>,
-    /// Type of weights and activations.
+    /// Dtype of weights and activations.
     pub kind: Kind,
-    /// The memory plan of each rank; in split mode of each rank that trains.
+    /// The memory plan of each rank; in split mode, of each rank that trains.
     pub plan: MemoryPlan,
     /// The memory plan of each rank that generates, in split mode.
     pub engine_plan: Option<MemoryPlan>,
-    /// Why so many ranks share micro-batches, where that was left to the plan.
+    /// Why this number of ranks shares micro-batches, if `sequence_parallel_size = auto`.
     pub(super) why_shared: Option<String>,
 }
 
 impl Preflight {
-    /// Checks a run of as many ranks as `world_size` says, of a model that is already read, that computes at `placement` in the memory
-    /// of `room`.
+    /// Checks a run of `world_size` ranks with a model that is already read, at `placement`, within the memory of `room`.
     pub(super) fn of_model(
         config: &Config,
         model: OpenModel,
@@ -67,7 +66,7 @@ impl Preflight {
         Self::planned(config, model, placement, world_size, room, &MemoryPlan::new)
     }
 
-    /// Of a run whose ranks share micro-batches as the configuration says, by a function that makes plans.
+    /// Checks and plans a run with the configured `sequence_parallel_size`, by the function `plan`.
     pub(super) fn of_size(
         config: &Config,
         model: OpenModel,
@@ -175,7 +174,7 @@ impl fmt::Display for Preflight {
     }
 }
 
-/// The keys of a run with its model, device and nodes, to the table of what goes together.
+/// The run's configuration with its model, device and nodes, for the table of features that exclude each other.
 pub(super) fn combination(
     config: &Config,
     spec: &ModelSpec,
@@ -186,7 +185,7 @@ pub(super) fn combination(
     config.combination().with(placement.settings()).in_circumstances(spec.circumstances().chain(nodes))
 }
 
-/// Refuses a shape that no kernel serves on GPUs: of a model that trains, and where its engine has `tp_size` ranks also generates.
+/// Refuses a model shape that no GPU kernel supports, for training and, if its engine has `tp_size` ranks, for generation.
 pub(super) fn validate_gpu(
     spec: &ModelSpec,
     placement: Placement,
@@ -199,7 +198,7 @@ pub(super) fn validate_gpu(
     spec.validate_gpu(placement.kind, tp_size, folder)
 }
 
-/// Reads the model that the configuration names.
+/// Reads the configured model, without weights.
 pub(super) fn open_model(config: &Config, placement: Placement) -> Result<OpenModel> {
     let ModelSource { base: folder, adapters } = source(config)?;
     let spec = ModelSpec::from_folder(&folder)?.with_expert_parallel(config.enable_expert_parallel)?;
@@ -210,7 +209,7 @@ pub(super) fn open_model(config: &Config, placement: Placement) -> Result<OpenMo
     Ok(OpenModel { spec, tokenizer: Arc::new(tokenizer), has_adapters: adapters.is_some() })
 }
 
-/// The model's folders, of a repository those in the cache.
+/// The model's folders; those of a Hub repository must be in the cache.
 pub(super) fn source(config: &Config) -> Result<ModelSource> {
     ModelSource::find(&config.model_name_or_path, config.model_revision.as_deref(), None, &Hub::cached())
 }

@@ -1,4 +1,4 @@
-//! Groups into what the trainer packs and what the metrics say.
+//! Converts groups into sequences for the trainer and into metrics.
 
 use std::time::Duration;
 
@@ -15,10 +15,9 @@ use crate::train::{Sequence, Transitions};
 use crate::types::{RolloutGroup, Trajectory};
 use crate::update::UpdateOutcome;
 
-/// One sequence per completion that has a reward, in order; truncated ones are masked if asked for. A completion whose rewards
-/// failed is in no update, no denominator and no mean: the others train as if it had not been sampled. `places` has the place of each
-/// group among those of all ranks, or nothing where ranks follow one another. With a generation step in `ages_at` each token has its
-/// age then.
+/// One sequence per completion with a reward, in order; truncated ones are masked if configured. A completion whose rewards failed is in no update,
+/// no denominator and no mean: the others train as if it had not been sampled. `places` has the place of each group among those of all ranks; it is
+/// empty if the order of ranks is the order of the data. If `ages_at` is a generation step, each token gets its age at that step.
 pub(super) fn sequences(
     groups: &[RolloutGroup],
     places: &[u32],
@@ -38,13 +37,13 @@ pub(super) fn sequences(
     placed(groups, places).flat_map(of_group).collect()
 }
 
-/// Generation steps from the sampling of each sampled token to `step`.
+/// For each sampled token, the number of generation steps from its sampling to `step`.
 fn token_ages(completion: &Trajectory, step: u64) -> Vec<u32> {
     let sampled = completion.weight_versions.iter().zip(&completion.loss_mask).filter(|(_, is_sampled)| **is_sampled);
     sampled.map(|(version, _)| step.saturating_sub(*version) as u32).collect()
 }
 
-/// Groups with their places among those of all ranks: 0 where `places` has nothing, as ranks follow one another.
+/// Groups with their places among those of all ranks. If `places` is empty, all get 0, so that they stay in the order of ranks.
 pub(super) fn placed<'a>(
     groups: &'a [RolloutGroup],
     places: &'a [u32],
@@ -52,7 +51,7 @@ pub(super) fn placed<'a>(
     groups.iter().zip(places.iter().copied().chain(std::iter::repeat(0)))
 }
 
-/// Adds the statistics of all ranks up; collective over `group`.
+/// Sums the statistics of all ranks; collective over `group`.
 pub(super) fn reduce_advantages(stats: &mut AdvantageStats, group: &dyn Collective) -> Result<()> {
     let mut counts = [stats.num_groups, stats.num_zero_std_groups, stats.num_failed];
     all_reduce_f64(group, &mut counts, ReduceOp::Sum)?;
@@ -61,7 +60,7 @@ pub(super) fn reduce_advantages(stats: &mut AdvantageStats, group: &dyn Collecti
     BatchStats::merge_ranks(&mut of_rewards, group)
 }
 
-/// TRL's metrics of one step: this rank's part, but for the rewards, which are the batch's.
+/// TRL's metrics of one step for this rank's part. Reward metrics are already those of the whole batch.
 pub(super) fn step_metrics(
     reward_names: &[String],
     groups: &[RolloutGroup],
@@ -96,15 +95,14 @@ pub(super) fn step_metrics(
     metrics
 }
 
-/// TRL's metrics of an entropy bonus.
+/// Adds TRL's metrics of an entropy bonus.
 pub(super) fn bonus_metrics(metrics: &mut StepMetrics, outcome: &UpdateOutcome) {
     metrics.set("policy_loss", outcome.policy_loss, Reduce::Sum);
     metrics.set("entropy_coef", outcome.entropy_control.coef, Reduce::Last);
 }
 
-/// Adds the cost of the step: time by phase; the transitions' bytes (all ranks), rate (GB/s of the slowest) and share of their
-/// time
-/// that nothing waited for; memory in GB. Of ranks that have a `role`, idle time is told apart.
+/// Adds the costs of the step: time by phase; for copies between device and host the bytes (over all ranks), the rate (GB/s of the slowest rank) and
+/// the share of their time during which nothing waited; memory in GB. On ranks with a `role`, idle time is reported per role.
 pub(super) fn cost_metrics(
     metrics: &mut StepMetrics,
     step_time: Duration,
@@ -121,7 +119,8 @@ pub(super) fn cost_metrics(
     Ok(())
 }
 
-/// Bytes of all ranks that moved between device and host, the rate of the slowest in GB/s, and the share of their time that nothing waited for.
+/// Adds bytes copied between device and host over all ranks, the rate of the slowest rank in GB/s, and the share of the copies' time during which
+/// nothing waited.
 fn transition_metrics(metrics: &mut StepMetrics, what: &str, transitions: Transitions) {
     let Transitions { bytes, copying, .. } = transitions;
     if bytes > 0 {
@@ -131,8 +130,8 @@ fn transition_metrics(metrics: &mut StepMetrics, what: &str, transitions: Transi
     }
 }
 
-/// Adds the share of the chip's rate that the updates reached: the operations of forward and backward over the time of
-/// `forward_backward` and `optimizer`, which the metrics have. Nothing where the rate is not known.
+/// Adds model FLOP utilisation: the operations of forward and backward over the time of `forward_backward` and `optimizer`, relative to the GPU's
+/// peak rate. Adds nothing if that rate is unknown.
 pub(super) fn utilisation_metric(metrics: &mut StepMetrics, training_flop: f64, chip_flop_per_s: Option<f64>) {
     let seconds = [Phase::ForwardBackward, Phase::Optimizer]
         .iter()
@@ -143,7 +142,7 @@ pub(super) fn utilisation_metric(metrics: &mut StepMetrics, training_flop: f64, 
     }
 }
 
-/// Scores that rewards did not give, by reward and kind.
+/// Adds the number of missing scores by reward and kind of failure.
 pub(super) fn failure_metrics(metrics: &mut StepMetrics, failures: Vec<FailureCount>) {
     for FailureCount { reward, kind, count } in failures {
         metrics.set(format!("rewards/{reward}/failed/{}", kind.name()), count as f64, Reduce::Sum);
@@ -167,7 +166,7 @@ fn reward_metrics(metrics: &mut StepMetrics, names: &[String], advantages: &Adva
     metrics.set("rewards/num_failed", advantages.num_failed, Reduce::Last);
 }
 
-/// The share of the engine's steps in which this rank's stage waited for the others, on ranks of an engine in stages.
+/// Adds the share of time that this rank's pipeline stage waited for the others, if its engine has several stages.
 pub(super) fn stage_metrics(metrics: &mut StepMetrics, times: Option<StageTimes>) {
     let Some(StageTimes { computing, waiting }) = times else { return };
     let (waited, total) = (waiting.as_secs_f64(), (computing + waiting).as_secs_f64());
@@ -175,7 +174,7 @@ pub(super) fn stage_metrics(metrics: &mut StepMetrics, times: Option<StageTimes>
     metrics.set("pipeline/idle_share_max", waited / total, Reduce::Max);
 }
 
-/// Adds this rank's part of what became of the draft tokens of an engine on `num_ranks`.
+/// Adds this rank's part of the draft token counts of an engine with `num_ranks` ranks.
 pub(super) fn draft_metrics(metrics: &mut StepMetrics, counts: Option<DraftCounts>, num_ranks: usize) {
     let Some(DraftCounts { computed, accepted, drafted }) = counts else { return };
     let [computed, accepted, drafted] = [computed, accepted, drafted].map(|count| count as f64 / num_ranks as f64);
@@ -185,7 +184,7 @@ pub(super) fn draft_metrics(metrics: &mut StepMetrics, counts: Option<DraftCount
     metrics.set_mean("speculation/mean_accepted", accepted, drafted);
 }
 
-/// Adds what turns cost in the engine's sessions.
+/// Adds the costs of turns in the engine's sessions.
 pub(super) fn session_metrics(metrics: &mut StepMetrics, of: &str, costs: &SessionCosts) {
     let SessionCosts { num_kept_tokens, num_recomputed_tokens, idle, total } = costs;
     metrics.set(format!("{of}/kept_tokens"), *num_kept_tokens as f64, Reduce::Sum);

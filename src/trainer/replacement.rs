@@ -1,12 +1,12 @@
-//! `dynamic_sampling = replace`: groups without a signal are replaced while others are still decoded.
+//! `dynamic_sampling = replace`: groups without a learning signal are replaced while others are still decoded.
 //!
-//! The candidates of a step are the next rows in the order of the data. All engines hold one list of them with their verdicts, and
-//! begin the next row as soon as the groups with a signal and those without a verdict are fewer than the step takes. So none is
-//! sampled in vain, and the batch is the first groups with a signal in that order, whichever engine sampled them and whose reward
-//! came first.
+//! The candidates of a step are the next rows in the order of the data. All engines hold one list of candidates with their verdicts: whether each
+//! group has a signal. They begin the next row as soon as the number of groups with a signal plus those without a verdict is less than the step
+//! needs. So no candidate is sampled unnecessarily. The batch is the first groups with a signal in that order, whichever engine sampled them and
+//! whichever reward came first.
 //!
-//! Engines exchange verdicts every [`STEPS`] steps of their own. Where bits must not depend on the clock, an exchange waits for the
-//! rewards of all groups that were complete at the one before; elsewhere it takes those that are there.
+//! Engines exchange verdicts every [`STEPS`] steps of their own. If bits must not depend on timing, an exchange waits for the rewards of all groups
+//! that were complete at the previous one; otherwise it uses the rewards that are there.
 
 use std::sync::Arc;
 
@@ -24,21 +24,21 @@ use crate::reward::{RewardPool, RewardTicket};
 use crate::rollout::{Flow, GroupTurns, Request, RolloutEngine, SamplingPolicy, Session};
 use crate::types::{Place, RolloutGroup, SamplingParams};
 
-/// Engine steps between two exchanges.
+/// Number of engine steps between two exchanges of verdicts.
 const STEPS: usize = 16;
 
-/// How many groups a step with replacement takes, and which of them count.
+/// How many groups a step with replacement needs, and which of them count.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct GroupQuota {
-    /// Groups of the batch.
+    /// Number of groups in the batch.
     pub num_groups: usize,
-    /// Most groups that are begun for it.
+    /// Maximum number of groups that are begun for it.
     pub max_groups: usize,
-    /// Bounds of a group's mean reward.
+    /// Range of mean rewards in which a group counts.
     pub range: Option<[f64; 2]>,
     /// Whether exchanges wait for rewards.
     pub waits: bool,
-    /// Ranks that share an engine.
+    /// Number of ranks that share an engine.
     pub ranks_per_engine: usize,
 }
 
@@ -47,11 +47,11 @@ pub(super) struct GroupQuota {
 pub(super) struct DrawnGroups {
     pub kept: Vec<PlacedGroup>,
     pub dropped: Vec<PlacedGroup>,
-    /// The tally of all engines' groups.
+    /// Counts over the groups of all engines.
     pub tally: Tally,
 }
 
-/// The rows of a step, drawn one by one.
+/// The rows of a step, drawn one at a time.
 #[derive(Debug, Clone)]
 pub(super) struct Candidates {
     sampler: PromptSampler,
@@ -59,20 +59,20 @@ pub(super) struct Candidates {
 }
 
 impl Candidates {
-    /// The first `num_groups` rows of a step.
+    /// Draws the first `num_groups` rows of a step.
     pub fn first(mut sampler: PromptSampler, num_groups: usize) -> Result<Self> {
         let rows = sampler.next_batch(num_groups)?;
         Ok(Self { sampler, rows })
     }
 
-    /// The next row, which the step does not have yet.
+    /// Draws the next row that the step does not have yet.
     pub fn draw(&mut self) -> Result<usize> {
         let row = self.sampler.next_batch_beside(1, &self.rows)?[0];
         self.rows.push(row);
         Ok(row)
     }
 
-    /// The sampler after `num_rows` rows of the step.
+    /// The data sampler after `num_rows` rows of the step.
     pub fn into_sampler(mut self, num_rows: usize) -> Result<PromptSampler> {
         while self.rows.len() < num_rows {
             self.draw()?;
@@ -81,38 +81,38 @@ impl Candidates {
     }
 }
 
-/// A rank's message to the others at an exchange.
+/// A rank's message at an exchange of verdicts.
 #[derive(Debug, Serialize, Deserialize)]
 struct VerdictReport {
-    /// Requests of this rank under way.
+    /// Requests under way on this rank.
     num_open: usize,
     scored: Vec<(usize, GroupVerdict)>,
 }
 
-/// A candidate by its index, and the ticket of its group's rewards.
+/// A candidate's index, and the ticket of its group's rewards.
 type Submitted = (usize, RewardTicket);
 
-/// A candidate's owner among the ranks with engines, and what its rewards say.
+/// The rank (among those with engines) that owns a candidate, and the verdict on its rewards.
 type CandidateGroup = (usize, Option<GroupVerdict>);
 
-/// The parts of a run that sampling with replacement uses, beside the engine and the turns.
+/// What sampling with replacement uses, apart from the engine and the turns.
 pub(super) struct Replacement<'a> {
     pub rewards: &'a mut RewardPool,
     pub output: &'a RunOutput,
     pub dataset: &'a Dataset,
-    /// All ranks with engines, or all without.
+    /// The group of all ranks with engines, or of all without.
     pub engines: Option<&'a HostGroup>,
-    /// Updates of the run.
+    /// Total updates of the run.
     pub max_steps: u64,
     pub quota: GroupQuota,
 }
 
-/// The numbers of a step that samples a batch.
+/// The step numbers for sampling a batch.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct StepNumbers {
-    /// The step in the random keys.
+    /// The generation step in the random keys.
     pub generation_step: u64,
-    /// Updates that are made before the batch is trained on.
+    /// Number of updates before the one that trains on the batch.
     pub global_step: u64,
 }
 
@@ -147,7 +147,7 @@ impl Replacement<'_> {
     }
 }
 
-/// The policy of a batch in the making: what all engines know of it, and this rank's part. Collective over all engines.
+/// The sampling policy for one batch: the state that all engines share, and this rank's part. Collective over all engines.
 struct OpenBatch<'c, 'a> {
     context: &'c mut Replacement<'a>,
     params: Arc<SamplingParams>,
@@ -164,7 +164,7 @@ struct OpenBatch<'c, 'a> {
 }
 
 impl<'c, 'a> OpenBatch<'c, 'a> {
-    /// The first candidates, dealt out in consecutive shares.
+    /// Starts with the first candidates, distributed in consecutive shares.
     pub fn new(
         candidates: Candidates,
         first_step: u64,
@@ -190,7 +190,7 @@ impl<'c, 'a> OpenBatch<'c, 'a> {
         }
     }
 
-    /// Submits the candidates of this rank's engine that are not begun yet.
+    /// Submits the new candidates that belong to this rank's engine.
     fn begin(&mut self, turns: &mut (impl GroupTurns + ?Sized), session: &mut Session<'_>) -> Result<()> {
         let (place, num_ranks) = (self.context.engines().rank(), self.context.quota.ranks_per_engine);
         for index in std::mem::replace(&mut self.num_begun, self.of_all.len())..self.of_all.len() {
@@ -217,7 +217,7 @@ impl<'c, 'a> OpenBatch<'c, 'a> {
         Ok(())
     }
 
-    /// The rewards that have come since the last exchange.
+    /// The rewards that have arrived since the last exchange.
     fn report(&mut self) -> Result<VerdictReport> {
         let mut asked = std::mem::take(&mut self.waiting);
         let fresh = std::mem::take(&mut self.fresh);
@@ -244,8 +244,7 @@ impl<'c, 'a> OpenBatch<'c, 'a> {
         Ok(VerdictReport { num_open: self.under_way.len(), scored })
     }
 
-    /// Books all engines' verdicts and draws the rows that take the place of those without a signal. Returns whether the batch is
-    /// complete.
+    /// Records all engines' verdicts, and draws rows to replace the groups without a signal. Returns whether the batch is complete.
     fn take(&mut self, reports: &[VerdictReport]) -> Result<bool> {
         for (index, verdict) in reports.iter().flat_map(|report| &report.scored) {
             self.of_all[*index].1 = Some(*verdict);
@@ -277,7 +276,7 @@ impl<'c, 'a> OpenBatch<'c, 'a> {
 }
 
 impl<T: GroupTurns + ?Sized> SamplingPolicy<T> for OpenBatch<'_, '_> {
-    /// Exchanges verdicts every [`STEPS`] steps, and where there is nothing to decode: others may have something meanwhile.
+    /// Exchanges verdicts every [`STEPS`] steps, and also when this engine has nothing to decode, because others may have.
     fn next(&mut self, turns: &mut T, session: &mut Session<'_>) -> Result<Flow> {
         if self.num_steps == STEPS || (self.num_steps > 0 && !session.has_work()) {
             phase::beat();
@@ -293,7 +292,7 @@ impl<T: GroupTurns + ?Sized> SamplingPolicy<T> for OpenBatch<'_, '_> {
         Ok(Flow::Step)
     }
 
-    /// Has this rank's groups scored.
+    /// Submits this rank's groups for scoring.
     fn complete(&mut self, number: usize, turns: &mut T, session: &Session<'_>) -> Result<()> {
         let Some(at) = self.under_way.iter().position(|(own, _)| *own == number) else { return Ok(()) };
         let (_, index) = self.under_way.remove(at);
@@ -304,7 +303,7 @@ impl<T: GroupTurns + ?Sized> SamplingPolicy<T> for OpenBatch<'_, '_> {
     }
 }
 
-/// The rank that a new request goes to: of the engine with the fewest requests under way the rank that has the fewest.
+/// The rank that gets a new request: on the engine with the fewest requests under way, the rank with the fewest.
 fn least_loaded(loads: &[usize], ranks_per_engine: usize) -> usize {
     let of_engine = |rank: usize| -> usize {
         let first = rank / ranks_per_engine * ranks_per_engine;
@@ -325,7 +324,7 @@ mod tests {
         assert_eq!(least_loaded(&[9], 1), 0);
     }
 
-    /// Rows are drawn one by one wherever engines are, and all ranks come to one sampler.
+    /// Rows are drawn one at a time whatever the engines' timing, and all ranks end with the same sampler state.
     #[test]
     fn replacement_candidates_are_the_next_rows_without_repeats() {
         let sampler = PromptSampler::new(10, 42, true).dropping_last(4);

@@ -1,4 +1,4 @@
-//! How a run goes on from a checkpoint.
+//! Resuming a run from a checkpoint.
 
 use std::sync::Arc;
 
@@ -14,8 +14,8 @@ use crate::grpo::{EntropyControl, LossConfig};
 use crate::model::{ModelSpec, WeightFiles};
 use crate::ranks::World;
 
-/// Differences that would change the result: single keys, and the numbers that follow from keys of the batch and the world. Reports
-/// where the sampler's log-probabilities begin or cease to be the trainer's.
+/// Configuration changes that would change the result: single keys, and numbers derived from batch and world size. Prints a message if `exact` was
+/// turned on or off, so that log-probabilities of sampler and trainer become or cease to be equal.
 pub(super) fn unsafe_changes(config: &Config, world: &World, checkpoint: &Checkpoint) -> Result<Vec<String>> {
     let TrainerState { config: saved, world_size: saved_size, .. } = &checkpoint.state;
     let foreign = |error: Error| checkpoint.of_another_program(&error);
@@ -36,7 +36,7 @@ pub(super) fn unsafe_changes(config: &Config, world: &World, checkpoint: &Checkp
     checkpoint.unsafe_changes(&changes, &numbers, world.size())
 }
 
-/// The reference model of a checkpoint, where it follows the policy.
+/// Loads the reference model of a checkpoint, if it follows the policy.
 pub(super) fn mixed_reference(
     config: &Config,
     spec: &Arc<ModelSpec>,
@@ -46,8 +46,8 @@ pub(super) fn mixed_reference(
     folder.map(|folder| WeightFiles::open(&folder, spec.clone())).transpose()
 }
 
-/// Restores model and data from `checkpoint`, if there is one, and returns the progress that the run begins with. Carried groups come
-/// with the data, if any step goes on with them.
+/// Restores model and data from `checkpoint`, if there is one, and returns the progress that the run starts from. Carried groups are restored with
+/// the data, if any step continues them.
 pub(super) fn restore(
     checkpoint: Option<&Checkpoint>,
     config: &Config,
@@ -78,8 +78,8 @@ pub(super) fn restore(
     Ok(TrainingProgress { global_step, previous_step: global_step, generation_step, num_tokens, entropy_control })
 }
 
-/// Says that another number of ranks shares micro-batches than before, as `sequence_parallel_size = auto` may choose. Sums are rounded otherwise;
-/// all else is as it was.
+/// Prints a message if another number of ranks shares micro-batches than before, as `sequence_parallel_size = auto` may choose. Only the rounding of
+/// sums changes.
 pub(super) fn say_sharing(checkpoint: &Checkpoint, config: &Config, output: &RunOutput) {
     let saved = Config::from_entries(checkpoint.state.config.entries(config.entries()));
     let Ok(changes) = saved.map(|saved| checkpoint::changes(config, &saved)) else { return };
@@ -88,7 +88,7 @@ pub(super) fn say_sharing(checkpoint: &Checkpoint, config: &Config, output: &Run
     }
 }
 
-/// Says which unfinished groups of `checkpoint` the run does not go on with, as it has `carried` of them.
+/// Prints which unfinished groups of `checkpoint` are dropped or begun again; `carried` are those that the run continues.
 pub(super) fn say_carried(checkpoint: &Checkpoint, config: &Config, carried: &[CarriedGroup], output: &RunOutput) {
     let saved = &checkpoint.state.carried;
     let num_dropped = saved.len() - carried.len();

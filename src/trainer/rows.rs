@@ -1,4 +1,4 @@
-//! The rows of a run, read before anything is planned: the plan then knows how long the longest prompt is.
+//! The rows of a run. They are read before planning, so that the plan knows the longest prompt.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 
@@ -20,13 +20,13 @@ pub(crate) struct TrainingRows {
     pub eval: Option<Dataset>,
     /// How rows became prompts.
     pub options: DatasetOptions,
-    /// Names of both; `None` for rows that are made.
+    /// Names of both sources; `None` for generated rows.
     names: Option<(String, Option<String>)>,
 }
 
 impl TrainingRows {
-    /// Reads all rows from files of this machine: a repository's must be in the cache. They must have the columns `required`. `told` is
-    /// called as in [`Dataset::read_with`].
+    /// Reads all rows from local files; those of a Hub repository must be in the cache. They must have the columns `required`. `told` is called as in
+    /// [`Dataset::read_with`].
     pub(super) fn read(
         config: &Config,
         model: &OpenModel,
@@ -57,19 +57,19 @@ impl TrainingRows {
         Ok(Self { train, eval, options, names: Some(names) })
     }
 
-    /// Rows that are made, not read.
+    /// Rows that are generated instead of read.
     pub fn made(train: Dataset) -> Self {
         Self { train, eval: None, options: DatasetOptions::default(), names: None }
     }
 
-    /// The configuration with the longest prompt in place of `max_prompt_length = none`, which plans no longer sequences than
-    /// there can be.
+    /// The configuration with the longest prompt's length in place of `max_prompt_length = none`, so that the plan assumes no longer sequences than
+    /// possible.
     pub fn planned(&self, config: &Config) -> Config {
         let longest = self.train.longest_prompt().max(self.eval.as_ref().map_or(0, Dataset::longest_prompt));
         Config { max_prompt_length: Some(config.max_prompt_length.unwrap_or(longest)), ..config.clone() }
     }
 
-    /// Refuses rows that an environment has made otherwise on another rank; collective over the world.
+    /// Refuses rows that an environment has generated differently on another rank; collective over the world.
     ///
     /// # Errors
     /// [`Error::InvalidValue`], on every rank; the errors of the collective.
@@ -93,7 +93,7 @@ impl TrainingRows {
         Err(Error::invalid_value("environment", environment, expected))
     }
 
-    /// Refuses a generation batch of more prompts than there are.
+    /// Refuses a generation batch with more prompts than there are rows.
     pub fn check_batch(&self, config: &Config, batch: &BatchPlan) -> Result<()> {
         let (needed, rows) = (batch.num_begun, self.train.len());
         if needed <= rows {
@@ -108,12 +108,12 @@ impl TrainingRows {
         Err(Error::invalid_value("generation_batch_size", batch.generation_batch_size, expected))
     }
 
-    /// Refuses rows of which none has what a reward's function cannot be called without.
+    /// Refuses rows if none has the columns that a reward function requires.
     pub fn check_columns(&self, rewards: &RewardPool) -> Result<()> {
         self.named().try_for_each(|(name, rows)| rewards.check_columns(name, rows.prompts()))
     }
 
-    /// Says that no held-out row may ever count as solved, where rows are held out.
+    /// Warns if no held-out row can ever count as solved.
     pub fn say_unsolvable(&self, config: &Config, rewards: &RewardPool, world: &World) {
         let decides = self.eval.is_some() || config.curriculum.solve_rate.is_some();
         let deciding = config.deciding_rewards(rewards.judges());
@@ -123,7 +123,7 @@ impl TrainingRows {
         }
     }
 
-    /// Says of which rows the reference answers cannot be compared with; collective over the world.
+    /// Warns about rows whose reference answers cannot be parsed; collective over the world.
     pub fn say_unreadable(&self, rewards: &RewardPool, world: &World) -> Result<()> {
         for (name, rows) in self.named() {
             let notice = eval::unreadable_notice(name, rows, rewards, world)?;
@@ -132,7 +132,7 @@ impl TrainingRows {
         Ok(())
     }
 
-    /// Lines that say what was read, and how the first prompt looks to the model.
+    /// Lines that describe the rows, and show the first prompt as the model sees it.
     pub fn description(&self) -> Vec<String> {
         let mut lines = Vec::new();
         for (name, rows) in self.named() {
@@ -145,7 +145,7 @@ impl TrainingRows {
         lines
     }
 
-    /// Training rows and held-out ones with the names of their sources; nothing where rows were made.
+    /// Training and held-out rows with the names of their sources; empty if rows were generated.
     fn named(&self) -> impl Iterator<Item = (&str, &Dataset)> {
         let (train, held_out) = self.names.as_ref().map(|(train, held_out)| (train, held_out.as_ref())).unzip();
         let train = train.map(|name| (&**name, &self.train));

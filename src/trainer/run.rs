@@ -1,4 +1,4 @@
-//! A run around its steps: what comes before the first, after each and after the last.
+//! A run around its steps: the work before the first step, after each one and after the last.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
@@ -14,11 +14,11 @@ use crate::ranks::any_rank;
 use crate::train::Policy;
 
 impl Trainer {
-    /// Runs a loop of the caller's own over this trainer, so that its failure reaches all ranks: none is left waiting in a collective.
-    /// Where rewards or tools failed for good, what was reached is saved. Collective over the world.
+    /// Runs the caller's own training loop with this trainer, so that a failure reaches all ranks and none waits forever in a collective. If rewards
+    /// or tools fail permanently, the progress so far is saved. Collective over the world.
     ///
     /// # Errors
-    /// The first failure of any rank, panics included.
+    /// The first failure of any rank, including panics.
     pub fn run_with<R>(&mut self, work: impl FnOnce(&mut Self) -> Result<R>) -> Result<R> {
         let outcome =
             catch_unwind(AssertUnwindSafe(|| work(&mut *self).or_else(|error| self.save_without_rewards(error))));
@@ -31,10 +31,10 @@ impl Trainer {
         outcome
     }
 
-    /// Evaluates before the first step, unless a resumed run has done it; collective over the world.
+    /// Evaluates before the first step, unless a resumed run has already done it; collective over the world.
     ///
     /// # Errors
-    /// The first failure of any rank, and a metric that no evaluation has.
+    /// The first failure of any rank; an error if `metric_for_best_model` is no metric of the evaluation.
     pub fn start(&mut self) -> Result<()> {
         if !self.output.has_evaluated() {
             self.evaluate()?;
@@ -49,16 +49,16 @@ impl Trainer {
         self.check_metric()
     }
 
-    /// Whether the last step is made, or training has stopped early.
+    /// Whether the last step is done, or training has stopped early.
     pub fn is_finished(&self) -> bool {
         self.progress.global_step >= self.max_steps() || self.is_exhausted()
     }
 
-    /// Ends a step: writes its metrics, calls the function of [`TrainerBuilder::on_step`](super::TrainerBuilder::on_step), evaluates
-    /// and saves where the configuration says so. Collective over the world.
+    /// Ends a step: writes its metrics, calls the function of [`TrainerBuilder::on_step`](super::TrainerBuilder::on_step), evaluates and saves as
+    /// configured. Collective over the world.
     ///
     /// # Errors
-    /// [`Error::Preempted`] after a save, if a stop was asked for before the last step; else the first failure of any rank.
+    /// [`Error::Preempted`], after saving, if a stop was requested before the last step; else the first failure of any rank.
     pub fn finish_step(&mut self, metrics: &StepMetrics) -> Result<()> {
         let (before, now) = (self.progress.previous_step, self.progress.global_step);
         let renewed = self.checkpoints.claim.as_mut().map_or(Ok(false), Claim::renew);
@@ -95,7 +95,7 @@ impl Trainer {
         Ok(())
     }
 
-    /// Completes the checkpoint under way, writes the final model and the report; collective over the world.
+    /// Completes the checkpoint under way, and writes the final model and the report; collective over the world.
     ///
     /// # Errors
     /// The first failure of any rank.
@@ -108,7 +108,7 @@ impl Trainer {
         Ok(RunSummary { eval_reward_before, eval_reward_after, model_dir, report })
     }
 
-    /// Writes the model to the folder `final` of the output folder, which is returned; collective over the world.
+    /// Writes the model to the folder `final` in the output folder and returns its path; collective over the world.
     ///
     /// # Errors
     /// The first failure of any rank.
@@ -116,8 +116,8 @@ impl Trainer {
         checkpoint::export(self.checkpoints.saver.options(), &self.world, self.model.policy())
     }
 
-    /// Begins a checkpoint and returns its folder; it is complete when the next one begins, or with [`Trainer::finish`]. Collective
-    /// over the world.
+    /// Begins to save a checkpoint and returns its folder. It is complete when the next one begins, or after [`Trainer::finish`]. Collective over the
+    /// world.
     ///
     /// # Errors
     /// The first failure of any rank.
@@ -156,7 +156,7 @@ impl Trainer {
         self.checkpoints.saver.save(&self.world, self.model.saved_models(self.config.objective.sync_ref_model), state)
     }
 
-    /// Saves what was reached, if `error` is that rewards or tools failed for good or tell nothing; gives `error` back. Collective over the
+    /// Saves the progress so far if `error` means that rewards or tools failed permanently or give no signal; returns `error`. Collective over the
     /// world.
     fn save_without_rewards<R>(&mut self, error: Error) -> Result<R> {
         if error.exit_code() == ExitCode::RewardService || matches!(error, Error::NoSignal { .. }) {

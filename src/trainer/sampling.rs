@@ -1,4 +1,4 @@
-//! Work for the engines: training batches, which may be sampled ahead, and evaluations.
+//! The engines' work: training batches, which may be sampled ahead, and evaluations.
 
 use std::ops::Range;
 
@@ -18,7 +18,7 @@ use crate::rollout::{Batches, EngineStats, SampledGroup, SampledGroups};
 use crate::types::{Place, Prompt, RolloutGroup, SamplingParams};
 
 impl Trainer {
-    /// Draws the groups of generation step `step`, which is trained on after `global_step` updates.
+    /// Draws the groups of generation step `step`; `global_step` updates will precede the training on it.
     pub(super) fn next_batch(&mut self, step: u64, global_step: u64) -> Result<GenerationBatch> {
         self.rewards.set_progress(global_step, self.max_steps());
         let before = self.data.position();
@@ -52,8 +52,8 @@ impl Trainer {
         self.take(begun, before, sampled.into_iter().flatten(), stats)
     }
 
-    /// This rank's groups of the next step, those carried over first. Where all ranks have what they carry and begin as many
-    /// groups as the step takes, these are consecutive shares of the next rows.
+    /// This rank's groups for the next step, carried ones first. If all ranks carry equally many and begin no more groups than the step trains on,
+    /// each gets a consecutive share of the next rows.
     pub(super) fn next_groups(&mut self) -> Result<Vec<CarriedGroup>> {
         let carried = std::mem::take(&mut self.data.carried);
         let under_way: Vec<usize> = carried.iter().map(|group| group.row).collect();
@@ -72,8 +72,8 @@ impl Trainer {
         Ok(self.place_among_engines().map_or_else(Vec::new, |place| shares.swap_remove(place)))
     }
 
-    /// The groups that the step takes; the others are kept for the next one, or dropped. Collective over the world where groups
-    /// are begun that a step does not take.
+    /// Selects the groups that the step trains on; the others are carried to the next step or dropped. Collective over the world if more groups are
+    /// begun than a step trains on.
     pub(super) fn take(
         &mut self,
         begun: Vec<CarriedGroup>,
@@ -93,7 +93,7 @@ impl Trainer {
                 continue;
             }
             let num_tokens = carry::num_sampled(&group.completions);
-            // An agent may have given up requests whose tokens were counted.
+            // An agent may have dropped requests whose tokens were counted.
             carry.num_sampled += num_tokens.saturating_sub(num_continued);
             if self.config.partial_rollout || num_tokens == 0 {
                 let RolloutGroup { first_step, completions, .. } = group;
@@ -115,10 +115,10 @@ impl Trainer {
         Ok(SampledBatch { carry, ..SampledBatch::of_groups(groups, tickets, before) })
     }
 
-    /// Awaits the rewards of a batch and leaves out what is to be left out. Collective over the world.
+    /// Waits for the rewards of a batch and applies filters. Collective over the world.
     ///
     /// # Errors
-    /// The first failure of any rank; these rows are then drawn again.
+    /// The first failure of any rank. The batch's rows will then be drawn again.
     pub(super) fn await_rewards(&mut self, mut sampled: SampledBatch) -> Result<SampledBatch> {
         if let Some(tickets) = sampled.tickets.take() {
             let awaited = phase::scope(Phase::Reward, || self.rewards.wait(&mut sampled.groups, &tickets));
@@ -135,7 +135,8 @@ impl Trainer {
         Ok(sampled)
     }
 
-    /// Draws a batch's rows, and those of all later batches, again the next time. Solve rates that were booked since stay.
+    /// Resets the data to the place before a batch, so that its rows and those of all later batches are drawn again. Solve rates recorded since then
+    /// stay.
     pub(super) fn put_back(&mut self, before: DataPosition) -> Result<()> {
         self.generation.ahead.clear();
         self.rewards.give_up();
@@ -149,19 +150,19 @@ impl Trainer {
         self.data.sampler.restore(SamplerState { solved, ..before.sampler })
     }
 
-    /// This rank among those with engines.
+    /// The index of this rank among the ranks with engines; `None` without an engine.
     pub(super) fn place_among_engines(&self) -> Option<usize> {
         self.world.rank().checked_sub(self.world.size() - self.batch.roles.num_generators)
     }
 
-    /// This rank's share of `len` rows to sample from; none where it only trains.
+    /// This rank's share of `len` rows to sample from; empty on a rank that only trains.
     pub(super) fn share(&self, len: usize) -> Range<usize> {
         let size = self.batch.roles.num_generators;
         self.place_among_engines().map_or(0..0, |rank| Place { rank, size }.share(len))
     }
 
-    /// Samples and scores the held-out rows, writes their metrics and returns the mean reward: none where there are no rows, or no
-    /// sample was scored. Collective over the world.
+    /// Samples and scores the held-out rows, writes their metrics and returns the mean reward; `None` without such rows, or if no sample was scored.
+    /// Collective over the world.
     ///
     /// # Errors
     /// The first failure of any rank.
@@ -197,12 +198,12 @@ impl Trainer {
         Ok(reward)
     }
 
-    /// The configured sampling of the prompts that [`Trainer::next_prompts`] drew.
+    /// The configured sampling parameters for the prompts that [`Trainer::next_prompts`] drew.
     pub fn sampling_params(&self) -> SamplingParams {
         self.sampling_params_of(self.progress.generation_step)
     }
 
-    /// How generation step `step` samples.
+    /// The sampling parameters of generation step `step`.
     fn sampling_params_of(&self, step: u64) -> SamplingParams {
         SamplingParams {
             num_generations: self.config.num_generations,

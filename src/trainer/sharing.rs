@@ -1,4 +1,5 @@
-//! `sequence_parallel_size = auto`: the fewest ranks that share micro-batches with which the plan fits, and the plans of all numbers side by side.
+//! `sequence_parallel_size = auto`: chooses the smallest number of ranks that share micro-batches for which the plan fits, and compares the plans of
+//! all numbers.
 
 use std::fmt;
 
@@ -12,8 +13,8 @@ use crate::model::ModelSpec;
 use crate::plan::{MemoryPlan, Room, StepSeconds, human};
 
 impl Preflight {
-    /// [`Preflight::of_model`] by a function that makes plans. `auto` takes the least `sequence_parallel_size` that leaves a tenth of the
-    /// memory free while training; where none does, the least that fits.
+    /// Like [`Preflight::of_model`], with a function that makes plans. `auto` chooses the smallest `sequence_parallel_size` that leaves a tenth of
+    /// the memory free while training or, if none does, the smallest that fits.
     pub(super) fn planned(
         config: &Config,
         model: OpenModel,
@@ -42,14 +43,14 @@ impl Preflight {
             }
         }
         let listed = sizes.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
-        // Where none fits, the error is that of the one that needs least.
+        // If none fits, return the error of the size that needs least memory.
         let (size, why) = fitting.unwrap_or((sizes.last().copied().unwrap_or(1), ""));
         let preflight = of_size(size, plan)?;
         Ok(Self { why_shared: Some(format!("sequence_parallel_size: {size}, {why}, of {listed}")), ..preflight })
     }
 }
 
-/// Numbers of ranks that can share the micro-batches of a run, the least first; memory aside.
+/// The possible values of `sequence_parallel_size`, ascending, apart from memory.
 fn sizes(config: &Config, spec: &ModelSpec, placement: Placement, world_size: WorldSize) -> Result<Vec<usize>> {
     let num_trainers = config.roles(world_size.ranks)?.num_trainers;
     let can_be = |size: &usize| {
@@ -61,10 +62,10 @@ fn sizes(config: &Config, spec: &ModelSpec, placement: Placement, world_size: Wo
 }
 
 impl PlannedRun {
-    /// Plans the run with every `sequence_parallel_size` that its model and its world can take; `None` where that is one alone.
+    /// Plans the run with every `sequence_parallel_size` that its model and world size allow; `None` if there is only one.
     ///
     /// # Errors
-    /// A world that the configuration does not divide.
+    /// An error if the configuration cannot be divided among the ranks.
     pub fn compare_sharing(
         &self,
         placement: Placement,
@@ -92,14 +93,14 @@ impl PlannedRun {
     }
 }
 
-/// A plan of one number of ranks that share micro-batches.
+/// The plan for one `sequence_parallel_size`.
 #[derive(Debug)]
 struct SharingChoice {
     plan: MemoryPlan,
     seconds: Option<StepSeconds>,
 }
 
-/// Memory and seconds of each `sequence_parallel_size`, side by side; printed as a table.
+/// Memory and seconds for each `sequence_parallel_size`, to print as a table.
 #[derive(Debug)]
 pub struct SharingTable {
     choices: Vec<(usize, Result<SharingChoice>)>,

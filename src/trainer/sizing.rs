@@ -1,4 +1,4 @@
-//! Seconds of a planned run's step.
+//! Predicted seconds of a planned run's step.
 
 use tch::Kind;
 
@@ -7,16 +7,16 @@ use crate::config::Config;
 use crate::plan::{ExpectedLengths, Gpu, PlannedStep, StepSeconds};
 use crate::train::TrainedModel;
 
-/// GPUs and lengths that seconds are predicted for.
+/// The GPU and the lengths for which seconds are predicted.
 #[derive(Debug, Clone, Copy)]
 pub struct ExpectedStep {
-    /// The kind of GPU.
+    /// The GPU model.
     pub gpu: Gpu,
-    /// Lengths of prompts and completions.
+    /// Expected lengths of prompts and completions.
     pub lengths: ExpectedLengths,
 }
 
-/// Predicts a step of the run that `config` and `preflight` describe.
+/// Predicts the seconds of a step of the run that `config` and `preflight` describe.
 pub(super) fn seconds(
     config: &Config,
     preflight: &Preflight,

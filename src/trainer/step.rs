@@ -1,4 +1,4 @@
-//! The parts of a step, which [`Trainer::train_step`] calls in turn and a program with a loop of its own calls by itself.
+//! The parts of a step. [`Trainer::train_step`] calls them in turn; a program with its own loop calls them directly.
 
 use std::time::Instant;
 
@@ -20,28 +20,28 @@ use crate::update::{Divergence, UpdateOptions};
 /// This rank's completions of one generation batch, with their rewards and advantages.
 #[derive(Debug)]
 pub struct TrainingBatch {
-    /// The groups. Rewards and advantages may be changed before [`Trainer::update`]; a completion without a reward is left out of it.
+    /// The groups. Rewards and advantages may be changed before [`Trainer::update`]. A completion without a reward is not trained on.
     pub groups: Vec<RolloutGroup>,
-    /// The place of each in the order of the data; none where ranks follow one another.
+    /// The place of each group in the order of the data; empty if that is the order of ranks.
     places: Vec<u32>,
-    /// Groups that are left out.
+    /// Groups that are left out of training.
     dropped: Vec<PlacedGroup>,
     tally: Option<Tally>,
     carry: Carry,
     advantages: AdvantageStats,
-    /// Share of the completions that are solved, where there is a curriculum.
+    /// Share of solved completions, if there is a curriculum.
     solve_rate: Option<f64>,
-    /// Divergences from the reference model, where rewards are lessened by them.
+    /// Divergence from the reference model, if it is subtracted from rewards.
     divergence: Option<Divergence>,
-    /// When the step began.
+    /// Time when the step began.
     start: Instant,
 }
 
 impl Trainer {
-    /// Samples the next generation batch, and gives its completions rewards and advantages; collective over the world.
+    /// Samples the next generation batch and computes its rewards and advantages; collective over the world.
     ///
     /// # Errors
-    /// The first failure of any rank. Where rewards failed, the batch is the next one again.
+    /// The first failure of any rank. If rewards failed, the next call uses the same batch again.
     pub fn rollout(&mut self) -> Result<TrainingBatch> {
         let start = self.begin_step()?;
         let sampled = match self.generation.ahead.pop_front() {
@@ -51,11 +51,11 @@ impl Trainer {
         self.training_batch(sampled, start)
     }
 
-    /// Draws the next prompts of the data, for a program with its own sampling loop, and returns this rank's share: none on a rank
-    /// that only trains. [`Trainer::score`] takes the completions.
+    /// Draws the next prompts for a program that samples by itself, and returns this rank's share; empty on a rank that only trains. Pass the
+    /// completions to [`Trainer::score`].
     ///
     /// # Errors
-    /// [`Error::InvalidValue`] for a key that begins more groups than a step takes, which [`Trainer::rollout`] serves.
+    /// [`Error::InvalidValue`] for configurations that begin more groups than a step trains on; only [`Trainer::rollout`] supports these.
     pub fn next_prompts(&mut self) -> Result<Vec<Prompt>> {
         self.config.combination().in_circumstances([Circumstance::OwnLoop]).check()?;
         let start = self.begin_step()?;
@@ -65,7 +65,7 @@ impl Trainer {
         Ok(prompts)
     }
 
-    /// Runs `work` with the engine awake; a rank without one returns `R`'s default. Collective over the world.
+    /// Runs `work` with the engine awake; a rank without an engine returns `R`'s default. Collective over the world.
     ///
     /// # Errors
     /// The first failure of any rank.
@@ -73,11 +73,11 @@ impl Trainer {
         self.model.with_rollout(work)
     }
 
-    /// Gives completions of the [`Trainer::next_prompts`] their rewards and advantages; collective over the world.
+    /// Computes rewards and advantages for completions of the prompts from [`Trainer::next_prompts`]; collective over the world.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] where no prompts were drawn; else the first failure of any rank. Where rewards failed, the prompts
-    /// are the next ones again.
+    /// [`Error::InvalidArgument`] if no prompts were drawn; else the first failure of any rank. If rewards failed, the same prompts are drawn again
+    /// next.
     pub fn score(&mut self, groups: Vec<RolloutGroup>) -> Result<TrainingBatch> {
         let Some(DrawnPrompts { before, start }) = self.data.drawn.take() else {
             let expected = "a call of Trainer::next_prompts first".to_owned();
@@ -87,9 +87,8 @@ impl Trainer {
         self.training_batch(SampledBatch::of_groups(groups, tickets, before), start)
     }
 
-    /// Computes the advantages of a batch from its rewards, by the configuration and by a function of
-    /// [`TrainerBuilder::advantages`](super::TrainerBuilder::advantages). Needed again only where rewards were changed. Collective
-    /// over the world.
+    /// Computes the advantages of a batch from its rewards, as configured and by the function of
+    /// [`TrainerBuilder::advantages`](super::TrainerBuilder::advantages). Only needed after rewards were changed. Collective over the world.
     ///
     /// # Errors
     /// Returns the errors of the function and of the collective.
@@ -98,7 +97,7 @@ impl Trainer {
         Ok(())
     }
 
-    /// Trains on a batch, counts it and returns this rank's metrics; collective over the world.
+    /// Trains on a batch, updates the counters and returns this rank's metrics; collective over the world.
     ///
     /// # Errors
     /// The first failure of any rank.
@@ -162,7 +161,7 @@ impl Trainer {
         self.model.policy().map_or_else(|| Ok(Transitions::default()), Policy::take_transitions)
     }
 
-    /// Tokens of a generation batch over all ranks.
+    /// Number of tokens of a generation batch over all ranks.
     fn count_tokens(&self, groups: &[RolloutGroup]) -> Result<u64> {
         let of_group = |group: &RolloutGroup| -> usize {
             let prompt_len = group.prompt.token_ids.len();

@@ -1,4 +1,4 @@
-//! The teacher of a run, found and checked before anything is loaded.
+//! The teacher of a run. It is found and checked before anything is loaded.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -10,20 +10,20 @@ use crate::model::{ModelSource, ModelSpec, ParamTable};
 
 const KEY: &str = "teacher_model_name_or_path";
 
-/// A model that scores the policy's samples.
+/// A teacher model that scores the policy's samples.
 #[derive(Debug)]
 pub struct Teacher {
-    /// Folder of the teacher.
+    /// Folder of the teacher's model.
     pub folder: PathBuf,
-    /// The layout of its weights, for the shard group of the policy.
+    /// The layout of its weights, sharded like the policy's.
     pub table: Arc<ParamTable>,
 }
 
 impl Teacher {
-    /// The one that the configuration names, if any, for sequences that `tokenizer` made.
+    /// Opens the configured teacher, if any, for sequences tokenized by `tokenizer`.
     ///
     /// # Errors
-    /// An error of its folder; [`Error::InvalidValue`] for adapters and for another tokenizer.
+    /// Errors of its folder; [`Error::InvalidValue`] if it has adapters or another tokenizer.
     pub fn open(config: &Config, tokenizer: &Tokenizer, shards: usize) -> Result<Option<Self>> {
         let distillation = &config.distillation;
         let Some(name) = &distillation.teacher_model_name_or_path else { return Ok(None) };
@@ -42,7 +42,7 @@ impl Teacher {
         Ok(Some(Self { folder: source.base, table: Arc::new(ParamTable::new(spec, shards)) }))
     }
 
-    /// Refuses more tokens of each distribution than a teacher has.
+    /// Refuses a `distillation_topk` larger than the teacher's vocabulary.
     ///
     /// # Errors
     /// [`Error::InvalidValue`].

@@ -1,8 +1,9 @@
-//! Every pair of features of the table of what goes together: a run that has both is made, or the table refuses it.
+//! Tests every pair of features in the table of features that exclude each other: either a run with both can be constructed, or the table refuses the
+//! pair.
 //!
-//! A solver sets both features of a pair and mends what the table refuses about the rest of the run. Where it finds a run, the pair is to
-//! be checked, planned and trained with; runs have as many features as go together, so that some tens of them have all pairs. Where it
-//! finds none, the run is to be refused with reasons of the table.
+//! A solver sets both features of a pair, and changes the rest of the run until the table refuses nothing. If it finds a run, the run must pass
+//! checks, planning and training. Runs have as many features as possible, so a few dozen runs cover all pairs. If it finds none, the run must be
+//! refused for reasons from the table.
 
 mod run;
 
@@ -28,10 +29,10 @@ use crate::types::Prompt;
 use run::DraftedRun;
 
 const TEACHER: &str = "configs/arithmetic/model";
-/// Generation batches of a run that is trained with.
+/// Generation batches in a test run's training.
 const NUM_STEPS: usize = 2;
 
-/// The terms of one side of a row.
+/// The terms of one side of a row of the table.
 type Feature = Vec<Term>;
 
 /// Every feature of the table once.
@@ -90,11 +91,11 @@ fn other_than_default(key: &str) -> Value {
     }
 }
 
-/// A run in the making.
+/// A run that the solver is constructing.
 #[derive(Clone)]
 struct RunDraft {
     set: BTreeMap<String, Value>,
-    /// Keys that may not be set again.
+    /// Keys that the solver may not change.
     fixed: BTreeSet<&'static str>,
     has: Vec<Circumstance>,
     lacks: Vec<Circumstance>,
@@ -158,7 +159,7 @@ impl Solver {
         Some(self.defaults.clone().with(set).with([("device", device)]).in_circumstances(own))
     }
 
-    /// A word, as the type of the key has it.
+    /// A word as a value of the key's type.
     fn typed(&self, key: &str, word: &str) -> Value {
         match self.keys[key].expected.ends_with("true or false") {
             true => json!(word == "true"),
@@ -170,7 +171,7 @@ impl Solver {
         self.combination(draft).is_some_and(|all| feature.iter().all(|term| term.is_in(&all)))
     }
 
-    /// The draft with a term, or without it; `None` where that cannot be.
+    /// The draft with or without a term; `None` if that is impossible.
     fn with(&self, draft: &RunDraft, term: Term, wanted: bool) -> Option<RunDraft> {
         let mut draft = draft.clone();
         match term {
@@ -232,7 +233,7 @@ impl Solver {
         feature.iter().try_fold(draft.clone(), |draft, term| self.with(&draft, *term, true))
     }
 
-    /// A run that the table does not refuse, with all that is fixed; `None` where there is none.
+    /// A run with all fixed keys that the table does not refuse; `None` if there is none.
     fn mended(&self, draft: &RunDraft, depth: usize) -> Option<RunDraft> {
         let all = self.combination(draft)?;
         let Some(row) = TABLE.iter().find(|row| row.refusal(&all).is_some()) else { return Some(draft.clone()) };
@@ -257,7 +258,7 @@ impl RunDraft {
         self.set.get(key).and_then(Value::as_u64).unwrap_or(1) as usize
     }
 
-    /// Sets the numbers that follow from others, and returns the ranks.
+    /// Sets the numbers that depend on other keys, and returns the ranks.
     fn sized(&mut self) -> WorldSize {
         let engine = self.number("tensor_parallel_size") * self.number("pipeline_parallel_size");
         let is_split = self.is("mode", "split");
@@ -283,7 +284,7 @@ fn told(feature: &Feature) -> String {
     feature.iter().map(Term::described).collect::<Vec<_>>().join(" and ")
 }
 
-/// Whether every part of an error is a row of the table.
+/// Whether every part of an error is from the table.
 fn is_of_table(error: &Error) -> bool {
     match error {
         Error::InvalidConfig(all) => all.iter().all(is_of_table),

@@ -1,4 +1,4 @@
-//! Seconds of a planned run's step, and of the same step with other ZeRO stages and recomputation.
+//! Predicted seconds of a planned run's step, and of the same step with other ZeRO stages and recomputation.
 
 use std::fmt;
 
@@ -11,8 +11,8 @@ use crate::error::Result;
 use crate::plan::{CompletionLengths, ExpectedLengths, Gpu, MemoryPlan, Room, StepSeconds, human};
 
 impl PlannedRun {
-    /// Lengths that a run on `gpu` is expected to sample: lengths that are not given are the longest that it allows. `None` where no prompt's
-    /// length is known.
+    /// Lengths for which a run on `gpu` is predicted; lengths that are not given are the longest that the run allows. `None` if no prompt length is
+    /// known.
     pub fn expected(
         &self,
         gpu: Gpu,
@@ -25,10 +25,10 @@ impl PlannedRun {
         Some(ExpectedStep { gpu, lengths: ExpectedLengths { prompt, completion } })
     }
 
-    /// Predicts a step of the run that `preflight` planned.
+    /// Predicts the seconds of a step of the run in `preflight`.
     ///
     /// # Errors
-    /// Features of the run that no recorded step had.
+    /// Features of the run that no measured step had.
     pub fn seconds(
         &self,
         preflight: &Preflight,
@@ -37,7 +37,7 @@ impl PlannedRun {
         sizing::seconds(&self.config, preflight, expected)
     }
 
-    /// Plans the run with every ZeRO stage and recomputation that its keys allow.
+    /// Plans the run with every ZeRO stage and recomputation mode that its configuration allows.
     pub fn compare_training(
         &self,
         placement: Placement,
@@ -69,14 +69,14 @@ impl PlannedRun {
     }
 }
 
-/// Peak and seconds of one way to train.
+/// Peak memory and seconds of one ZeRO stage and recomputation mode.
 #[derive(Debug)]
 struct TrainingChoice {
     peak_bytes: usize,
     seconds: Option<StepSeconds>,
 }
 
-/// Seconds and memory of each ZeRO stage and recomputation, side by side; printed as a table.
+/// Seconds and memory of each ZeRO stage and recomputation mode, to print as a table.
 #[derive(Debug)]
 pub struct TrainingTable {
     choices: Vec<(u8, GradientCheckpointing, Result<TrainingChoice>)>,

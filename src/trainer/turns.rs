@@ -1,4 +1,4 @@
-//! Turns of a run: the tools that answer those of this rank's trajectories, or the agent that plays its episodes, and what is counted.
+//! Turns of a run: the tools of this rank's trajectories, or the agent that plays its episodes, and their metrics.
 
 use std::sync::Arc;
 
@@ -16,7 +16,7 @@ use crate::rollout::{GroupTurns, RolloutEngine, SampledGroups, SingleTurns, Turn
 use crate::tools::{Conversations, GroupKey, ToolProcess};
 use crate::types::{Prompt, RolloutGroup, SamplingParams};
 
-/// Who takes turns with the model on this rank.
+/// The source of further turns on this rank.
 #[derive(Debug)]
 pub(crate) enum RunTurns {
     /// Tools and environments.
@@ -25,7 +25,7 @@ pub(crate) enum RunTurns {
     Agent(Box<EpisodePlayer>),
 }
 
-/// The tools or the agent that `process` has loaded for a run; collective over the world.
+/// Creates the turns from the tools or the agent in `process`; collective over the world.
 pub(super) fn open(
     config: &Config,
     world: &World,
@@ -41,7 +41,7 @@ pub(super) fn open(
     RunTurns::new(config, world, preflight.batch.roles.num_generators, process, options.clone(), &model)
 }
 
-/// The turns of groups that are trained on: single ones without tools or an agent.
+/// The turns of groups that are trained on; single turns if there are neither tools nor an agent.
 pub(super) fn turns_of(turns: Option<&mut RunTurns>) -> Box<dyn GroupTurns + '_> {
     match turns {
         Some(RunTurns::Tools(tools)) => tools.turns(),
@@ -50,10 +50,10 @@ pub(super) fn turns_of(turns: Option<&mut RunTurns>) -> Box<dyn GroupTurns + '_>
     }
 }
 
-/// Samples groups of `prompts` that are not trained on. Of an episode the first conversation counts.
+/// Samples groups of `prompts` that are not trained on. For an episode, only the first conversation counts.
 ///
 /// # Errors
-/// The errors of [`RolloutEngine::generate`] and of tools.
+/// The errors of [`RolloutEngine::generate`] and of the tools.
 pub(crate) fn generate<D>(
     turns: Option<&mut RunTurns>,
     engine: &mut RolloutEngine<'_>,
@@ -69,11 +69,11 @@ pub(crate) fn generate<D>(
 }
 
 impl RunTurns {
-    /// The tools or the agent that `process` has loaded, for a world whose last `num_generators` ranks have engines of `model`. `options`
+    /// Creates the turns from the tools or the agent in `process`, for a world whose last `num_generators` ranks have engines of `model`. `options`
     /// say how rows became prompts. Collective over the world.
     ///
     /// # Errors
-    /// The errors of [`Conversations::new`] and of a chat template that rewrites earlier turns, on every rank.
+    /// The errors of [`Conversations::new`]; an error, on every rank, for a chat template that rewrites earlier turns.
     pub fn new(
         config: &Config,
         world: &World,
@@ -93,7 +93,7 @@ impl RunTurns {
         Ok(Self::Tools(Box::new(TurnTools { conversations, engine_ranks, waits: config.full_determinism })))
     }
 
-    /// Forgets all trajectories, those of groups that are carried among them, and ends their environments and episodes.
+    /// Drops all trajectories, including those of carried groups, and ends their environments and episodes.
     pub fn reset(&mut self) {
         match self {
             Self::Tools(tools) => tools.conversations.reset(),
@@ -101,7 +101,7 @@ impl RunTurns {
         }
     }
 
-    /// Forgets a group of this rank that nobody goes on with.
+    /// Drops a group of this rank that will not be continued.
     pub fn forget(&mut self, group: &RolloutGroup) {
         let key = GroupKey { prompt_id: group.prompt.id, first_step: group.first_step };
         match self {
@@ -110,7 +110,7 @@ impl RunTurns {
         }
     }
 
-    /// Why an environment or an episode was lost since the last call: the first of them.
+    /// The cause of the first loss of an environment or episode since the last call, if any.
     pub fn take_loss(&mut self) -> Option<String> {
         let (what, loss) = match self {
             Self::Tools(tools) => ("environment", tools.conversations.take_loss()),
@@ -135,7 +135,7 @@ impl RunTurns {
     }
 }
 
-/// Adds TRL's frequencies, turns, latencies and time without decoding.
+/// Adds TRL's tool frequencies, and turns, latencies and time without decoding.
 fn add_tool_metrics(tools: &mut TurnTools, metrics: &mut StepMetrics) {
     let stats = tools.conversations.take_stats();
     let num_trajectories = stats.num_trajectories as f64;

@@ -1,4 +1,4 @@
-//! Tokens and log-probabilities of trajectories of many turns, from the engine to the update, with tokenizers and chat templates at random.
+//! Tests tokens and log-probabilities of trajectories with many turns, from the engine to the update, with random tokenizers and chat templates.
 
 use std::fmt::Write;
 use std::fs;
@@ -24,11 +24,11 @@ use crate::tools::ToolProcess;
 use crate::train::Sequence;
 use crate::types::Prompt;
 
-/// Trajectories of a test of seconds.
+/// Number of trajectories in a test that takes seconds.
 const NUM_TRAJECTORIES: usize = 40;
-/// Most of them with one tokenizer and template.
+/// Maximum number of trajectories with one tokenizer and template.
 const MAX_TOGETHER: usize = 200;
-/// The most that the log-probability of a token may differ between the sampler and the trainer, in nats, in float32.
+/// Maximum difference of a token's log-probability between sampler and trainer, in nats, in float32.
 const MAX_DIFFERENCE: f64 = 1e-4;
 
 const TOOL: &str = r#"
@@ -47,7 +47,7 @@ def f(x: int) -> str:
     return "".join(letters)
 "#;
 
-/// Turns of words at random, each behind some text at random: ends of lines, brackets, special tokens.
+/// A random chat template: turns between random pieces of text, such as line ends, brackets and special tokens.
 fn template(dice: &mut Dice) -> String {
     let pieces = ["\\n", " ", "<|im_start|>", "<|sep|>", "[", "]", ": ", "ab", "\u{e9}", "</", ">"];
     let mut text =
@@ -60,7 +60,7 @@ fn template(dice: &mut Dice) -> String {
     )
 }
 
-/// Single tokens that end a turn, that are whole calls, and that begin one that cannot be read.
+/// Single tokens that end a turn, are whole tool calls, or begin a malformed call.
 fn more_tokens() -> Vec<(String, bool)> {
     let ends = (0..30).map(|number| (format!("<|end{number}|>"), true));
     let calls = (0..90).map(|x| {
@@ -117,7 +117,7 @@ fn trainer(dice: &mut Dice, file: &std::path::Path, num_trajectories: usize) -> 
     assembled(&keys, spec, tokenizer.clone(), prompts(dice, &tokenizer, num_trajectories as u64 / 4))
 }
 
-/// A trainer of a random model on these prompts, whose reward is a matter of completions' lengths.
+/// A trainer of a random-weight model on these prompts; its reward depends on completions' lengths.
 pub(super) fn assembled(keys: &[&str], spec: ModelSpec, tokenizer: Arc<Tokenizer>, prompts: Vec<Prompt>) -> Trainer {
     let keys: Vec<String> = keys.iter().map(|&key| key.to_owned()).collect();
     let config = Config::load(None, &keys).unwrap();
@@ -148,7 +148,7 @@ pub(super) fn assembled(keys: &[&str], spec: ModelSpec, tokenizer: Arc<Tokenizer
     construction::assemble(config, world, parts).unwrap()
 }
 
-/// Turns of what is trained on, as the engine's events have them.
+/// The turns in the trained sequences, in the format of the engine's events.
 fn trained_turns(sequences: &[Sequence]) -> Vec<tap::SampledTurn> {
     let mut turns = Vec::new();
     for sequence in sequences {
@@ -162,8 +162,8 @@ fn trained_turns(sequences: &[Sequence]) -> Vec<tap::SampledTurn> {
     turns
 }
 
-/// `COLO_GRPO_TRAJECTORIES=10000` plays as many. What is trained on are the tokens that the engine sampled, bit for bit with their
-/// log-probabilities, and the trainer computes the same log-probabilities for all of them.
+/// Set `COLO_GRPO_TRAJECTORIES=10000` for that many trajectories. The trained tokens and their log-probabilities must equal the sampled ones bit for
+/// bit, and the trainer must compute the same log-probabilities for all of them.
 #[test]
 fn multi_turn_training_tokens_equal_the_sampled_tokens() {
     let wanted =

@@ -1,4 +1,4 @@
-//! Whether groups teach something, counted over all ranks.
+//! Whether groups have a learning signal, counted over all ranks.
 
 use serde::{Deserialize, Serialize};
 
@@ -8,12 +8,12 @@ use crate::metrics::{Reduce, StepMetrics};
 use crate::ranks::{ReduceOp, World, all_reduce_f64};
 use crate::types::RolloutGroup;
 
-/// Whether the rewards of a group teach something.
+/// Whether the rewards of a group have a learning signal.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub(super) struct GroupVerdict {
     pub has_signal: bool,
     are_equal: bool,
-    /// Sum and number of its rewards.
+    /// Sum of the group's rewards; below, their number.
     sum: f64,
     count: f64,
 }
@@ -25,7 +25,7 @@ impl GroupVerdict {
     }
 }
 
-/// Groups of a step, over all ranks, and their rewards.
+/// Counts of a step's groups over all ranks, and sums of their rewards.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct Tally {
     pub num_sampled: f64,
@@ -50,7 +50,7 @@ impl FromIterator<GroupVerdict> for Tally {
 }
 
 impl Tally {
-    /// Adds up the tallies of all ranks; collective over the world.
+    /// Sums the counts of all ranks; collective over the world.
     pub fn of_all_ranks(self, world: &World) -> Result<Self> {
         let mut sums = [self.num_sampled, self.num_kept, self.num_equal, self.reward_sum, self.reward_count];
         all_reduce_f64(&*world.group(), &mut sums, ReduceOp::Sum)?;
@@ -58,7 +58,7 @@ impl Tally {
         Ok(Self { num_sampled, num_kept, num_equal, reward_sum, reward_count })
     }
 
-    /// Metrics of a step that takes `num_groups` groups.
+    /// Adds the metrics of a step that trains on `num_groups` groups.
     pub fn add_metrics(&self, metrics: &mut StepMetrics, num_groups: usize) {
         let num_groups = num_groups as f64;
         for (name, value) in [

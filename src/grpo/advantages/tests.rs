@@ -1,4 +1,4 @@
-//! Advantages held to their definitions in float64, over offsets, groups and ranks.
+//! Tests advantages against their definitions in float64, over offsets, groups and ranks.
 
 use super::*;
 use crate::ranks::testing;
@@ -8,12 +8,12 @@ fn advantages(groups: &[RolloutGroup]) -> Vec<f32> {
     groups.iter().flat_map(|group| &group.completions).map(|completion| completion.advantage).collect()
 }
 
-/// GRPO's advantages of groups that are the whole batch.
+/// Computes GRPO's advantages of groups that are the whole batch.
 fn scaled(groups: &mut [RolloutGroup], scale: ScaleRewards) -> AdvantageStats {
     assign_advantages(groups, &AdvantageConfig { scale, ..AdvantageConfig::default() }, None).unwrap()
 }
 
-/// The formulas in float64, from the definition.
+/// Mean and standard deviation by their definitions, in float64.
 fn mean_and_std(rewards: &[f32]) -> (f64, f64) {
     let count = rewards.len() as f64;
     let mean = rewards.iter().map(|reward| f64::from(*reward)).sum::<f64>() / count;
@@ -26,7 +26,7 @@ fn assert_near(got: f32, expected: f64, what: &str) {
     assert!(error <= 1e-6 * expected.abs(), "{what}: got {got}, expected {expected}");
 }
 
-/// Groups of one size whose rewards are an offset up to 1e6 and a few steps, some of the steps a last digit.
+/// Groups of one size whose rewards are an offset up to 1e6 plus a few steps; some steps are one unit in the last place.
 fn random_batch(mut word: u64) -> Vec<Vec<f32>> {
     let mut draw = |below: u64| {
         word = word.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -132,7 +132,7 @@ fn failed_rewards_are_excluded_from_statistics() {
     assert_eq!((with[1], stats.num_failed), (0.0, 1.0));
 }
 
-/// Batches of two rewards whose ranks hold some groups each are those of one rank, with each estimator.
+/// With two rewards and each estimator, batches spread over ranks must give the same advantages as on one rank.
 #[test]
 fn every_advantage_estimator_is_equal_on_all_ranks() {
     let rloo = AdvantageEstimator::Rloo;

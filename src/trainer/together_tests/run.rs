@@ -1,8 +1,8 @@
-//! The run that a draft describes: planned, and trained with.
+//! Plans and trains the run of a draft.
 
 use super::*;
 
-/// A run of a draft.
+/// The run of a draft.
 pub(super) struct DraftedRun {
     pub(super) config: Config,
     world: WorldSize,
@@ -36,7 +36,7 @@ impl DraftedRun {
         Preflight::of_model(&self.config, model, self.placement, self.world, room)
     }
 
-    /// Whether a step of it needs neither a GPU, other nodes, nor Python.
+    /// Whether its training needs neither a GPU, other nodes, nor Python.
     pub(super) fn is_trainable(&self) -> bool {
         let tools = &self.config.tools;
         !self.placement.on_cuda
@@ -45,7 +45,7 @@ impl DraftedRun {
             && tools.environment.is_none()
     }
 
-    /// Trains some steps with it, on threads.
+    /// Trains a few steps on threads.
     pub(super) fn train(&self) -> Result<()> {
         let outcomes = testing::worlds(self.world.ranks, |world| {
             let mut trainer = self.trainer(Arc::new(world))?;
