@@ -1,4 +1,4 @@
-//! Backends that carry tensors between ranks.
+//! The backends that transfer tensors between ranks.
 
 use std::sync::Arc;
 
@@ -12,10 +12,10 @@ use super::shm::{Member, ShmGroup};
 use super::single::SingleRank;
 use crate::error::Result;
 
-/// The backend that carries tensors to other ranks.
+/// The backend that transfers tensors to other ranks.
 #[derive(Debug)]
 pub(super) enum Carrier {
-    /// There are none.
+    /// No backend, because there is only one rank.
     Nobody,
     Shm(Arc<Member>),
     Nodes(Arc<NodesControl>),
@@ -23,10 +23,10 @@ pub(super) enum Carrier {
 }
 
 impl Carrier {
-    /// The group `group` for tensors on `device`. Collective over it.
+    /// Creates the communication group `group` for tensors on `device`. Collective over it.
     ///
     /// # Errors
-    /// The errors of connecting its GPUs.
+    /// Errors of connecting the group's GPUs.
     pub(super) fn group(&self, group: Arc<RankGroup>, device: Device) -> Result<Arc<dyn Collective>> {
         match self {
             Carrier::Nobody => Ok(Arc::new(SingleRank::new(&group.name, group.ranks[group.rank], device))),

@@ -1,13 +1,13 @@
-//! Checks of tensors that every backend makes before it touches them.
+//! Checks of tensors that every backend makes before it reads or writes them.
 
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result};
 
-/// Kinds that can be reduced.
+/// Dtypes that can be reduced.
 pub(super) const REDUCIBLE: [Kind; 4] = [Kind::Float, Kind::Double, Kind::BFloat16, Kind::Int64];
 
-/// A tensor's elements: `bytes` from `address`.
+/// The memory of a tensor's elements: `bytes` from `address`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct MemoryRange {
     pub address: *mut u8,
@@ -15,7 +15,7 @@ pub(super) struct MemoryRange {
     pub bytes: usize,
 }
 
-/// The memory of a contiguous tensor on `device`.
+/// Checks that a tensor is contiguous and on `device`, and returns its memory.
 pub(super) fn memory(op: &'static str, tensor: &Tensor, device: Device) -> Result<MemoryRange> {
     let kind = tensor.f_kind()?;
     if tensor.device() != device || !tensor.is_contiguous() {
@@ -25,7 +25,7 @@ pub(super) fn memory(op: &'static str, tensor: &Tensor, device: Device) -> Resul
     Ok(MemoryRange { address: tensor.data_ptr().cast(), kind, bytes: tensor.numel() * kind.elt_size_in_bytes() })
 }
 
-/// The memory of one rank's tensor and of one that holds `size` of them.
+/// The memory of one rank's tensor and of a tensor that holds `size` of them.
 pub(super) fn pair(
     op: &'static str,
     one: &Tensor,
@@ -41,7 +41,7 @@ pub(super) fn pair(
     Err(Error::InvalidArgument { op, expected, got: format!("{} bytes of {:?}", all.bytes, all.kind) })
 }
 
-/// The memory of two tensors of one size, to be split into `size` equal parts.
+/// The memory of two tensors of equal size, to be split into `size` equal parts.
 pub(super) fn split(
     op: &'static str,
     input: &Tensor,
@@ -62,7 +62,7 @@ pub(super) fn split(
     })
 }
 
-/// Refuses kinds that are not reduced.
+/// Refuses dtypes that cannot be reduced.
 pub(super) fn reducible(op: &'static str, kind: Kind) -> Result<()> {
     if REDUCIBLE.contains(&kind) {
         return Ok(());
@@ -70,7 +70,7 @@ pub(super) fn reducible(op: &'static str, kind: Kind) -> Result<()> {
     Err(Error::InvalidArgument { op, expected: format!("one of {REDUCIBLE:?}"), got: format!("{kind:?}") })
 }
 
-/// Refuses a root that is not in the group.
+/// Refuses a root that is not a rank of the group.
 pub(super) fn root(op: &'static str, root: usize, size: usize) -> Result<()> {
     if root < size {
         return Ok(());

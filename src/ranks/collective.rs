@@ -1,4 +1,4 @@
-//! Collective operations of a group of ranks, whichever backend carries them.
+//! Collective operations of a group of ranks, independent of the backend.
 
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -12,29 +12,28 @@ use crate::cuda::PeerMemory;
 use crate::error::{Error, Result};
 use crate::torch;
 
-/// How elements of several ranks become one.
+/// How elements of several ranks are combined.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ReduceOp {
     /// Sum, in rank order.
     Sum,
-    /// Largest.
+    /// Maximum.
     Max,
-    /// Smallest.
+    /// Minimum.
     Min,
 }
 
-/// One group of ranks. Every operation is collective: all ranks of the group call it in the same order with tensors of the
-/// same kind and size, contiguous and on [`Collective::device`].
+/// A group of ranks. Every operation is collective: all ranks of the group must call it in the same order, with tensors of equal dtype and size that
+/// are contiguous and on [`Collective::device`].
 ///
-/// Reductions take f32, f64, bf16 and i64; the others move bytes of any kind. Shared memory adds in rank order, bf16 in f32
-/// rounded once: the same bits on every rank and in every run. NCCL adds in its own order, and only queues the work on
-/// libtorch's current stream.
+/// Reductions support f32, f64, bf16 and i64; the other operations support any dtype. Shared memory adds in rank order, bf16 in f32 with one
+/// rounding, which gives the same bits on every rank and in every run. NCCL adds in its own order, and only queues the work on libtorch's current
+/// stream.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`](crate::Error::InvalidArgument) for a tensor that the operation cannot take,
-/// [`Error::Collective`](crate::Error::Collective) if ranks disagree on the operation,
-/// [`Error::CollectiveTimeout`](crate::Error::CollectiveTimeout) if peers do not arrive, and
-/// [`Error::PeerFailed`](crate::Error::PeerFailed) as soon as any rank of the world has posted a failure.
+/// [`Error::InvalidArgument`](crate::Error::InvalidArgument) for a tensor that the operation does not support,
+/// [`Error::Collective`](crate::Error::Collective) if ranks call different operations, [`Error::CollectiveTimeout`](crate::Error::CollectiveTimeout)
+/// if peers do not arrive, and [`Error::PeerFailed`](crate::Error::PeerFailed) as soon as any rank of the world has posted a failure.
 pub trait Collective: Send + Sync + Debug {
     /// The ranks of the group.
     fn members(&self) -> &RankGroup;
@@ -42,7 +41,7 @@ pub trait Collective: Send + Sync + Debug {
     fn name(&self) -> &str {
         &self.members().name
     }
-    /// This rank within the group.
+    /// Index of this rank within the group.
     fn rank(&self) -> usize {
         self.members().rank
     }
@@ -50,38 +49,38 @@ pub trait Collective: Send + Sync + Debug {
     fn ranks(&self) -> &[usize] {
         &self.members().ranks
     }
-    /// Where the tensors must live.
+    /// Device on which tensors must be.
     fn device(&self) -> Device;
     /// Number of ranks in the group.
     fn size(&self) -> usize {
         self.ranks().len()
     }
-    /// Changes when the group begins to communicate in a new way, which recorded work does not know: after a failure.
+    /// A number that changes whenever the group builds new communicators, which happens after a failure. Captured CUDA graphs of an earlier epoch
+    /// must not be replayed.
     ///
     /// # Errors
-    /// The failure, while it stands.
+    /// The failure, until all ranks have agreed on it.
     fn epoch(&self) -> Result<u64> {
         Ok(0)
     }
-    /// At least `bytes` of memory of every rank's GPU that all ranks of the group map, zeroed when it is first asked for and
-    /// after a failure; the same one in between, so that one user at a time asks for it. None, on all ranks, where there is
-    /// no such memory; that is said once in the log.
+    /// At least `bytes` of GPU memory of every rank that all ranks of the group map. It is zeroed at the first call and after a failure, and the same
+    /// memory is returned otherwise, so only one user at a time may call this. `None` on all ranks if there is no such memory, which is logged once.
     fn peer_memory(&self, _bytes: usize) -> Result<Option<Arc<PeerMemory>>> {
         Ok(None)
     }
     /// Replaces `tensor` by its reduction over the ranks.
     fn all_reduce(&self, tensor: &mut Tensor, op: ReduceOp) -> Result<()>;
-    /// `output` (size x numel) becomes every rank's `input` (numel) in rank order. `input` may be output's own slice.
+    /// Gathers every rank's `input` (numel) into `output` (size x numel) in rank order. `input` may be this rank's slice of `output`.
     fn all_gather(&self, input: &Tensor, output: &mut Tensor) -> Result<()>;
-    /// `output` (numel) becomes this rank's slice of the sum of `input` (size x numel), in shared memory in the bits that
-    /// all_reduce gives. `output` may be input's own slice; the rest of `input` is kept.
+    /// Writes this rank's slice of the sum of `input` (size x numel) to `output` (numel). In shared memory it has the same bits as all_reduce.
+    /// `output` may be this rank's slice of `input`; the rest of `input` is kept.
     fn reduce_scatter(&self, input: &Tensor, output: &mut Tensor) -> Result<()>;
-    /// `tensor` becomes that of group rank `root`.
+    /// Replaces `tensor` by that of group rank `root`.
     fn broadcast(&self, tensor: &mut Tensor, root: usize) -> Result<()>;
-    /// Slice j of `input` goes to group rank j, which finds it as slice `rank` of its `output`. The two must not overlap.
+    /// Sends slice j of `input` to group rank j, which receives it in slice `rank` of its `output`. The two tensors must not overlap.
     fn all_to_all(&self, input: &Tensor, output: &mut Tensor) -> Result<()>;
-    /// `output` becomes the `input` of the group's rank before this one, on rank 0 that of the last. The two must not overlap. Without
-    /// a way of its own for neighbours, a carrier gathers all inputs.
+    /// Writes the `input` of the previous rank of the group to `output`; rank 0 gets that of the last rank. The two tensors must not overlap. A
+    /// backend without point-to-point transfers gathers all inputs.
     fn shift(&self, input: &Tensor, output: &mut Tensor) -> Result<()> {
         let mut all = Tensor::f_empty([(self.size() * input.numel()) as i64], (input.kind(), self.device()))?;
         self.all_gather(input, &mut all)?;
@@ -90,11 +89,11 @@ pub trait Collective: Send + Sync + Debug {
         output.f_view([len])?.f_copy_(&all.f_narrow(0, before as i64 * len, len)?)?;
         Ok(())
     }
-    /// Sends `tensor` to the group's rank `to`, which calls [`Collective::receive`]. Between GPUs alone, in the order of both streams.
+    /// Sends `tensor` to group rank `to`, which must call [`Collective::receive`]. Only between GPUs, in the order of both streams.
     fn send(&self, _tensor: &Tensor, _to: usize) -> Result<()> {
         Err(between_gpus_alone("send", self.device()))
     }
-    /// `tensor` becomes what the group's rank `from` sends, as large.
+    /// Receives into `tensor` what group rank `from` sends, which must have the same size.
     fn receive(&self, _tensor: &mut Tensor, _from: usize) -> Result<()> {
         Err(between_gpus_alone("receive", self.device()))
     }
@@ -106,7 +105,7 @@ fn between_gpus_alone(op: &'static str, device: Device) -> Error {
     Error::InvalidArgument { op, expected: "ranks that have one GPU each".into(), got: format!("{device:?}") }
 }
 
-/// Every rank's bytes, in rank order; lengths may differ. Collective.
+/// Gathers every rank's bytes, in rank order; lengths may differ. Collective.
 ///
 /// # Errors
 /// The errors of [`Collective`].
@@ -127,10 +126,10 @@ pub fn all_gather_bytes(group: &dyn Collective, bytes: &[u8]) -> Result<Vec<Vec<
     Ok((0..group.size()).map(|rank| row(rank).to_vec()).collect())
 }
 
-/// Every rank's value, in rank order, on its way as JSON. `op` names the exchange in errors. Collective.
+/// Gathers every rank's value, in rank order, as JSON. `op` names the exchange in errors. Collective.
 ///
 /// # Errors
-/// The errors of [`Collective`]; [`Error::Collective`] for a value that JSON does not hold or that another rank's type does not read.
+/// The errors of [`Collective`]; [`Error::Collective`] for a value that cannot be written as JSON or read as `U`.
 pub fn all_gather_json<T: Serialize + ?Sized, U: DeserializeOwned>(
     group: &dyn Collective,
     op: &'static str,
@@ -140,7 +139,7 @@ pub fn all_gather_json<T: Serialize + ?Sized, U: DeserializeOwned>(
     gather_json((group.name(), rank), op, own, |own| all_gather_bytes(group, own))
 }
 
-/// Every rank's value by a `gather` of bytes; errors name the group and the world's rank.
+/// Gathers every rank's value as JSON by the function `gather` for bytes. `group` and `rank` are for errors.
 pub(super) fn gather_json<T: Serialize + ?Sized, U: DeserializeOwned>(
     (group, rank): (&str, usize),
     op: &'static str,
@@ -155,7 +154,7 @@ pub(super) fn gather_json<T: Serialize + ?Sized, U: DeserializeOwned>(
     all.iter().map(|bytes| serde_json::from_slice(bytes).map_err(failed)).collect()
 }
 
-/// Every rank's host numbers, in rank order; all ranks pass equally many, at least one. Collective.
+/// Gathers every rank's numbers from the host, in rank order; all ranks must pass equally many, at least one. Collective.
 ///
 /// # Errors
 /// The errors of [`Collective`].
@@ -166,7 +165,7 @@ pub fn all_gather_f64(group: &dyn Collective, values: &[f64]) -> Result<Vec<Vec<
     Ok(torch::f64_vec(&all)?.chunks_exact(values.len()).map(<[f64]>::to_vec).collect())
 }
 
-/// The lowest rank's text, of those that have one. Collective.
+/// The text of the lowest rank that has one. Collective.
 ///
 /// # Errors
 /// The errors of [`Collective`].
@@ -185,7 +184,7 @@ pub fn any_rank(group: &dyn Collective, flag: bool) -> Result<bool> {
     Ok(flags[0] != 0.0)
 }
 
-/// Reduces host numbers over the ranks, in place. Collective.
+/// Reduces numbers on the host over the ranks, in place. Collective.
 ///
 /// # Errors
 /// The errors of [`Collective`].

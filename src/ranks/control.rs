@@ -1,9 +1,9 @@
-//! The control plane: what ranks tell one another beside tensors. A failure reaches all of them, they agree on how a scope
-//! ended, and they exchange small pieces of host memory. Nothing outside of this room knows what carries it.
+//! The control plane: communication between ranks other than tensors. It reports a failure to all ranks, lets them agree on the outcome of a scope,
+//! and exchanges small pieces of host memory. Code outside this module does not know its implementation.
 //!
-//! Within a host that is shared memory (`shm::control`); between hosts it is a hub that rank 0 serves (`nodes`). A carrier must
-//! keep three promises: a wait ends with the first failure of any rank; a wait has a [`Deadline`], and past it the error names
-//! the ranks that are late; nothing of an earlier attempt of the run is taken for one of this attempt.
+//! Within a host the implementation is shared memory (`shm::control`); between hosts it is a hub on rank 0 (`nodes`). An implementation must keep
+//! three promises. A wait ends with the first failure of any rank. A wait has a [`Deadline`], after which the error names the late ranks. Messages of
+//! an earlier attempt of the run are never mistaken for messages of this attempt.
 
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -12,12 +12,12 @@ use std::time::{Duration, Instant};
 use crate::error::{Error, ExitCode, Result};
 use crate::phase::awake_now;
 
-/// All ranks of a run, for everything but tensors. Methods that take a [`RankGroup`] are collective over it; all ranks of a group
-/// call them in the same order.
+/// Communication of all ranks of a run, except tensors. Methods with a [`RankGroup`] are collective over it: all ranks of the group must call them in
+/// the same order.
 ///
 /// # Errors
-/// [`Error::PeerFailed`] as soon as a rank of the world has posted a failure; [`Error::CollectiveTimeout`] with the ranks that are
-/// late; [`Error::Collective`] if ranks call different things.
+/// [`Error::PeerFailed`] as soon as a rank of the world has posted a failure; [`Error::CollectiveTimeout`] with the late ranks; [`Error::Collective`]
+/// if ranks call different operations.
 pub(super) trait ControlPlane: Send + Sync + Debug {
     /// How many times the run was started before this attempt.
     fn attempt(&self) -> u64;
@@ -25,51 +25,51 @@ pub(super) trait ControlPlane: Send + Sync + Debug {
     fn is_one_node(&self, _group: &RankGroup) -> bool {
         true
     }
-    /// Names of the nodes that ranks are on; empty on one node.
+    /// Names of the nodes of `ranks`; empty if there is only one node.
     fn nodes_of(&self, _ranks: &[usize]) -> String {
         String::new()
     }
-    /// Tells all ranks that this one failed, unless a failure stands already. An [`Error::PeerFailed`] is no news.
+    /// Reports this rank's failure to all ranks, unless another failure was posted before. An [`Error::PeerFailed`] is not reported, because all
+    /// ranks know it already.
     fn post_failure(&self, error: &Error);
-    /// The failure that stands: posted, and not agreed on yet.
+    /// The posted failure that ranks have not agreed on yet, if any.
     fn failure(&self) -> Option<RankFailure>;
-    /// Waits for every rank of the world, failed or not, and gives all of them the failure that stood, or none. It is over then.
+    /// Waits for every rank of the world, failed or not. Returns the posted failure, if any, on all of them, and clears it.
     fn agree(&self) -> Result<Option<RankFailure>>;
-    /// Whether `rank` already waits for this one to agree on the end of the present scope. Returns at once. A carrier that cannot tell
-    /// says no.
+    /// Whether `rank` already waits in [`ControlPlane::agree`] for this one. Returns at once. An implementation that does not know returns false.
     fn is_waiting(&self, _rank: usize) -> bool {
         false
     }
     /// Waits until every rank of the group has arrived.
     fn barrier(&self, group: &Arc<RankGroup>) -> Result<()>;
-    /// Every rank's bytes, in group order; lengths may differ.
+    /// Gathers every rank's bytes, in group order; lengths may differ.
     fn all_gather_bytes(&self, group: &Arc<RankGroup>, bytes: &[u8]) -> Result<Vec<Vec<u8>>>;
-    /// `bytes` become those of group rank `root`; all ranks pass equally many.
+    /// Replaces `bytes` by those of group rank `root`; all ranks must pass equally many.
     fn broadcast(&self, group: &Arc<RankGroup>, bytes: &mut [u8], root: usize) -> Result<()>;
 }
 
-/// Some ranks of the world, as one of them sees them.
+/// A group of ranks of the world, as seen from one of them.
 #[derive(Debug)]
 pub struct RankGroup {
     /// The group's name, for messages.
     pub name: String,
     /// World ranks, in group order.
     pub ranks: Vec<usize>,
-    /// This rank's place among them.
+    /// Index of this rank within the group.
     pub rank: usize,
-    /// Which division of the world into groups this one is of; each rank is in one group of a division.
+    /// Number of the division that this group is part of. A division splits the world into groups, so each rank is in one group of it.
     pub division: usize,
 }
 
 impl RankGroup {
-    /// The group of `ranks`, world rank `rank` among them.
+    /// The group of `ranks`; world rank `rank` must be one of them.
     pub fn new(division: usize, name: &str, ranks: &[usize], rank: usize) -> Arc<Self> {
         let rank = ranks.iter().position(|&member| member == rank).expect("a member of its own group");
         Arc::new(Self { name: name.to_owned(), ranks: ranks.to_vec(), rank, division })
     }
 }
 
-/// The first failure of any rank, as all ranks see it.
+/// The first failure of any rank, as reported to all ranks.
 #[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 pub(super) struct RankFailure {
     pub rank: usize,
@@ -83,7 +83,7 @@ impl From<RankFailure> for Error {
     }
 }
 
-/// The end of a wait for peers, with the limit that messages name.
+/// The end of a wait for peers; messages name its `limit`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Deadline {
     at: Instant,
@@ -91,7 +91,7 @@ pub(super) struct Deadline {
 }
 
 impl Deadline {
-    /// `limit` from now.
+    /// A deadline at `limit` from now.
     pub fn after(limit: Duration) -> Self {
         Self { at: awake_now() + limit, limit }
     }
@@ -101,19 +101,19 @@ impl Deadline {
     }
 }
 
-/// Why a wait ended before all peers came.
+/// Why a wait ended before all peers arrived.
 #[derive(Debug)]
 pub(super) enum Stopped {
     /// A rank failed.
     Failed(RankFailure),
-    /// The deadline passed; these world ranks had not come.
+    /// The deadline passed; these world ranks had not arrived.
     Late(Vec<usize>),
-    /// This process is asked to stop.
+    /// This process was asked to stop.
     OnRequest,
 }
 
 impl Stopped {
-    /// The error of world rank `rank`, whose wait in `op` of the group `name` ended so.
+    /// Converts to the error of world rank `rank`, which waited in `op` of the group `name`.
     pub fn error(self, op: &'static str, name: &str, rank: usize, deadline: Deadline) -> Error {
         match self {
             Stopped::Failed(failure) => failure.into(),
@@ -126,7 +126,7 @@ impl Stopped {
     }
 }
 
-/// The control plane of a world of one rank.
+/// The control plane of a world with one rank.
 #[derive(Debug)]
 pub(super) struct Alone {
     pub attempt: u64,
@@ -165,7 +165,7 @@ mod tests {
     use super::*;
     use crate::ranks::testing;
 
-    /// Checks that every control plane must pass, whatever the number of ranks.
+    /// Checks that every control plane must pass, for any number of ranks.
     fn check(control: &dyn ControlPlane, ranks: &[usize], rank: usize) {
         let group = RankGroup::new(0, "world", ranks, rank);
         let expected: Vec<Vec<u8>> = ranks.iter().map(|&rank| vec![rank as u8; rank * 3]).collect();

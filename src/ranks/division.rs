@@ -1,4 +1,4 @@
-//! Groups of some ranks of the world. Each call divides the world anew: every rank is in one group of a division.
+//! Groups of some ranks of the world. Each call makes a new division of the world, in which every rank is in one group.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -12,11 +12,11 @@ use super::world::{FIRST_DIVISION, World};
 use crate::error::{Error, Result};
 
 impl World {
-    /// The group of `ranks` that this rank belongs to. Collective over the world: every rank calls it with the same name and
-    /// the group it belongs to.
+    /// Creates the group of `ranks`, which must include this rank. Collective over the world: every rank calls it with the same name and the ranks of
+    /// its own group.
     ///
     /// # Errors
-    /// [`Error::Collective`] if the ranks disagree; [`Error::InvalidArgument`] past the number of divisions there is room for.
+    /// [`Error::Collective`] if the ranks disagree; [`Error::InvalidArgument`] if there are too many divisions.
     pub fn subgroup(&self, name: &str, ranks: &[usize]) -> Result<Arc<dyn Collective>> {
         let group = self.division_of(name, ranks)?;
         if ranks.len() == 1 {
@@ -25,8 +25,8 @@ impl World {
         self.tensors.group(group, self.device())
     }
 
-    /// The group of `ranks` that this rank belongs to, all ranks in order or a part of them, for host memory alone. Collective over
-    /// the world.
+    /// Creates the group of `ranks`, for exchanging host memory only. It includes this rank, and may be all ranks in order. Collective over the
+    /// world.
     ///
     /// # Errors
     /// Returns the errors of [`World::subgroup`].
@@ -38,7 +38,7 @@ impl World {
         Ok(HostGroup { control: self.control.clone(), ranks })
     }
 
-    /// The ranks of this rank's group in a new division. Collective over the world.
+    /// This rank's group in a new division. Collective over the world.
     fn division_of(&self, name: &str, ranks: &[usize]) -> Result<Arc<RankGroup>> {
         let division = self.next_division.fetch_add(1, Ordering::Relaxed);
         self.check_subgroup(name, ranks)?;
@@ -52,7 +52,7 @@ impl World {
         Ok(RankGroup::new(division, name, ranks, self.rank()))
     }
 
-    /// Every rank names itself once, and the ranks of a group name the same group.
+    /// Checks that the ranks of a group are distinct, and that all its members pass the same group.
     fn check_subgroup(&self, name: &str, ranks: &[usize]) -> Result<()> {
         let unique = (1..ranks.len()).all(|i| !ranks[..i].contains(&ranks[i]));
         if !unique || !ranks.contains(&self.rank()) || ranks.iter().any(|&rank| rank >= self.size()) {

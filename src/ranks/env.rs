@@ -1,4 +1,4 @@
-//! Who this process is, from the variables of the program that started it.
+//! The place of this process in the world, from environment variables set by the program that started it.
 
 use crate::error::{Error, Result};
 
@@ -7,13 +7,13 @@ use crate::error::{Error, Result};
 pub struct WorkerEnv {
     /// Rank in the world.
     pub rank: usize,
-    /// Rank on this host.
+    /// Rank within this host.
     pub local_rank: usize,
-    /// Ranks in all.
+    /// Total number of ranks.
     pub world_size: usize,
-    /// Ranks on this host.
+    /// Number of ranks on this host.
     pub local_world_size: usize,
-    /// Host of rank 0.
+    /// Host name of rank 0.
     pub master_addr: String,
     /// Port of the rendezvous store.
     pub master_port: u16,
@@ -21,22 +21,22 @@ pub struct WorkerEnv {
     pub attempt: u64,
 }
 
-/// Variable with the number of earlier starts of a run: torchrun's, which this crate's launcher sets, too.
+/// Environment variable with the number of earlier starts of a run. It is torchrun's; this crate's launcher sets it, too.
 pub const RESTART_COUNT_VARIABLE: &str = "TORCHELASTIC_RESTART_COUNT";
 
-/// Most ranks of a run, and of a host: their slots of shared memory have room for 256 bytes of each.
+/// Maximum ranks of a run and, below, of a host. Shared memory slots have space for 256 bytes of each.
 const MAX_RANKS: usize = 1 << 16;
 const MAX_LOCAL_RANKS: usize = 1 << 12;
 
 const WORKER_VARIABLES: [&str; 3] = ["RANK", "LOCAL_RANK", "WORLD_SIZE"];
 
 impl WorkerEnv {
-    /// The worker that this process was started as: by this crate's launcher, torchrun or an operator (RANK, LOCAL_RANK,
-    /// WORLD_SIZE, MASTER_ADDR, MASTER_PORT; LOCAL_WORLD_SIZE is WORLD_SIZE unless set), or by srun with several tasks.
-    /// `None` if none of these speaks: the process is a launcher.
+    /// Reads the worker's place from the environment, as set by this crate's launcher, torchrun or an operator (RANK, LOCAL_RANK, WORLD_SIZE,
+    /// MASTER_ADDR, MASTER_PORT; LOCAL_WORLD_SIZE defaults to WORLD_SIZE), or by srun with several tasks. `None` if no such variable is set: the
+    /// process is then a launcher.
     ///
     /// # Errors
-    /// [`Error::Environment`] if the variables are incomplete or contradict one another.
+    /// [`Error::Environment`] if the variables are incomplete or contradictory.
     pub fn from_env() -> Result<Option<Self>> {
         Self::from_variables(|name| std::env::var(name).ok().filter(|value| !value.is_empty()))
     }
@@ -86,7 +86,7 @@ impl WorkerEnv {
             local_world_size,
             master_addr: get("MASTER_ADDR")
                 .unwrap_or_else(|| if several { first_host(&nodes) } else { "127.0.0.1".to_owned() }),
-            // The same on every rank, and apart from other jobs' on a shared node.
+            // Equal on every rank, and different from other jobs on a shared node.
             master_port: get("MASTER_PORT")
                 .map_or(Ok((20_000 + job % 20_000) as u16), |_| number(get, "MASTER_PORT"))?,
             attempt: get("SLURM_RESTART_COUNT").map_or(Ok(0), |_| number(get, "SLURM_RESTART_COUNT"))?,
@@ -139,7 +139,7 @@ fn refuse(name: &str, value: &str) -> Error {
     Error::Environment { message: format!("{name}={value}: not a number that this variable can have") }
 }
 
-/// `node[03-04,07],other` names node03 first.
+/// The first host of a Slurm node list: `node[03-04,07],other` gives node03.
 fn first_host(nodes: &str) -> String {
     let end = nodes.find([',', '[']).unwrap_or(nodes.len());
     let (prefix, rest) = nodes.split_at(end);
@@ -149,7 +149,7 @@ fn first_host(nodes: &str) -> String {
     }
 }
 
-/// `4(x2),3` is 4, 4, 3.
+/// The number of tasks on a node from Slurm's list: `4(x2),3` means 4, 4, 3.
 fn tasks_on_node(list: &str, node: usize) -> Option<usize> {
     let mut left = node;
     for part in list.split(',') {

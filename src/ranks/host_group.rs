@@ -1,4 +1,4 @@
-//! Ranks that exchange small pieces of host memory and leave their devices alone.
+//! Groups of ranks that exchange small pieces of host memory without using their devices.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use super::collective::gather_json;
 use super::control::{ControlPlane, RankGroup};
 use crate::error::Result;
 
-/// Some ranks of the world on its control plane: [`World::host_group`](super::World::host_group).
+/// A group of ranks on the control plane; see [`World::host_group`](super::World::host_group).
 #[derive(Debug, Clone)]
 pub struct HostGroup {
     pub(super) control: Arc<dyn ControlPlane>,
@@ -17,7 +17,7 @@ pub struct HostGroup {
 }
 
 impl HostGroup {
-    /// This rank's place in the group.
+    /// Index of this rank within the group.
     pub fn rank(&self) -> usize {
         self.ranks.rank
     }
@@ -27,11 +27,12 @@ impl HostGroup {
         self.ranks.ranks.len()
     }
 
-    /// Every rank's value, in rank order, on its way as JSON. `op` names the exchange in errors. Collective over the group.
+    /// Gathers every rank's value, in rank order, as JSON. `op` names the exchange in errors. Collective over the group.
     ///
     /// # Errors
-    /// [`Error::PeerFailed`](crate::Error::PeerFailed) as soon as a rank of the world has posted a failure; [`Error::CollectiveTimeout`](crate::Error::CollectiveTimeout) with the ranks that
-    /// are late; [`Error::Collective`](crate::Error::Collective) for a value that JSON does not hold.
+    /// [`Error::PeerFailed`](crate::Error::PeerFailed) as soon as a rank of the world has posted a failure;
+    /// [`Error::CollectiveTimeout`](crate::Error::CollectiveTimeout) with the late ranks; [`Error::Collective`](crate::Error::Collective) for a value
+    /// that cannot be written as JSON.
     pub fn all_gather_json<T: Serialize + DeserializeOwned>(&self, op: &'static str, own: T) -> Result<Vec<T>> {
         if self.size() == 1 {
             return Ok(vec![own]);

@@ -1,8 +1,7 @@
-//! Collectives beside computation.
+//! Collectives that overlap computation.
 //!
-//! A unit's gradients are reduced during the next unit's backward, a sharded unit is gathered during the unit before it, and new
-//! weights travel during the next unit's AdamW. The metric `timing_s/exposed_communication` is the time that computation waited
-//! nevertheless.
+//! A unit's gradients are reduced during the next unit's backward, a sharded unit is gathered while the previous one computes, and new weights are
+//! sent during the next unit's AdamW step. The metric `timing_s/exposed_communication` is the time that computation nevertheless waited.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -13,10 +12,10 @@ use tch::Tensor;
 use crate::cuda::{Context, CudaEvent, TorchStream};
 use crate::error::Result;
 
-/// The stream of this process's collectives, beside the one that libtorch computes on. There is one for all groups: work
-/// runs in the order it was given, the same on every rank, and a collective on libtorch's own stream waits for it
-/// ([`Lane::join`]). So no two communicators ever run at once, which could leave each waiting for the other's place on the
-/// GPUs. On a CPU there is no stream: work is done when [`Lane::run`] returns.
+/// The CUDA stream of this process's collectives, separate from libtorch's compute stream. It is shared by all groups: work runs in the order in
+/// which it was queued, which is the same on every rank, and a collective on libtorch's own stream waits for it ([`Lane::join`]). So two
+/// communicators never run at once, which could deadlock when each waits for the other's share of the GPU. On a CPU there is no stream: work is done
+/// when [`Lane::run`] returns.
 #[derive(Debug)]
 pub struct Lane {
     stream: Option<TorchStream>,
@@ -30,8 +29,8 @@ struct LaneState {
     exposed: Duration,              // of the waits already read
 }
 
-/// Work under way, with the tensors that it uses: libtorch's cache knows nothing of it, so they may not be freed, read or
-/// written before [`Work::hold_libtorch`]. Dropped without more, it is held too.
+/// Work under way, with the tensors that it uses. libtorch's allocator does not know of the work, so the tensors may not be freed, read or written
+/// before [`Work::hold_libtorch`]. Dropping the value calls it, too.
 #[derive(Debug)]
 #[must_use = "libtorch waits for the work when this is dropped: keep it while other work goes on"]
 pub struct Work {
@@ -41,23 +40,23 @@ pub struct Work {
 }
 
 impl Lane {
-    /// Without a stream.
+    /// A lane without a stream: work runs at once.
     pub(super) fn immediate() -> Arc<Self> {
         Arc::new(Self { stream: None, state: Mutex::default() })
     }
 
-    /// With a stream of GPU `ordinal`.
+    /// A lane with a stream on GPU `ordinal`.
     pub(super) fn of_gpu(ordinal: usize) -> Result<Arc<Self>> {
         let stream = TorchStream::urgent(&Context::retain(ordinal)?)?;
         Ok(Arc::new(Self { stream: Some(stream), state: Mutex::default() }))
     }
 
-    /// Queues what `work` asks of libtorch and of groups, to start after all that libtorch has queued by now. Meanwhile the
-    /// lane is libtorch's current stream: tensors made in `work` may live on, since their memory is given to later work of
-    /// the lane only, which starts after all uses queued by then.
+    /// Queues the libtorch operations and collectives in `work`; they start after everything that libtorch has queued so far. During `work` the lane
+    /// is libtorch's current stream. Tensors created there may be used later, because their memory is reused only by later work of the lane, which
+    /// starts after all uses queued by then.
     ///
     /// # Errors
-    /// What `work` returns; [`crate::Error::Cuda`].
+    /// The errors of `work`; [`crate::Error::Cuda`].
     pub fn run(self: &Arc<Self>, held: Vec<Tensor>, work: impl FnOnce() -> Result<()>) -> Result<Work> {
         let Some(stream) = &self.stream else {
             let start = Instant::now();
@@ -74,7 +73,7 @@ impl Lane {
         outcome.map(|()| work)
     }
 
-    /// Lets what libtorch queues from now on wait for all work so far.
+    /// Makes everything that libtorch queues from now on wait for all work so far.
     ///
     /// # Errors
     /// [`crate::Error::Cuda`].
@@ -83,8 +82,7 @@ impl Lane {
         newest.map_or(Ok(()), |newest| self.wait(&newest))
     }
 
-    /// How long libtorch's stream has stood waiting for work since the last call: the communication that nothing hid. Waits
-    /// for the GPU.
+    /// How long libtorch's stream has waited for work since the last call, which is communication that no computation overlapped. Waits for the GPU.
     ///
     /// # Errors
     /// [`crate::Error::Cuda`].
@@ -113,7 +111,7 @@ impl Lane {
 }
 
 impl LaneState {
-    /// Adds up the waits that are over, the oldest first.
+    /// Adds up the finished waits, the oldest first.
     fn read_waits(&mut self) -> Result<()> {
         while let Some((came, end)) = self.waits.front()
             && came.is_done()?
@@ -127,7 +125,7 @@ impl LaneState {
 }
 
 impl Work {
-    /// Lets what libtorch queues from now on wait for the work, and the host go on.
+    /// Makes everything that libtorch queues from now on wait for the work, without blocking the host.
     ///
     /// # Errors
     /// [`crate::Error::Cuda`].
@@ -138,7 +136,7 @@ impl Work {
 
 impl Drop for Work {
     fn drop(&mut self) {
-        // An error shows itself at the next use of the GPU.
+        // The next use of the GPU reports the error.
         let _ = self.end.take().map(|end| self.lane.wait(&end));
     }
 }

@@ -1,4 +1,4 @@
-//! How ranks are divided: engines and their tensor-parallel groups and stages, data-parallel and shard groups.
+//! How ranks are grouped: engines with their tensor-parallel groups and stages, data-parallel groups and shard groups.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -11,36 +11,35 @@ use crate::config::{EngineShape, divisors};
 use crate::error::{Error, Result};
 use crate::types::Place;
 
-/// This rank's groups.
+/// The groups of this rank.
 #[derive(Debug, Clone)]
 pub struct Mesh {
-    /// Ranks that share one engine: consecutive, one stage of layers after the other.
+    /// The ranks of one engine: consecutive, stage by stage.
     pub engine: Arc<dyn Collective>,
-    /// Ranks of the engine that share this one's layers: consecutive.
+    /// The tensor-parallel group: ranks of the engine with the same layers as this one; consecutive.
     pub tp: Arc<dyn Collective>,
-    /// Ranks of the engine with this one's place in their tp groups: one of every stage, in order.
+    /// The pipeline group: one rank of every stage, in order, with the same index in their tensor-parallel groups.
     pub pipe: Arc<dyn Collective>,
-    /// Ranks with this one's place in their engines.
+    /// The data-parallel group: ranks with the same index in their engines.
     pub dp: Arc<dyn Collective>,
-    /// Ranks that share one copy of the sharded state: consecutive.
+    /// The shard group: ranks that together hold one copy of the sharded state; consecutive.
     pub shard: Arc<dyn Collective>,
-    /// Ranks with this one's place in their shard groups: they hold the same shard.
+    /// The replicate group: ranks that hold the same shard, with the same index in their shard groups.
     pub replicate: Arc<dyn Collective>,
-    /// Ranks that share micro-batches, each of them with a part of their tokens: consecutive, and this one alone unless
-    /// [`Mesh::with_sequence_groups`] made others.
+    /// Ranks that share micro-batches, each with a part of the tokens; consecutive. Only this rank, unless [`Mesh::with_sequence_groups`] was called.
     pub sequence: Arc<dyn Collective>,
-    /// All ranks that do what this one does: those of the world, unless it is split.
+    /// All ranks with the same role as this one: the whole world, except in split mode.
     pub world: Arc<dyn Collective>,
-    /// Where any of them work beside computation.
+    /// Runs collectives of any of these groups overlapped with computation.
     pub lane: Arc<Lane>,
 }
 
 impl World {
-    /// Divides the world into engines, of which a number is the size of their one tp group, and shard groups of `shard_group_size`
-    /// ranks. Collective over the world.
+    /// Divides the world into engines and into shard groups of `shard_group_size` ranks. If `engine` is a number, it is the size of the engine's only
+    /// tensor-parallel group. Collective over the world.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`] if a size does not divide the world's, or an engine would reach over nodes, with the sizes that do.
+    /// [`Error::InvalidValue`] if a size does not divide the world size, or an engine would span nodes; it lists the sizes that are possible.
     pub fn mesh(&self, engine: impl Into<EngineShape>, shard_group_size: usize) -> Result<Mesh> {
         let engine = engine.into();
         self.world_size().check_engines(0, engine)?;
@@ -48,11 +47,11 @@ impl World {
         self.mesh_of(0..self.size(), self.group(), (engine, has_stages), shard_group_size)
     }
 
-    /// The mesh of a split world: the last `num_generators` ranks have the engines and the others the shard groups. All ranks of the mesh
-    /// are those that do what this one does.
+    /// The mesh in split mode: the last `num_generators` ranks have the engines, the others the shard groups. `Mesh::world` then is the ranks with
+    /// this rank's role.
     ///
     /// # Errors
-    /// The errors of [`World::mesh`], for the ranks of one kind.
+    /// The errors of [`World::mesh`], for the ranks of one role.
     pub fn split_mesh(
         &self,
         num_generators: usize,
@@ -70,8 +69,8 @@ impl World {
         self.mesh_of(ranks, role, (engine, has_stages), shard_size)
     }
 
-    /// The groups of `ranks`, this one among them. All ranks of the world make as many, whatever they do: `has_stages` tells whether any
-    /// engine has several.
+    /// Creates the groups of `ranks`, which include this one. All ranks of the world must create equally many groups, whatever their role;
+    /// `has_stages` says whether any engine has several stages.
     fn mesh_of(
         &self,
         ranks: Range<usize>,
@@ -119,11 +118,11 @@ impl World {
 const SEQUENCE: &str = "sequence";
 
 impl Mesh {
-    /// With groups of `size` ranks that share micro-batches, of those that train, which are the first `num_trainers` of the world; all
-    /// others share with nobody. Collective over the world.
+    /// Adds groups of `size` ranks that share micro-batches, among the ranks that train, which are the first `num_trainers` of the world. Other ranks
+    /// do not share. Collective over the world.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`] if the size does not divide the ranks that train, or a group would reach over nodes.
+    /// [`Error::InvalidValue`] if the size does not divide the number of ranks that train, or a group would span nodes.
     pub fn with_sequence_groups(self, world: &World, num_trainers: usize, size: usize) -> Result<Self> {
         world.world_size().check_sequence_groups(num_trainers, size)?;
         if size == 1 {
@@ -134,25 +133,25 @@ impl Mesh {
         Ok(Self { sequence: world.subgroup(SEQUENCE, &ranks)?, ..self })
     }
 
-    /// The place of this rank's group among those that share micro-batches.
+    /// The index of this rank's sequence group among all of them.
     pub fn sequence_group(&self) -> Place {
         let size = self.sequence.size();
         Place { rank: self.world.rank() / size, size: self.world.size() / size }
     }
 
-    /// Whether this rank speaks for its group of those that share micro-batches, where a sum over ranks is to count each of them once.
+    /// Whether this rank is the first of the ranks that share its micro-batches. Sums over ranks then count each micro-batch once.
     pub fn speaks_for_sequences(&self) -> bool {
         self.sequence.rank() == 0
     }
 }
 
-/// The block of `size` of the `ranks` that `rank` lies in.
+/// The consecutive block of `size` ranks that contains `rank`.
 fn consecutive(ranks: &Range<usize>, rank: usize, size: usize) -> Vec<usize> {
     let start = rank - (rank - ranks.start) % size;
     (start..start + size).collect()
 }
 
-/// Every `stride`-th of the `ranks`, `rank` among them.
+/// Every `stride`-th of the `ranks`, including `rank`.
 fn strided(ranks: &Range<usize>, rank: usize, stride: usize) -> Vec<usize> {
     (ranks.start + (rank - ranks.start) % stride..ranks.end).step_by(stride).collect()
 }

@@ -1,8 +1,8 @@
-//! Ranks and what they say to one another: how they meet ([`World`]), how they are grouped ([`Mesh`]) and what a group does
-//! together ([`Collective`]), in shared memory on a CPU and through NCCL on GPUs, on one node or on several (`nodes`). What is no tensor goes over the control plane
-//! (`control`). Knows nothing of models.
+//! Ranks and their communication: how they join ([`World`]), how they are grouped ([`Mesh`]), and the collectives of a group ([`Collective`]), by
+//! shared memory on CPUs and NCCL on GPUs, on one node or several (`nodes`). Everything but tensors uses the control plane (`control`). The module
+//! knows nothing of models.
 //!
-//! Values that ranks reduce, here of a world of one:
+//! Reducing values over ranks, here in a world of one rank:
 //!
 //! ```
 //! use colo_grpo::ranks::{Collective, Mesh, ReduceOp};
@@ -19,7 +19,7 @@
 //! # Ok::<(), colo_grpo::Error>(())
 //! ```
 //!
-//! The ranks that a launcher has started join one another:
+//! Joining the ranks that a launcher has started:
 //!
 //! ```no_run
 //! use colo_grpo::ranks::{Backend, WorkerEnv, WorldOptions};

@@ -1,19 +1,19 @@
-//! How a process joins a world.
+//! Options for joining a world.
 
 use std::time::Duration;
 
-/// How to join a world.
+/// Options for joining a world.
 #[derive(Debug, Clone, PartialEq)]
 pub struct WorldOptions {
-    /// Longest wait for peers, at rendezvous and in every collective.
+    /// Maximum wait for peers, at rendezvous and in every collective.
     pub timeout: Duration,
-    /// The backend that carries tensors.
+    /// The backend for tensors.
     pub backend: Backend,
-    /// Shared memory per rank and group, in bytes; larger tensors pass through in pieces of half of it.
+    /// Bytes of shared memory per rank and group. Larger tensors are transferred in pieces of half of this.
     pub slot_bytes: usize,
-    /// Longest silence of another node before it counts as gone.
+    /// Maximum silence of another node before it counts as gone.
     pub node_timeout: Duration,
-    /// Keys with values that all nodes must have alike.
+    /// Configuration keys with values that must be equal on all nodes.
     pub compared: Vec<(String, String)>,
 }
 
@@ -29,11 +29,11 @@ impl Default for WorldOptions {
     }
 }
 
-/// The backend that carries tensors between ranks.
+/// The backend that transfers tensors between ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Backend {
-    /// Shared memory, for CPU tensors; between hosts TCP.
+    /// Shared memory for CPU tensors; TCP between hosts.
     Shm,
-    /// NCCL, one GPU a rank.
+    /// NCCL, with one GPU per rank.
     Nccl,
 }

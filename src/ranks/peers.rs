@@ -1,4 +1,4 @@
-//! Memory that the ranks of a group map of one another.
+//! GPU memory of each rank that all ranks of a group map.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -7,23 +7,23 @@ use crate::cuda::{Context, HANDLE_BYTES, PeerMemory};
 use crate::error::{Error, Result};
 use crate::types::Place;
 
-/// A group's memory, from when it is first asked for.
+/// A group's mapped memory, allocated at the first request.
 #[derive(Debug, Default)]
 pub(super) struct Peers(Mutex<Option<Known>>);
 
-/// The host side of a group.
+/// The control plane and the ranks of a group.
 type Host<'a> = (&'a dyn ControlPlane, &'a Arc<RankGroup>);
 
 #[derive(Debug, Clone)]
 struct Known {
-    /// In which communication epoch it was zeroed.
+    /// The communication epoch in which the memory was zeroed.
     epoch: u64,
-    /// Memory that all ranks map; `None` where they cannot.
+    /// The mapped memory; `None` if some rank cannot map it.
     memory: Option<Arc<PeerMemory>>,
 }
 
 impl Peers {
-    /// [`Collective::peer_memory`](super::Collective::peer_memory) of the group that `host` has; zeroed anew in every `epoch`.
+    /// Implements [`Collective::peer_memory`](super::Collective::peer_memory) for the group `host`; zeroes the memory again in every new `epoch`.
     pub(super) fn memory(
         &self,
         host: Host<'_>,
@@ -38,7 +38,7 @@ impl Peers {
                 if then == epoch {
                     return Ok(Some(memory));
                 }
-                // A kernel of any rank may still be on its way into any memory, and must be over before that is zeroed.
+                // A kernel of any rank may still access any of the memory; it must end before the memory is zeroed.
                 Context::retain(ordinal)?.synchronize()?;
                 let (control, group) = host;
                 control.barrier(group)?;
@@ -52,7 +52,7 @@ impl Peers {
         Ok(memory)
     }
 
-    /// Ends all waiting for peers in kernels that use the memory, until the next epoch.
+    /// Ends all waits for peers in kernels that use the memory, until the next epoch.
     pub(super) fn abort(&self) {
         if let Some(Known { memory: Some(memory), .. }) = &*self.lock() {
             memory.abort();
@@ -64,7 +64,7 @@ impl Peers {
     }
 }
 
-/// Memory of every rank, mapped by every rank; none, on all of them, if one cannot.
+/// Allocates memory on every rank and maps it on every rank; `None` on all of them if one cannot.
 fn connect((control, group): Host<'_>, ordinal: usize, bytes: usize) -> Result<Option<Arc<PeerMemory>>> {
     if !control.is_one_node(group) {
         return Ok(None);

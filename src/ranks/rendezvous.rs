@@ -1,10 +1,10 @@
-//! How the ranks of a world on one host come to share memory (`nodes::join` has worlds on several). Under this crate's launcher
-//! they inherit its descriptor, and nobody else can reach it. Elsewhere rank 0 makes it and tells the others, through the
-//! rendezvous store, which of its descriptors it is.
+//! How the ranks of a world on one host get shared memory (`nodes::join` handles several hosts). Under this crate's launcher they inherit its file
+//! descriptor, and no other process can access it. Otherwise rank 0 creates the memory, and tells the others its descriptor through the rendezvous
+//! store.
 //!
-//! A TCPStore has no passwords: whoever reaches its port can read and write its keys. What a rank reads there is therefore two
-//! numbers only, and the memory that they name must be this user's and of this run. A stranger can keep a run from starting,
-//! but can make no rank read or write other memory.
+//! A TCPStore has no passwords: any process that reaches its port can read and write its keys. So a rank reads only two numbers from it, and checks
+//! that the memory they name belongs to this user and this run. An attacker can prevent a run from starting, but cannot make a rank read or write
+//! other memory.
 
 use std::fs::{File, OpenOptions};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
@@ -20,23 +20,23 @@ use crate::phase::{self, awake_now};
 use crate::process::detach;
 use crate::torch::Store;
 
-/// Variable with the descriptor of the store's listening socket, which the launcher binds and rank 0 inherits: no port is
-/// free when the launcher looks and taken when the worker comes.
+/// Environment variable with the descriptor of the store's listening socket. The launcher binds it and rank 0 inherits it, so the port cannot be
+/// taken in between.
 pub const STORE_FD_VARIABLE: &str = "COLO_GRPO_STORE_FD";
-/// Variable with the descriptor of the memory that the launcher's workers share.
+/// Environment variable with the descriptor of the memory that the launcher's workers share.
 pub const SEGMENT_FD_VARIABLE: &str = "COLO_GRPO_SEGMENT_FD";
 
-/// How often a rank that waits for the store looks whether it is asked to stop, and at the clock of deadlines.
+/// Interval at which a rank that waits for the store checks for stop requests and deadlines.
 const LOOK: Duration = Duration::from_millis(50);
-/// The run's number where memory is inherited and cannot be another run's.
+/// The run number of inherited memory, which cannot belong to another run.
 pub(super) const INHERITED: u64 = 0;
 
-/// The memory that a launcher gives to its workers.
+/// The shared memory that a launcher creates for its workers.
 #[derive(Debug)]
 pub struct SharedSegment(File);
 
 impl SharedSegment {
-    /// For `num_ranks` workers that join with the default [`WorldOptions::slot_bytes`].
+    /// Creates memory for `num_ranks` workers that join with the default [`WorldOptions::slot_bytes`].
     ///
     /// # Errors
     /// [`Error::Environment`] if the machine has too little memory.
@@ -44,13 +44,13 @@ impl SharedSegment {
         Segment::create(num_ranks, WorldOptions::default().slot_bytes, INHERITED).map(|(_, file)| Self(file))
     }
 
-    /// The descriptor that [`SEGMENT_FD_VARIABLE`] is to name.
+    /// The descriptor to pass in [`SEGMENT_FD_VARIABLE`].
     pub fn fd(&self) -> RawFd {
         self.0.as_raw_fd()
     }
 }
 
-/// Meets all ranks of `env`'s world, which are on this host, and maps their shared memory.
+/// Joins all ranks of `env`'s world, which are on this host, and maps their shared memory.
 pub(super) fn meet(env: &WorkerEnv, options: &WorldOptions) -> Result<Member> {
     let (segment, _offered) = match inherited(SEGMENT_FD_VARIABLE)? {
         Some(fd) => {
@@ -61,19 +61,19 @@ pub(super) fn meet(env: &WorkerEnv, options: &WorldOptions) -> Result<Member> {
     };
     let member = Member::new(Arc::new(segment), env.rank, 0, options.timeout);
     member.join()?;
-    Ok(member) // and what rank 0 offers may go
+    Ok(member) // rank 0's file and store can be closed now
 }
 
-/// Where rank 0's memory is: its process and a descriptor of that.
+/// The address of rank 0's memory: its process id and its file descriptor there.
 pub(super) type SegmentAddress = (u32, RawFd);
 
-/// Rank 0's file, and the store that it may serve; it keeps both until every rank has the memory mapped.
+/// Rank 0's file, and the store that it may serve. Both are kept until every rank has mapped the memory.
 struct OfferedSegment {
     _file: File,
     _store: Arc<Store>,
 }
 
-/// Rank 0 makes the memory, the others open it.
+/// Rank 0 creates the memory, and the others open it.
 fn through_store(env: &WorkerEnv, options: &WorldOptions) -> Result<(Segment, Option<OfferedSegment>)> {
     let (own, opened) = (env.clone(), options.clone());
     let store = Arc::new(heeding_stop(move || open_store(&own, &opened))?);
@@ -97,7 +97,7 @@ fn through_store(env: &WorkerEnv, options: &WorldOptions) -> Result<(Segment, Op
     Ok((Segment::open(&file, num_ranks, slot_bytes, run)?, None))
 }
 
-/// Opens the memory of another process of this host.
+/// Opens the shared memory of another process on this host.
 pub(super) fn open_segment((process, fd): SegmentAddress) -> Result<File> {
     let path = format!("/proc/{process}/fd/{fd}");
     let opened = OpenOptions::new().read(true).write(true).open(&path);
@@ -107,7 +107,7 @@ pub(super) fn open_segment((process, fd): SegmentAddress) -> Result<File> {
     })
 }
 
-/// Runs what may block for long in a thread of its own. A request to stop ends the wait for it, not the thread.
+/// Runs possibly long blocking work in a separate thread. A stop request ends the wait, not the thread.
 pub(super) fn heeding_stop<T: Send + 'static>(work: impl FnOnce() -> Result<T> + Send + 'static) -> Result<T> {
     let (sender, receiver) = channel();
     let thread = std::thread::Builder::new().name("rendezvous".to_owned());
@@ -129,7 +129,7 @@ pub(super) fn heeding_stop<T: Send + 'static>(work: impl FnOnce() -> Result<T> +
     }
 }
 
-/// A restart under torchrun meets in the same store, so that keys carry its number.
+/// The store's key for the memory. It includes the attempt, because a restart under torchrun uses the same store.
 fn key(env: &WorkerEnv) -> String {
     format!("colo-grpo/{}/segment", env.attempt)
 }
@@ -146,7 +146,7 @@ pub(super) fn agent_serves() -> bool {
     std::env::var("TORCHELASTIC_USE_AGENT_STORE").is_ok_and(|value| value == "True")
 }
 
-/// The descriptor that a variable names.
+/// The file descriptor that an environment variable names.
 #[allow(unsafe_code)]
 pub(super) fn inherited(variable: &str) -> Result<Option<OwnedFd>> {
     let Ok(text) = std::env::var(variable) else { return Ok(None) };

@@ -1,4 +1,4 @@
-//! Scopes that all ranks enter and leave together, however they end on each of them.
+//! Scopes that all ranks enter and leave together, whatever the outcome on each.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -8,18 +8,18 @@ use crate::error::{Error, Result, panic_message};
 use crate::phase::{self, Phase};
 
 impl World {
-    /// Runs `work` on `state` and then, however that ended, `leave`, which needs no other rank; collective over the world. The
-    /// steps at the end have this order because ranks wait for one another:
+    /// Runs `work` on `state` and then, whatever the outcome, `leave`, which must not need other ranks. Collective over the world. Because ranks wait
+    /// for each other, the steps at the end have this order:
     ///
-    /// 1. Post a failure at once: peers may wait for this rank in a collective, and leaving for a device that such a collective
-    ///    holds.
-    /// 2. Leave. This rank's copies run while others still work, and a failure of leaving is agreed on, too.
+    /// 1. Post a failure at once, because peers may wait for this rank in a collective, and `leave` may wait for a device that this collective
+    /// blocks.
+    /// 2. Leave. This rank's copies run while others still work, and a failure of `leave` is part of the agreement, too.
     /// 3. Agree with all ranks. A rank that reaches this point has left.
-    /// 4. After a failure run `recover`: what another rank held is free now. A panic goes on unwinding.
+    /// 4. After a failure run `recover`: other ranks have released their resources by now. A panic continues to unwind.
     ///
     /// # Errors
-    /// The first failure of any rank: the failing rank gets its own error, its peers [`Error::PeerFailed`]; none is left waiting in
-    /// a collective, and the next scope can be entered.
+    /// The first failure of any rank: the failing rank gets its own error, its peers [`Error::PeerFailed`]. No rank is left waiting in a collective,
+    /// and the next scope can be entered.
     pub(crate) fn scope<S, T>(
         &self,
         place: &'static str,
@@ -37,7 +37,7 @@ impl World {
     }
 }
 
-/// Runs `work`; a panic becomes an error, and its payload is kept if it is the first.
+/// Runs `work` and converts a panic to an error; keeps the payload of the first panic.
 fn caught<T>(
     place: &'static str,
     panic: &mut Option<Box<dyn Any + Send>>,

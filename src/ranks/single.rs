@@ -1,4 +1,4 @@
-//! The group of one rank: every operation is a copy or nothing.
+//! A group of one rank, in which every operation copies or does nothing.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use super::collective::{Collective, ReduceOp};
 use super::control::RankGroup;
 use crate::error::{Error, Result};
 
-/// A group with this rank alone, for library use, tests and dimensions of size 1.
+/// A group with only this rank, for library use, tests and mesh axes of size 1.
 #[derive(Debug, Clone)]
 pub struct SingleRank {
     group: Arc<RankGroup>,
@@ -16,7 +16,7 @@ pub struct SingleRank {
 }
 
 impl SingleRank {
-    /// A group called `name` with world rank `rank` alone, for tensors on `device`.
+    /// A group called `name` with only world rank `rank`, for tensors on `device`.
     pub fn new(name: &str, rank: usize, device: Device) -> Self {
         Self { group: RankGroup::new(0, name, &[rank], rank), device }
     }

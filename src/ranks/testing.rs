@@ -1,4 +1,4 @@
-//! Ranks as threads of one process, for unit tests of everything that takes a group or a world.
+//! Ranks as threads of one process, for unit tests of code that takes a group or a world.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
@@ -16,14 +16,14 @@ use super::shm::{Member, Segment, ShmControl};
 use super::world::{TENSORS, World, everyone};
 use crate::error::Error;
 
-/// Worlds of ranks that are threads.
+/// Worlds whose ranks are threads.
 impl World {
     fn in_process(member: Arc<Member>, rank: usize, world_size: usize) -> Self {
         let control = Arc::new(ShmControl::new(member.clone(), 0));
         Self::of_threads((rank, world_size, world_size), control, Carrier::Shm(member))
     }
 
-    /// The world of a thread, one of `local_size` of its node.
+    /// The world of a thread that is one of `local_size` ranks on its node.
     fn of_threads(
         (rank, world_size, local_size): (usize, usize, usize),
         control: Arc<dyn ControlPlane>,
@@ -35,7 +35,7 @@ impl World {
         Self::new(env, control, tensors, group, Lane::immediate())
     }
 
-    /// Ends this rank's connection to other nodes as the death of its process would.
+    /// Ends this rank's connection to other nodes as if its process had died.
     pub(super) fn break_off(&self) {
         if let Carrier::Nodes(control) = &self.tensors {
             control.break_off();
@@ -43,13 +43,13 @@ impl World {
     }
 }
 
-/// Runs `body` on `num_ranks` threads, each a rank of one world, and returns their results in rank order. A panic of one
-/// rank ends its peers' collectives and is passed on.
+/// Runs `body` on `num_ranks` threads, each a rank of one world, and returns the results in rank order. A panic of one rank ends its peers'
+/// collectives and is propagated.
 pub(crate) fn worlds<T: Send>(num_ranks: usize, body: impl Fn(World) -> T + Sync) -> Vec<T> {
     worlds_with(num_ranks, 64 << 10, Duration::from_secs(20), body)
 }
 
-/// Runs `body` on threads that are ranks, with slots of `slot_bytes` and waits of `timeout`.
+/// Runs `body` on threads that are ranks, with slots of `slot_bytes` and a timeout of `timeout`.
 pub(crate) fn worlds_with<T: Send>(
     num_ranks: usize,
     slot_bytes: usize,
@@ -79,7 +79,7 @@ fn members<T: Send>(
     })
 }
 
-/// Runs `body` on threads that are ranks of `num_nodes` nodes with `local_size` ranks each, which meet over TCP.
+/// Runs `body` on threads that are ranks of `num_nodes` nodes with `local_size` ranks each, which join over TCP.
 pub(crate) fn worlds_on_nodes<T: Send>(
     num_nodes: usize,
     local_size: usize,
@@ -116,7 +116,7 @@ fn on_threads<T: Send, F: FnOnce() -> T>(num_ranks: usize, rank: impl Fn(usize) 
     results.into_iter().map(|result| result.unwrap_or_else(|panic| resume_unwind(panic))).collect()
 }
 
-/// Runs `body` on `num_ranks` threads, each with the group of all.
+/// Runs `body` on `num_ranks` threads, each with the group of all ranks.
 pub(crate) fn threads<T: Send>(num_ranks: usize, body: impl Fn(Arc<dyn Collective>) -> T + Sync) -> Vec<T> {
     worlds(num_ranks, |world| body(world.group()))
 }

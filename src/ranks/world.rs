@@ -1,4 +1,4 @@
-//! The world: how ranks find one another, how they are grouped, and how a failure of one reaches all.
+//! The world: how ranks join, how they are grouped, and how a failure of one reaches all.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
@@ -23,12 +23,12 @@ use crate::cuda::Placement;
 use crate::error::{Error, Result};
 use crate::types::Place;
 
-/// The world's division for tensors of all ranks; that for host data is 0, those of [`World::subgroup`] follow.
+/// The division of the group of all ranks for tensors. Division 0 is for host data; those of [`World::subgroup`] follow.
 pub(super) const TENSORS: usize = 1;
-/// The divisions before it are those of the whole world.
+/// The first division of [`World::subgroup`]. Those before it are groups of the whole world.
 pub(super) const FIRST_DIVISION: usize = 2;
 
-/// All ranks of a run, seen from one of them.
+/// All ranks of a run, as seen from one of them.
 #[derive(Debug)]
 pub struct World {
     pub(super) env: WorkerEnv,
@@ -42,7 +42,7 @@ pub struct World {
 }
 
 impl World {
-    /// A world of this process alone.
+    /// A world with this process only.
     pub fn single() -> Self {
         let env = WorkerEnv {
             rank: 0,
@@ -56,16 +56,16 @@ impl World {
         Self::alone(env, Device::Cpu, Lane::immediate())
     }
 
-    /// A world of this process alone for tensors of `backend`: with NCCL, on the first visible GPU.
+    /// A world with this process only, for tensors of `backend`; with NCCL, on the first visible GPU.
     ///
     /// # Errors
-    /// [`Error::Environment`] if there is no GPU or libtorch's CUDA half is not to be had.
+    /// [`Error::Environment`] if there is no GPU or libtorch's CUDA library cannot be loaded.
     pub fn single_on(backend: Backend) -> Result<Self> {
         Self::join(&Self::single().env, WorldOptions { backend, ..WorldOptions::default() })
     }
 
-    /// The world that this process was started into, by this crate's launcher, torchrun or srun (as [`WorkerEnv::from_env`] reads it);
-    /// one of this process alone where nobody says so.
+    /// Joins the world that this process was started in by this crate's launcher, torchrun or srun (see [`WorkerEnv::from_env`]). Without such a
+    /// launcher it is a world with this process only.
     ///
     /// # Errors
     /// The errors of [`WorkerEnv::from_env`] and [`World::join`].
@@ -74,11 +74,10 @@ impl World {
         Self::join(&env, options)
     }
 
-    /// The world of [`World::from_env`] for a run of `config`: on its device, with its `collective_timeout_s`
-    /// and `node_timeout_s`.
+    /// Joins the world of [`World::from_env`] for a run of `config`: on its device, with its `collective_timeout_s` and `node_timeout_s`.
     ///
     /// # Errors
-    /// Returns the errors of [`World::from_env`]; [`Error::InvalidValue`] for a device that is not there.
+    /// Returns the errors of [`World::from_env`]; [`Error::InvalidValue`] for a device that does not exist.
     pub fn for_run(config: &Config) -> Result<Self> {
         let on_cuda = Placement::new(config.device, config.dtype)?.on_cuda;
         Self::from_env(WorldOptions {
@@ -107,13 +106,13 @@ impl World {
         Self { env, control, everyone, tensors, group, lane, next_division: AtomicUsize::new(FIRST_DIVISION) }
     }
 
-    /// Joins the other ranks in shared memory: under this crate's launcher, the memory that it gave each of them; else rank
-    /// 0's, which the others find through the rendezvous store at MASTER_ADDR:MASTER_PORT (served by rank 0, unless torchrun's
-    /// agent serves it). Ranks on several hosts meet rank 0 at that address, and share memory with those of their own host.
+    /// Joins the other ranks through shared memory. Under this crate's launcher it is the memory inherited from the launcher, else rank 0's, which
+    /// the others find through the rendezvous store at MASTER_ADDR:MASTER_PORT (served by rank 0, unless torchrun's agent serves it). Ranks on
+    /// several hosts connect to rank 0 at that address, and share memory with the ranks of their own host.
     ///
     /// # Errors
-    /// [`Error::Environment`] if the store, the memory or the backend is not to be had, or nodes do not fit together;
-    /// [`Error::CollectiveTimeout`] naming the ranks that did not come; [`Error::StoppedEarly`] if a stop was asked for.
+    /// [`Error::Environment`] if the store, the memory or the backend is not available, or nodes are incompatible; [`Error::CollectiveTimeout`] with
+    /// the missing ranks; [`Error::StoppedEarly`] if a stop was requested.
     pub fn join(env: &WorkerEnv, options: WorldOptions) -> Result<Self> {
         if env.rank > 0 {
             hide_progress();
@@ -158,42 +157,42 @@ impl World {
         Ok(Self::new(env.clone(), control, tensors, group, lane))
     }
 
-    /// This rank.
+    /// This rank's number in the world.
     pub fn rank(&self) -> usize {
         self.env.rank
     }
 
-    /// This rank among all.
+    /// This rank's number and the world size.
     pub fn place(&self) -> Place {
         Place { rank: self.rank(), size: self.size() }
     }
 
-    /// Ranks in all.
+    /// Total number of ranks.
     pub fn size(&self) -> usize {
         self.env.world_size
     }
 
-    /// This rank on its host.
+    /// This rank's number on its host.
     pub fn local_rank(&self) -> usize {
         self.env.local_rank
     }
 
-    /// Ranks on this host.
+    /// Number of ranks on this host.
     pub fn local_size(&self) -> usize {
         self.env.local_world_size
     }
 
-    /// Ranks in all and on each host.
+    /// Number of ranks in total and on each host.
     pub fn world_size(&self) -> WorldSize {
         WorldSize { ranks: self.size(), local_ranks: self.local_size() }
     }
 
-    /// Hosts with equally many ranks each.
+    /// Number of hosts; each has equally many ranks.
     pub fn num_nodes(&self) -> usize {
         self.size() / self.local_size()
     }
 
-    /// `node 1 (host)`: where a rank is, for messages; empty on one node.
+    /// The node of a rank for messages, like `node 1 (host)`; empty if there is only one node.
     pub(crate) fn node_of(&self, rank: usize) -> String {
         self.control.nodes_of(&[rank])
     }
@@ -203,27 +202,27 @@ impl World {
         self.control.attempt()
     }
 
-    /// Where this rank's tensors are.
+    /// The device of this rank's tensors.
     pub fn device(&self) -> Device {
         self.group.device()
     }
 
-    /// All ranks.
+    /// The group of all ranks, for tensors.
     pub fn group(&self) -> Arc<dyn Collective> {
         self.group.clone()
     }
 
-    /// Where groups work beside computation.
+    /// Runs collectives overlapped with computation.
     pub fn lane(&self) -> Arc<Lane> {
         self.lane.clone()
     }
 
-    /// Ends a scope on all ranks together: `result` if it is Ok everywhere. Otherwise every rank gets the failure that came
-    /// first, as its own error where it happened and as [`Error::PeerFailed`] elsewhere, and all groups start anew, so that
-    /// later collectives work again. Collective over the world, whatever `result` is.
+    /// Ends a scope on all ranks together: returns `result` if it is Ok everywhere. Otherwise every rank gets the first failure, as its own error on
+    /// the failing rank and as [`Error::PeerFailed`] elsewhere, and all groups are reset, so that later collectives work again. Collective over the
+    /// world, whatever `result` is.
     ///
     /// # Errors
-    /// The first failure; [`Error::CollectiveTimeout`] if ranks do not come to agree.
+    /// The first failure; [`Error::CollectiveTimeout`] if ranks do not arrive.
     pub fn agree<T>(&self, result: Result<T>) -> Result<T> {
         if let Err(error) = &result {
             self.control.post_failure(error);
@@ -233,7 +232,7 @@ impl World {
             Err(unreached) => return Err(result.err().unwrap_or(unreached)),
         };
         if let (Some(_), Carrier::Nccl(nccl)) = (&verdict, &self.tensors) {
-            // The verdict is the cause: what cannot be rebuilt fails in the next collective.
+            // The first failure is the cause, so report it. A group that cannot be rebuilt fails in its next collective.
             if let Err(error) = nccl.rebuild() {
                 tracing::error!("cannot rebuild the NCCL communicators after a failure: {error}");
             }
@@ -247,33 +246,32 @@ impl World {
         }
     }
 
-    /// `bytes` become those of rank `root` on every rank; all ranks pass equally many, at least one. On the host, and collective over
-    /// the world.
+    /// Broadcasts `bytes` of rank `root` to every rank; all ranks must pass equally many, at least one. On the host; collective over the world.
     ///
     /// # Errors
-    /// [`Error::PeerFailed`] and [`Error::CollectiveTimeout`], as of every collective.
+    /// [`Error::PeerFailed`] and [`Error::CollectiveTimeout`], as for every collective.
     pub(crate) fn broadcast_bytes(&self, bytes: &mut [u8], root: usize) -> Result<()> {
         self.control.broadcast(&self.everyone, bytes, root)
     }
 
-    /// Tells all ranks of a failure at once: those in a collective return [`Error::PeerFailed`]. [`World::agree`] does it
-    /// too, when this rank comes to it.
+    /// Reports a failure to all ranks at once: collectives under way return [`Error::PeerFailed`]. [`World::agree`] does this, too, when this rank
+    /// calls it.
     pub fn post_failure(&self, error: &Error) {
         self.control.post_failure(error);
     }
 
-    /// Whether `rank` has come to the end of the present scope and waits there for this one. Returns at once.
+    /// Whether `rank` has reached the end of the current scope and waits there for this rank. Returns at once.
     pub(crate) fn is_waiting(&self, rank: usize) -> bool {
         self.control.is_waiting(rank)
     }
 
-    /// Whether a rank has told of a failure that is not agreed upon yet.
+    /// Whether a rank has reported a failure that ranks have not agreed on yet.
     pub fn has_failed(&self) -> bool {
         self.control.failure().is_some()
     }
 }
 
-/// All ranks, as a group of one of the world's divisions.
+/// The group of all ranks, in the given division.
 pub(super) fn everyone(env: &WorkerEnv, division: usize) -> Arc<RankGroup> {
     let ranks: Vec<usize> = (0..env.world_size).collect();
     RankGroup::new(division, "world", &ranks, env.rank)

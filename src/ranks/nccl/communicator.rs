@@ -1,4 +1,4 @@
-//! NCCL's own object for a group of ranks, and what it answers.
+//! NCCL's communicator object for a group of ranks, and its error codes.
 #![allow(unsafe_code)]
 
 use std::ffi::{CStr, c_char};
@@ -7,10 +7,10 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use cudarc::nccl::sys;
 
-/// Bytes of what the ranks of a communicator find one another by.
+/// Bytes of the id by which the ranks of a communicator find each other.
 pub(super) const ID_BYTES: usize = 128;
 
-/// An `ncclComm_t`, aborted when dropped: that is local and asks nothing of peers.
+/// An `ncclComm_t`. Dropping it aborts it, which is local and does not wait for peers.
 #[derive(Debug)]
 pub(super) struct Communicator(sys::ncclComm_t);
 
@@ -25,7 +25,7 @@ impl Drop for Communicator {
 }
 
 impl Communicator {
-    /// The id by which the ranks of a new communicator find one another; the first rank's reaches the others.
+    /// Creates the id by which the ranks of a new communicator find each other. Rank 0 creates it and sends it to the others.
     pub(super) fn new_id() -> ([u8; ID_BYTES], sys::ncclResult_t) {
         let mut id = sys::ncclUniqueId { internal: [0; ID_BYTES] };
         // SAFETY: the id outlives the call, which fills it.
@@ -33,7 +33,7 @@ impl Communicator {
         (id.internal.map(|byte| byte as u8), code)
     }
 
-    /// Begins a communicator of `size` ranks on this thread's GPU; none where that was refused at once.
+    /// Starts to create a communicator of `size` ranks on this thread's GPU; `None` if NCCL refused at once.
     pub(super) fn start(id: [u8; ID_BYTES], rank: usize, size: usize) -> (Option<Self>, sys::ncclResult_t) {
         let id = sys::ncclUniqueId { internal: id.map(|byte| byte as c_char) };
         let (mut raw, mut config) = (std::ptr::null_mut(), non_blocking());
@@ -42,12 +42,12 @@ impl Communicator {
         ((!raw.is_null()).then(|| Self(raw)), code)
     }
 
-    /// For calls of NCCL.
+    /// The handle for calls of NCCL.
     pub(super) fn raw(&self) -> sys::ncclComm_t {
         self.0
     }
 
-    /// How far the last call has come, and the code of that question.
+    /// The state of the last asynchronous call, and the result code of this query.
     pub(super) fn progress(&self) -> (sys::ncclResult_t, sys::ncclResult_t) {
         let mut progress = sys::ncclResult_t::ncclSuccess;
         // SAFETY: the communicator is alive.
@@ -56,19 +56,18 @@ impl Communicator {
     }
 }
 
-/// NCCL's description of a code, and of the last failure.
+/// NCCL's description of a code and of the last failure.
 pub(super) fn describe(code: sys::ncclResult_t) -> String {
     // SAFETY: both give NUL-terminated strings of the library; the last error asks for no communicator.
     let texts = unsafe { [sys::ncclGetErrorString(code), sys::ncclGetLastError(std::ptr::null_mut())] };
     let [kind, detail] = texts.map(|text| {
-        // SAFETY: as above; a null is left out.
+        // SAFETY: as above; null pointers are skipped.
         if text.is_null() { "".into() } else { unsafe { CStr::from_ptr(text) }.to_string_lossy() }
     });
     format!("NCCL error {}: {kind}. {detail}", code as u32)
 }
 
-/// `NCCL_CONFIG_INITIALIZER` of NCCL 2.28 with `blocking = 0`. cudarc's struct is that of 2.30: the size given ends where
-/// 2.28's does.
+/// `NCCL_CONFIG_INITIALIZER` of NCCL 2.28 with `blocking = 0`. cudarc's struct is that of NCCL 2.30, so the given size ends where 2.28's struct does.
 fn non_blocking() -> sys::ncclConfig_t {
     const UNDEFINED: i32 = i32::MIN;
     sys::ncclConfig_t {
@@ -95,7 +94,7 @@ fn non_blocking() -> sys::ncclConfig_t {
     }
 }
 
-/// Locks what a panicking thread may have held.
+/// Locks a mutex even if a thread panicked while it held the lock.
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

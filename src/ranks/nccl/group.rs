@@ -1,4 +1,4 @@
-//! One group of ranks whose tensors NCCL carries.
+//! A group of ranks that exchanges tensors through NCCL.
 #![allow(unsafe_code)]
 
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -19,7 +19,7 @@ use crate::ranks::lane::Lane;
 use crate::ranks::peers::Peers;
 use crate::torch;
 
-/// One group of ranks, one GPU each.
+/// A group of ranks, one GPU each.
 #[derive(Debug)]
 pub(super) struct NcclGroup {
     group: Arc<RankGroup>,
@@ -27,15 +27,15 @@ pub(super) struct NcclGroup {
     ordinal: usize,
     timeout: Duration,
     lane: Arc<Lane>,
-    /// `None` while it is aborted.
+    /// `None` while the communicator is aborted.
     communicator: Mutex<Option<Communicator>>,
-    /// Communicators built so far.
+    /// Number of communicators built so far.
     epoch: AtomicU64,
     peers: Peers,
 }
 
 impl NcclGroup {
-    /// Not connected yet.
+    /// Creates the group without connecting it.
     pub(super) fn new(
         group: Arc<RankGroup>,
         control: Arc<dyn ControlPlane>,
@@ -47,7 +47,7 @@ impl NcclGroup {
         Self { group, control, ordinal, timeout, lane, communicator, epoch, peers }
     }
 
-    /// Builds the communicator; the first rank's id reaches the others through the control plane. Collective over the group.
+    /// Builds the communicator; rank 0 sends the id to the others through the control plane. Collective over the group.
     pub(super) fn connect(&self) -> Result<()> {
         let mut id = [0; ID_BYTES];
         if self.rank() == 0 {
@@ -65,22 +65,22 @@ impl NcclGroup {
         Ok(())
     }
 
-    /// Whether a rank of the world has told of a failure.
+    /// Whether a rank of the world has reported a failure.
     pub(super) fn has_failed(&self) -> bool {
         self.control.failure().is_some()
     }
 
-    /// The communicator, to be taken away; held, nothing is queued.
+    /// Locks the communicator, so that it can be removed. Nothing is queued while the lock is held.
     pub(super) fn communicator(&self) -> MutexGuard<'_, Option<Communicator>> {
         lock(&self.communicator)
     }
 
-    /// Ends all waiting in kernels over peers' memory.
+    /// Ends all waits in kernels that use peers' memory.
     pub(super) fn abort_peers(&self) {
         self.peers.abort();
     }
 
-    /// Queues one operation on libtorch's current stream, after all that runs beside it: one communicator at a time.
+    /// Queues one operation on libtorch's current stream, after all overlapped collectives, so that only one communicator runs at a time.
     fn queue(
         &self,
         op: &'static str,
@@ -101,7 +101,7 @@ impl NcclGroup {
         Ok(())
     }
 
-    /// Polls a call until NCCL has taken it on.
+    /// Polls a non-blocking call until NCCL has accepted it.
     fn settle(&self, op: &'static str, communicator: &Communicator, mut code: sys::ncclResult_t) -> Result<()> {
         let deadline = Deadline::after(self.timeout);
         while code == sys::ncclResult_t::ncclInProgress {

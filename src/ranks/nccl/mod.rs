@@ -1,9 +1,9 @@
 //! Collectives between GPUs, through NCCL.
 //!
-//! Communicators are non-blocking: a call that is not done yet is polled, so that a peer's failure or the time limit ends the
-//! wait. Everything is queued on libtorch's current stream, or on that of the lane. The host sides of a group meet
-//! through the control plane; a thread watches it for a failure and aborts all
-//! communicators, which releases a host that waits for a stuck stream. `World::agree` builds them anew.
+//! Communicators are non-blocking: a call that is not done yet is polled, so that a peer's failure or the time limit ends the wait. All work is
+//! queued on libtorch's current stream, or on that of the lane. The host sides of a group communicate through the control plane. A thread watches the
+//! control plane for failures and then aborts all communicators, which releases a host that waits for a stuck stream. `World::agree` builds them
+//! again.
 #![allow(unsafe_code)]
 
 mod communicator;
@@ -27,18 +27,17 @@ use crate::error::{Error, Result};
 use crate::process::detach;
 use crate::torch;
 
-/// How often the failure flag is looked at.
+/// Interval at which the failure flag is checked.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// Variables that NCCL must find, unless the user says otherwise: captured collectives would pin buffers that are remapped later,
-/// and NVLink multicast costs memory for nothing here. A process has them from its start, as other threads read variables.
+/// Environment variables for NCCL, unless the user sets them. Registered buffers of captured collectives would pin memory that is remapped later, and
+/// NVLink multicast costs memory without benefit here. They must be set when the process starts, because other threads read the environment.
 pub const NCCL_SETTINGS: [(&str, &str); 2] = [("NCCL_GRAPH_REGISTER", "0"), ("NCCL_NVLS_ENABLE", "0")];
 
-/// The GPU of a rank, made current, its kernels compiled and loaded.
+/// The GPU of a rank: made current, with kernels compiled and loaded.
 ///
 /// # Errors
-/// [`Error::Environment`] if there is no such GPU, libtorch's CUDA half or NCCL is not to be had, or one of [`NCCL_SETTINGS`] is
-/// not set.
+/// [`Error::Environment`] if there is no such GPU, if libtorch's CUDA library or NCCL cannot be loaded, or if one of [`NCCL_SETTINGS`] is not set.
 pub(super) fn device(env: &WorkerEnv) -> Result<Device> {
     check_settings(|name| std::env::var_os(name).is_some())?;
     cuda::require()?;
@@ -72,7 +71,7 @@ pub(super) struct NcclGroups {
 }
 
 impl NcclGroups {
-    /// No groups yet, and the thread that will abort them when the world fails. It ends with this.
+    /// Creates an empty set of groups, and the thread that aborts them when any rank fails. The thread ends with this value.
     pub(super) fn new(
         control: Arc<dyn ControlPlane>,
         ordinal: usize,
@@ -97,7 +96,7 @@ impl NcclGroups {
         Ok(group)
     }
 
-    /// New communicators for all groups, after a failure. Collective over the world.
+    /// Builds new communicators for all groups after a failure. Collective over the world.
     pub(super) fn rebuild(&self) -> Result<()> {
         let groups = lock(&self.groups).clone();
         abort_where(&groups, |_| true);
@@ -105,9 +104,8 @@ impl NcclGroups {
     }
 }
 
-/// The watcher may hold the last communicators: it ends before this does. Threads that still abort are not waited for, as the
-/// graphs that they wait for may outlive this: a process that has met a failure ends without taking its libraries apart
-/// (`launch::exit_now`).
+/// Ends the watcher thread first, because it may hold the last communicators. Threads that are still aborting are not waited for, because they wait
+/// for graphs that may outlive this value. A process that has met a failure therefore exits without unloading its libraries (`launch::exit_now`).
 impl Drop for NcclGroups {
     fn drop(&mut self) {
         if let Some((stay, watcher)) = self.watcher.take() {
@@ -124,10 +122,10 @@ fn watch(groups: &Mutex<Vec<Arc<NcclGroup>>>, end: &Receiver<()>) {
     }
 }
 
-/// Ends waiting in kernels over peers' memory, takes communicators away, under all locks because `rebuild` comes in the next
-/// epoch, and aborts each on a thread that nobody waits for. Abort ends the kernels at once, but returns late: it waits for the
-/// GPU, which a kernel of another communicator may keep busy until that one is aborted too, and for the end of every CUDA graph
-/// that holds the communicator, which the engine drops when it wakes next.
+/// Ends waits in kernels that use peers' memory, removes the communicators of the groups that `is_due` selects, and aborts each on a detached thread.
+/// All locks are held meanwhile, because `rebuild` follows in the next epoch. Aborting ends kernels at once but returns late. It waits for the GPU,
+/// which a kernel of another communicator may keep busy until that is aborted too. It also waits for the end of every CUDA graph that holds the
+/// communicator; the engine drops these when it wakes next.
 fn abort_where(groups: &[Arc<NcclGroup>], is_due: impl Fn(&NcclGroup) -> bool) {
     if !groups.iter().any(|group| is_due(group)) {
         return;
@@ -135,7 +133,7 @@ fn abort_where(groups: &[Arc<NcclGroup>], is_due: impl Fn(&NcclGroup) -> bool) {
     let mut held: Vec<_> = groups.iter().map(|group| (group.communicator(), is_due(group))).collect();
     groups.iter().zip(&held).filter(|(_, (_, due))| *due).for_each(|(group, _)| group.abort_peers());
     for communicator in held.iter_mut().filter(|(_, due)| *due).filter_map(|(communicator, _)| communicator.take()) {
-        // Without a thread it is aborted here: a closure that cannot be run is dropped.
+        // If no thread can be started, dropping the closure aborts the communicator here.
         let _ = detach(std::thread::Builder::new().name("nccl-abort".to_owned()), move || drop(communicator));
     }
 }

@@ -1,8 +1,8 @@
-//! How a rank and the hub prove to one another that they have the same token, without sending it.
+//! Mutual authentication of a rank and the hub: both prove that they have the same token, without sending it.
 //!
-//! The hub sends a random number. The rank answers with one of its own, its greeting and an HMAC-SHA256 (RFC 2104) of all three under
-//! the token; the hub proves itself with an HMAC of the two numbers. A stranger sees random numbers alone. What follows is neither
-//! encrypted nor signed: as for NCCL's traffic, the network between the nodes has to be one that nobody else writes to.
+//! The hub sends a random number. The rank answers with its own random number, its greeting, and an HMAC-SHA256 (RFC 2104) of all three under the
+//! token. The hub answers with an HMAC of the two numbers. An eavesdropper learns only random numbers. Later messages are neither encrypted nor
+//! signed: as for NCCL's traffic, nobody else may be able to write to the network between the nodes.
 
 use std::io::{Read, Write};
 
@@ -12,17 +12,17 @@ use subtle::ConstantTimeEq;
 
 use crate::error::{Error, Result};
 
-/// Variable with the secret that all nodes of a run share.
+/// Environment variable with the secret that all nodes of a run share.
 pub(super) const TOKEN_VARIABLE: &str = "COLO_GRPO_TOKEN";
 
 const MAGIC: [u8; 16] = *b"colo-grpo nodes1";
 const SHORTEST_TOKEN: usize = 16;
-/// Longest greeting of a rank; nothing larger is read from somebody unknown.
+/// Maximum length of a rank's greeting; nothing larger is read before authentication.
 const MAX_GREETING_BYTES: u32 = 1 << 20;
 
 type Digest32 = [u8; 32];
 
-/// The secret of a run.
+/// The shared secret of a run.
 #[derive(Clone)]
 pub(in crate::ranks) struct Token(Vec<u8>);
 
@@ -32,18 +32,18 @@ impl std::fmt::Debug for Token {
     }
 }
 
-/// Refuses to start a run over several nodes without the secret that they share.
+/// Refuses to start a run on several nodes without their shared secret.
 ///
 /// # Errors
-/// [`Error::Environment`] if the variable COLO_GRPO_TOKEN is not set or too short, with a command that makes one.
+/// [`Error::Environment`] if COLO_GRPO_TOKEN is not set or too short; the message has a command that creates one.
 pub fn require_token() -> Result<()> {
     Token::from_env().map(drop)
 }
 
-/// Why a greeting came to nothing.
+/// Why authentication failed.
 #[derive(Debug)]
 pub(super) enum Unproven {
-    /// The other side has another token, or is none of this program's.
+    /// The other side has another token, or is not this program.
     Denied,
     /// The connection broke, or the other side was too slow.
     Broken(std::io::Error),
@@ -56,10 +56,10 @@ impl From<std::io::Error> for Unproven {
 }
 
 impl Token {
-    /// Reads the variable.
+    /// Reads the token from the environment.
     ///
     /// # Errors
-    /// [`Error::Environment`] if it is not set or too short, with a command that makes one.
+    /// [`Error::Environment`] if it is not set or too short; the message has a command that creates one.
     pub(in crate::ranks) fn from_env() -> Result<Self> {
         Self::new(&std::env::var(TOKEN_VARIABLE).unwrap_or_default())
     }
@@ -77,14 +77,14 @@ impl Token {
         Err(Error::Environment { message })
     }
 
-    /// HMAC-SHA256 of the parts, one after the other.
+    /// HMAC-SHA256 of the concatenated parts.
     fn mac(&self, parts: &[&[u8]]) -> Digest32 {
         let mut mac = Hmac::<Sha256>::new_from_slice(&self.0).expect("a key may have any length");
         parts.iter().for_each(|part| mac.update(part));
         mac.finalize().into_bytes().into()
     }
 
-    /// The hub's side: the greeting of a rank that has proven itself.
+    /// The hub's side: authenticates a rank and returns its greeting.
     pub(super) fn admit(&self, stream: &mut (impl Read + Write)) -> Result<Vec<u8>, Unproven> {
         let challenge = random()?;
         stream.write_all(&[&MAGIC[..], &challenge].concat())?;
@@ -106,7 +106,7 @@ impl Token {
         Ok(greeting)
     }
 
-    /// A rank's side: proves itself with its `greeting`, and has the hub prove itself.
+    /// A rank's side: authenticates with its `greeting`, and checks the hub's answer.
     pub(super) fn greet(&self, stream: &mut (impl Read + Write), greeting: &[u8]) -> Result<(), Unproven> {
         let (mut magic, mut challenge) = ([0; MAGIC.len()], [0; 32]);
         stream.read_exact(&mut magic)?;
@@ -127,7 +127,7 @@ impl Token {
     }
 }
 
-/// 32 bytes that nobody can foresee.
+/// 32 unpredictable bytes.
 pub(super) fn random() -> std::io::Result<Digest32> {
     let mut bytes = [0; 32];
     std::fs::File::open("/dev/urandom")?.read_exact(&mut bytes)?;

@@ -19,37 +19,37 @@ use crate::ranks::control::{Deadline, RankFailure, RankGroup, Stopped};
 use crate::ranks::rendezvous;
 use crate::ranks::shm::Member;
 
-/// How often a wait looks at what else may end it.
+/// Interval at which a wait checks for other reasons to end.
 const LOOK: Duration = Duration::from_millis(20);
 /// Pause between attempts to reach the hub.
 const PAUSE: Duration = Duration::from_millis(100);
-/// How often a rank that tries to reach the hub says so.
+/// Interval of messages while a rank tries to reach the hub.
 const SAY: Duration = Duration::from_secs(10);
-/// Longest wait for one answer of the network while a rank joins.
+/// Maximum wait for one network answer while a rank joins.
 const ATTEMPT: Duration = Duration::from_secs(5);
-/// How long the hub may take to say who is late.
+/// Maximum wait for the hub's answer which ranks are late.
 const ANSWER: Duration = Duration::from_secs(2);
-/// The epoch of failures that a world begins with.
+/// The first epoch of failures in a world.
 pub(super) const FIRST_EPOCH: u64 = 1;
-/// How long a rank that ends waits until all it sent, its farewell last, is on its way.
+/// Maximum time that an ending rank waits until all its messages are sent; the last one says goodbye.
 const FAREWELL: Duration = Duration::from_secs(10);
 
-/// The connection, and what came over it.
+/// The connection to the hub, and the messages received on it.
 #[derive(Debug)]
 pub(super) struct Client {
     rank: usize,
     connection: Mutex<Connection>,
     inbox: Arc<Inbox>,
-    /// Exchanges begun in each division since the last failure.
+    /// Number of exchanges started in each division since the last failure.
     turns: Mutex<HashMap<u32, u64>>,
     generation: AtomicU64,
 }
 
 impl Client {
-    /// Meets the hub at `host:port`; tries again until `deadline`, as it may not be there yet.
+    /// Connects to the hub at `host:port`. Retries until `deadline`, because the hub may not have started yet.
     ///
     /// # Errors
-    /// [`Error::Environment`] if nobody answers there, or somebody with another token; [`Error::StoppedEarly`] if a stop was asked for.
+    /// [`Error::Environment`] if no hub answers, or one with another token; [`Error::StoppedEarly`] if a stop was requested.
     pub(super) fn join(
         (host, port): (&str, u16),
         token: &Token,
@@ -60,8 +60,8 @@ impl Client {
         let bytes = serde_json::to_vec(greeting).expect("numbers and text");
         let mut said = Instant::now();
         let stream = loop {
-            phase::beat(); // it waits by its own deadline, whose error says for whom
-            // A name may take long to be resolved, and a connection to be refused.
+            phase::beat(); // the wait has a deadline of its own, whose error says what is missing
+            // Resolving a name or refusing a connection may take long, so use another thread.
             let (name, key, own) = (host.to_owned(), token.clone(), bytes.clone());
             let reached = rendezvous::heeding_stop(move || Ok(reach(&name, port, &key, &own)))?;
             let why = match reached {
@@ -124,7 +124,7 @@ impl Client {
         Ok(welcome.map_err(|stopped| stopped.error("join", "world", self.rank, deadline))??)
     }
 
-    /// Lets failures elsewhere end waits in the memory of this node.
+    /// Lets failures on other nodes end waits in this node's shared memory.
     pub(super) fn attach(&self, member: Arc<Member>) {
         let (early, lost) = {
             let mut state = self.inbox.lock();
@@ -141,7 +141,7 @@ impl Client {
         self.connection.lock().unwrap_or_else(PoisonError::into_inner).send(frame);
     }
 
-    /// Tells all nodes of this rank's failure in `epoch`; of another rank's they hear from itself.
+    /// Reports this rank's failure in `epoch` to all nodes. Failures of other ranks are reported by those ranks.
     pub(super) fn post_failure(&self, epoch: u64, error: &Error) {
         if !matches!(error, Error::PeerFailed { .. }) {
             let failure = RankFailure { rank: self.rank, code: error.exit_code(), message: error.to_string() };
@@ -154,12 +154,12 @@ impl Client {
         self.connection.lock().unwrap().break_off();
     }
 
-    /// A rank that is gone for good.
+    /// The failure of a rank that is permanently gone, if any.
     pub(super) fn lost(&self) -> Option<RankFailure> {
         self.inbox.lock().lost.clone()
     }
 
-    /// Every rank's bytes, in group order. `ended` tells why else the wait is over.
+    /// Gathers every rank's bytes, in group order. `ended` returns other reasons to end the wait.
     pub(super) fn gather(
         &self,
         group: &RankGroup,
@@ -186,14 +186,14 @@ impl Client {
         })
     }
 
-    /// Sends bytes to a rank, which finds them under the same division.
+    /// Sends bytes to a rank, which receives them under the same division.
     pub(super) fn relay(&self, division: usize, to: usize, word: u64, payload: Vec<u8>) {
         let generation = self.generation.load(Ordering::Acquire);
         let frame = Frame::new(FrameKind::Relay, generation, payload);
         self.send(Frame { division: division as u32, rank: to as u32, word, ..frame });
     }
 
-    /// Waits for the next message of rank `from`, its word and its payload; no longer than `from` is there.
+    /// Waits for the next message of rank `from`, as word and payload. The wait ends when that rank ends.
     pub(super) fn receive(
         &self,
         division: usize,
@@ -209,7 +209,7 @@ impl Client {
         self.wait(deadline, next, ended)?
     }
 
-    /// The verdict of all nodes on an epoch. After a failure everything under way is forgotten.
+    /// Waits for the outcome of an epoch that all nodes agree on. After a failure all messages under way are dropped.
     pub(super) fn verdict(
         &self,
         epoch: u64,
@@ -228,7 +228,7 @@ impl Client {
         Ok(verdict)
     }
 
-    /// Waits until `find` finds something, the run has lost a rank, `ended` gives another reason, or the time is over.
+    /// Waits until `find` returns something, a rank is lost, `ended` returns another reason, or the deadline passes.
     fn wait<T>(
         &self,
         deadline: Deadline,
@@ -257,8 +257,8 @@ impl Client {
         }
     }
 
-    /// [`Client::wait`] for an answer of the hub: who is late with it is asked for by division, first rank and number, and what was
-    /// late may come meanwhile.
+    /// [`Client::wait`] for an answer of the hub. After the deadline it asks the hub which ranks are late, identified by division, first rank and
+    /// number. The answer may still arrive meanwhile.
     fn wait_or_ask<T>(
         &self,
         deadline: Deadline,
@@ -275,7 +275,7 @@ impl Client {
         }
     }
 
-    /// The ranks that the hub still waits for; rank 0 where it does not answer.
+    /// The ranks that the hub still waits for, or rank 0 if the hub does not answer.
     pub(super) fn ask_late(&self, division: u32, rank: u32, word: u64) -> Vec<usize> {
         self.inbox.lock().late = None;
         self.send(Frame { division, rank, word, ..Frame::empty(FrameKind::Query) });
@@ -290,7 +290,7 @@ impl Drop for Client {
     }
 }
 
-/// A connection on which both sides have proven themselves.
+/// Opens a connection and authenticates both sides.
 fn reach(host: &str, port: u16, token: &Token, greeting: &[u8]) -> Result<TcpStream, Unproven> {
     let mut last = std::io::Error::other("the name has no address");
     for address in (host, port).to_socket_addrs()? {

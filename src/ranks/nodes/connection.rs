@@ -1,5 +1,5 @@
-//! One end of a connection between a rank and the hub: a thread that writes what is queued and signs of life, and the loop that
-//! reads. Nobody who sends waits for the network.
+//! One end of a connection between a rank and the hub: a thread that writes queued messages and heartbeats, and the loop that reads. Senders never
+//! wait for the network.
 
 use std::io::{BufReader, ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpStream};
@@ -13,14 +13,14 @@ use super::frame::{Frame, FrameKind};
 use crate::error::{Error, Result};
 use crate::phase::awake_now;
 
-/// How often a side that has nothing to send shows that it lives.
+/// Interval of heartbeats when nothing else is sent.
 const BEAT: Duration = Duration::from_millis(500);
-/// How often a reader that gets nothing looks at the clock.
+/// Interval at which an idle reader checks the time.
 const LOOK: Duration = Duration::from_millis(100);
-/// Payloads up to this size are sent in one piece with their header.
+/// Payloads up to this size are sent in one write with their header.
 const SMALL_BYTES: usize = 64 << 10;
 
-/// The sending end. Dropped, it is closed without a farewell.
+/// The sending end. Dropping it closes the connection without a goodbye.
 #[derive(Debug)]
 pub(super) struct Connection {
     queue: Sender<Frame>,
@@ -31,13 +31,13 @@ pub(super) struct Connection {
 /// How a connection ended.
 #[derive(Debug)]
 pub(super) enum End {
-    /// The other side said farewell.
+    /// The other side said goodbye.
     Left,
     /// The other side's process ended, or the connection broke.
     Closed(String),
-    /// Bytes came that are no message.
+    /// The received bytes are not a valid message.
     Garbled(String),
-    /// Nothing came for the longest time allowed.
+    /// Nothing was received for this time, the maximum allowed.
     Silent(Duration),
 }
 
@@ -60,10 +60,10 @@ impl std::fmt::Display for End {
 }
 
 impl Connection {
-    /// Takes a stream over for sending.
+    /// Takes over a stream for sending.
     ///
     /// # Errors
-    /// [`Error::Environment`] if there is no thread or descriptor for it.
+    /// [`Error::Environment`] if no thread or file descriptor is available.
     pub(super) fn new(stream: &TcpStream) -> Result<Self> {
         let failed = |error: std::io::Error| Error::Environment {
             message: format!("cannot set up a connection between nodes: {error}"),
@@ -76,7 +76,7 @@ impl Connection {
         Ok(Self { queue, stream: own, writer: Some(writer) })
     }
 
-    /// Queues a frame; after the end of the connection it is dropped.
+    /// Queues a frame. After the end of the connection it is dropped.
     pub(super) fn send(&self, frame: Frame) {
         let _ = self.queue.send(frame);
     }
@@ -86,7 +86,7 @@ impl Connection {
         let _ = self.stream.shutdown(Shutdown::Both);
     }
 
-    /// Says farewell and waits, no longer than `patience`, until all that was queued is on its way.
+    /// Says goodbye and waits until all queued messages are sent, at most for `patience`.
     pub(super) fn leave(&mut self, patience: Duration) {
         self.send(Frame::empty(FrameKind::Bye));
         let deadline = Instant::now() + patience;
@@ -104,7 +104,7 @@ impl Drop for Connection {
     }
 }
 
-/// Writes until a farewell is written, the queue is gone, or the connection is.
+/// Writes frames until a goodbye is written, the queue is closed, or the connection ends.
 fn write(mut stream: TcpStream, frames: &Receiver<Frame>) {
     loop {
         let frame = match frames.recv_timeout(BEAT) {
@@ -127,7 +127,7 @@ fn write(mut stream: TcpStream, frames: &Receiver<Frame>) {
     }
 }
 
-/// Hands every frame but signs of life to `take` until the connection ends, or `is_over` is set, which is the same as a farewell.
+/// Calls `take` with every frame except heartbeats until the connection ends. Setting `is_over` has the effect of a goodbye.
 pub(super) fn read(
     stream: TcpStream,
     longest_silence: Duration,
@@ -153,7 +153,7 @@ pub(super) fn read(
     }
 }
 
-/// A stream whose reads wait until something comes, or nothing has for too long.
+/// A stream whose reads wait until data arrives, or no data has arrived for too long.
 struct Patient {
     stream: TcpStream,
     heard: Instant,
@@ -166,8 +166,8 @@ impl Read for Patient {
         loop {
             match self.stream.read(buffer) {
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {
-                    // Silence counts only where the kernel has nothing: a process that was stopped itself finds all that came, and its own
-                    // time is left out, as the other side may have been stopped with it.
+                    // Silence counts only if the kernel has no data: a process that was itself suspended finds all data that arrived meanwhile. The
+                    // time of its suspension is not counted, because the other side may have been suspended with it.
                     if self.is_over.load(Ordering::Relaxed) {
                         return Err(ErrorKind::ConnectionAborted.into());
                     }

@@ -1,4 +1,4 @@
-//! The control plane of ranks on several nodes: shared memory within a node, the hub between nodes.
+//! The control plane for ranks on several nodes: shared memory within a node, the hub between nodes.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use crate::phase;
 use crate::ranks::control::{ControlPlane, Deadline, RankFailure, RankGroup, Stopped};
 use crate::ranks::shm::{Member, ShmControl};
 
-/// One rank's end of it.
+/// One rank's end of the control plane.
 #[derive(Debug)]
 pub(in crate::ranks) struct NodesControl {
     pub(super) member: Arc<Member>,
@@ -18,7 +18,7 @@ pub(in crate::ranks) struct NodesControl {
     pub(super) layout: NodeLayout,
     rank: usize,
     within: ShmControl,
-    /// Dropped after the client, which says farewell to it.
+    /// The hub, on rank 0. It is dropped after the client, which still says goodbye to it.
     _hub: Option<super::hub::NodeHub>,
 }
 
@@ -40,12 +40,12 @@ impl NodesControl {
         self.client.break_off();
     }
 
-    /// Why a wait for other nodes ends before they have come.
+    /// Why a wait for other nodes has to end early, if it has to.
     pub(super) fn ended(&self) -> Option<Stopped> {
         self.member.failure().map(Stopped::Failed)
     }
 
-    /// The error of a wait that ended so, with the nodes of ranks that are late.
+    /// Converts to an error that includes the nodes of late ranks.
     pub(super) fn error(&self, stopped: Stopped, op: &'static str, name: &str, deadline: Deadline) -> Error {
         let place = match &stopped {
             Stopped::Late(missing) => format!(" of {}", self.layout.describe(missing)),
@@ -59,7 +59,7 @@ impl NodesControl {
         }
     }
 
-    /// The bytes of every rank of a group that spans nodes.
+    /// Gathers the bytes of every rank of a group that spans nodes.
     fn gather(&self, op: &'static str, group: &RankGroup, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
         let _seen = phase::collective(op, &group.name, bytes.len());
         let deadline = self.member.deadline();
@@ -102,7 +102,8 @@ impl ControlPlane for NodesControl {
         self.member.failure()
     }
 
-    /// The ranks of a node meet; its leader tells the hub how the epoch ended there; the hub's verdict is that of all nodes.
+    /// The ranks of a node agree on the outcome of the epoch, and the node's leader reports it to the hub. The hub returns the outcome over all
+    /// nodes.
     fn agree(&self) -> Result<Option<RankFailure>> {
         if let Some(failure) = self.client.lost() {
             return Err(failure.into());
@@ -119,7 +120,7 @@ impl ControlPlane for NodesControl {
         })
     }
 
-    /// Whether a rank of this node waits in an agreement; of ranks on other nodes nobody can tell, and it is false.
+    /// Whether a rank of this node waits in `agree`; always false for ranks on other nodes, because it is not known.
     fn is_waiting(&self, rank: usize) -> bool {
         self.layout.node_of(rank) == self.layout.node_of(self.rank) && self.within.is_waiting(rank)
     }

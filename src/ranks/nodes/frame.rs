@@ -1,4 +1,4 @@
-//! Messages between ranks and the hub, as they are on the wire: a header of fixed size and a payload.
+//! Messages between ranks and the hub on the wire: a header of fixed size and a payload.
 
 use std::io::{ErrorKind, Read};
 
@@ -6,31 +6,31 @@ use std::io::{ErrorKind, Read};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub(super) enum FrameKind {
-    /// A sign of life.
+    /// A heartbeat.
     Beat,
-    /// The sender ends in good order: nothing follows.
+    /// Goodbye: the sender ends normally, and nothing follows.
     Bye,
-    /// To a rank: it cannot join, and why.
+    /// To a rank: it cannot join, with the reason.
     Refused,
     /// To a rank: all ranks have joined.
     Welcome,
-    /// A rank's failure, to the hub and from there to all.
+    /// A rank's failure, sent to the hub and from there to all.
     Failure,
-    /// To all: a rank is gone for good.
+    /// To all: a rank is permanently gone.
     Lost,
-    /// To all: a rank has ended in good order. What it sent before is sent on before this.
+    /// To all: a rank has ended normally. Its earlier messages are forwarded before this.
     Left,
-    /// A node's verdict on an epoch.
+    /// From a node's leader: the node's outcome of an epoch.
     Agree,
-    /// To all: the verdict of all nodes.
+    /// To all: the outcome of an epoch over all nodes.
     Verdict,
     /// A rank's part of a gather.
     Gather,
     /// To each rank of a gather: all parts.
     Gathered,
-    /// From one rank to another.
+    /// A message from one rank to another.
     Relay,
-    /// Asks which ranks a gather, a verdict or the start still waits for.
+    /// Asks which ranks are missing in a gather, in an agreement or at the start.
     Query,
     /// The answer to a query.
     Late,
@@ -53,25 +53,25 @@ const KINDS: [FrameKind; 14] = [
     FrameKind::Late,
 ];
 
-/// One message. Fields that a kind has no use for are 0.
+/// One message. Fields that a kind of message does not use are 0.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Frame {
     pub kind: FrameKind,
-    /// The epoch of failures, or the generation of exchanges, that it belongs to.
+    /// The epoch of failures, or the generation of exchanges, that the message belongs to.
     pub epoch: u64,
-    /// The division of the world whose group it is for.
+    /// The division of the world that the message's group is part of.
     pub division: u32,
-    /// A rank: the other end of a relay, the first one of a group.
+    /// The other rank of a relay, or the first rank of a gather's group.
     pub rank: u32,
-    /// The number of an exchange; the operation that a relay is part of.
+    /// For a gather, the number of the exchange within its division; for a relay, the packed signature of the collective operation. 0 otherwise.
     pub word: u64,
     pub payload: Vec<u8>,
 }
 
 const HEADER_BYTES: usize = 1 + 8 + 4 + 4 + 8 + 8;
-/// Longest payload that is taken for one: 1 TiB, more than any host has to send.
+/// Maximum accepted payload: 1 TiB, more than any host has to send.
 const MAX_PAYLOAD_BYTES: u64 = 1 << 40;
-/// Memory that is taken for a payload before it comes.
+/// Maximum memory that is allocated for a payload before its bytes arrive.
 const AHEAD_BYTES: u64 = 16 << 20;
 
 impl Frame {
@@ -83,7 +83,7 @@ impl Frame {
         Self::new(kind, 0, Vec::new())
     }
 
-    /// A payload of JSON.
+    /// A frame with a JSON payload.
     pub(super) fn json(kind: FrameKind, epoch: u64, value: &impl serde::Serialize) -> Self {
         Self::new(kind, epoch, serde_json::to_vec(value).expect("numbers and text"))
     }
@@ -92,7 +92,7 @@ impl Frame {
         Ok(serde_json::from_slice(&self.payload)?)
     }
 
-    /// The bytes of the header.
+    /// The encoded header.
     pub(super) fn header(&self) -> [u8; HEADER_BYTES] {
         let mut bytes = [0; HEADER_BYTES];
         bytes[0] = self.kind as u8;
@@ -107,7 +107,7 @@ impl Frame {
     /// Reads one frame.
     ///
     /// # Errors
-    /// The errors of the reader; [`ErrorKind::InvalidData`] for bytes that are no frame.
+    /// The errors of the reader; [`ErrorKind::InvalidData`] for bytes that are not a frame.
     pub(super) fn read(reader: &mut impl Read) -> std::io::Result<Self> {
         let mut header = [0; HEADER_BYTES];
         reader.read_exact(&mut header)?;
@@ -127,7 +127,7 @@ impl Frame {
     }
 }
 
-/// Byte strings one after the other, each behind its length.
+/// Concatenates byte strings, each after its length.
 pub(super) fn pack<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> Vec<u8> {
     let mut bytes = Vec::new();
     for part in parts {
@@ -137,7 +137,7 @@ pub(super) fn pack<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> Vec<u8> {
     bytes
 }
 
-/// The byte strings of [`pack`]; none if it was not made by it.
+/// The byte strings that [`pack`] concatenated; `None` for bytes that it cannot have produced.
 pub(super) fn unpack(mut bytes: &[u8]) -> Option<Vec<Vec<u8>>> {
     let mut parts = Vec::new();
     while let Some((len, rest)) = bytes.split_first_chunk::<8>() {

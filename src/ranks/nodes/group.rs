@@ -1,6 +1,6 @@
-//! Collectives on CPU tensors over nodes. The ranks of a node exchange in shared memory; the first of them, the group's leader there,
-//! exchanges with the other leaders through the hub. A sum passes from leader to leader in rank order, each adding its node's
-//! ranks one after the other, so that it has the bits of a sum on one node.
+//! Collectives on CPU tensors over several nodes. The ranks of a node exchange in shared memory. The first of them, the group's leader on the node,
+//! exchanges with the other leaders through the hub. A sum is passed from leader to leader in rank order, and each adds its node's ranks one after
+//! the other, so the result has the same bits as on one node.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -16,28 +16,28 @@ use crate::ranks::shm::{CollectiveOp, ShmGroup, Signature, accumulate};
 use crate::ranks::single::SingleRank;
 use crate::ranks::{Collective, ReduceOp};
 
-/// Elements of a tensor that pass at once.
+/// Maximum number of elements that are sent at once.
 const PIECE: i64 = 1 << 20;
 
-/// One group of ranks on several nodes.
+/// A group of ranks on several nodes.
 #[derive(Debug)]
 pub(in crate::ranks) struct NodesGroup {
     control: Arc<NodesControl>,
     group: Arc<RankGroup>,
     /// The group's ranks on this node.
     local: Arc<dyn Collective>,
-    /// Places in the group that are on one node each, in order.
+    /// For each node, the indexes of its ranks within the group, in order.
     parts: Vec<Range<usize>>,
-    /// This node's.
+    /// Index of this node in `parts`.
     part: usize,
     turn: Mutex<()>,
 }
 
 impl NodesGroup {
-    /// The group for CPU tensors, in shared memory where it is on one node.
+    /// Creates the group for CPU tensors; it uses only shared memory if it is on one node.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for ranks out of order.
+    /// [`Error::InvalidArgument`] if ranks are not in ascending order.
     pub(in crate::ranks) fn of(control: &Arc<NodesControl>, group: Arc<RankGroup>) -> Result<Arc<dyn Collective>> {
         if control.is_one_node(&group) {
             return Ok(Arc::new(ShmGroup::new(control.member.clone(), group)));
@@ -76,7 +76,7 @@ impl NodesGroup {
         (0..self.parts.len()).filter(|&part| part != self.part)
     }
 
-    /// Leads a tensor's bytes to the leader of a part.
+    /// Sends a tensor to the leader of a part.
     fn send(&self, called: Signature, part: usize, tensor: &Tensor) -> Result<()> {
         let tensor = tensor.f_contiguous()?;
         let mut bytes = vec![0; tensor.numel() * tensor.f_kind()?.elt_size_in_bytes()];
@@ -86,7 +86,7 @@ impl NodesGroup {
         Ok(())
     }
 
-    /// The tensor that the leader of a part sends next.
+    /// Receives the next tensor from the leader of a part.
     fn receive(&self, called: Signature, part: usize, size: &[i64], kind: Kind) -> Result<Tensor> {
         let (op, name, division) = (called.op.name(), &self.group.name, self.group.division);
         let from = self.group.ranks[self.parts[part].start];
@@ -113,14 +113,14 @@ impl NodesGroup {
         Ok(Tensor::f_from_data_size(&bytes, size, kind)?)
     }
 
-    /// The inputs of this node's ranks, one a row, in order.
+    /// The inputs of this node's ranks, one per row, in order.
     fn rows(&self, own: &Tensor) -> Result<Tensor> {
         let mut rows = Tensor::f_zeros([self.local.size() as i64, own.numel() as i64], (own.f_kind()?, Device::Cpu))?;
         self.local.all_gather(&own.f_contiguous()?, &mut rows)?;
         Ok(rows)
     }
 
-    /// The reduction of a piece over all ranks, on every rank.
+    /// Reduces a piece over all ranks and returns the result on every rank.
     fn reduced(&self, called: Signature, op: ReduceOp, own: &Tensor) -> Result<Tensor> {
         let (kind, len) = (called.kind, own.numel() as i64);
         let wide = if kind == Kind::BFloat16 { Kind::Float } else { kind };
@@ -147,7 +147,7 @@ impl NodesGroup {
         Ok(total)
     }
 
-    /// Every rank's `own`, one a row, in group order, on every rank.
+    /// Gathers every rank's `own` on every rank, one per row, in group order.
     fn gathered(&self, called: Signature, own: &Tensor) -> Result<Tensor> {
         let (kind, len) = (own.f_kind()?, own.numel() as i64);
         let rows = self.rows(own)?;
@@ -173,14 +173,14 @@ impl NodesGroup {
     }
 }
 
-/// A copy in a kind.
+/// Copies the tensor to dtype `kind`.
 fn copy(tensor: &Tensor, kind: Kind) -> Result<Tensor> {
     let mut copy = Tensor::f_zeros(tensor.size(), (kind, Device::Cpu))?;
     copy.f_copy_(tensor)?;
     Ok(copy)
 }
 
-/// Starts and lengths of the pieces of `len` elements; one at least, so that ranks meet.
+/// Starts and lengths of the pieces of `len` elements; at least one, so that ranks always communicate.
 fn pieces(len: usize, piece: i64) -> impl Iterator<Item = (i64, i64)> {
     let len = len as i64;
     (0..(len + piece - 1).div_euclid(piece).max(1)).map(move |index| (index * piece, piece.min(len - index * piece)))

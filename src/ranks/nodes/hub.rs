@@ -1,5 +1,5 @@
-//! The hub: what rank 0 serves to all ranks of the world, itself among them. It admits them, passes on what they send one another,
-//! gathers, collects the nodes' verdicts, and tells all when one is gone.
+//! The hub, which rank 0 runs for all ranks of the world, including itself. It admits ranks, forwards their messages, gathers their data, collects
+//! the nodes' outcomes of each epoch, and tells all ranks when one is gone.
 
 use std::io::{self, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -17,20 +17,20 @@ use crate::console;
 use crate::error::{Error, Result};
 use crate::process::detach;
 
-/// How often the listener is asked for somebody new.
+/// Interval at which the listener is polled for new connections.
 const LOOK: Duration = Duration::from_millis(10);
-/// How long somebody unknown may take to prove that they belong here.
+/// Maximum time for a new connection to authenticate.
 const PROOF: Duration = Duration::from_secs(5);
-/// Most that are unknown at once.
+/// Maximum number of connections that are not yet authenticated.
 const MAX_UNKNOWN: usize = 256;
-/// How often a hub says whom it still waits for.
+/// Interval of messages about the ranks that the hub still waits for.
 const SAY: Duration = Duration::from_secs(20);
-/// How long a hub that ends goes on serving ranks that have not left yet.
+/// How long an ending hub continues to serve ranks that have not left yet.
 const LAST_WORDS: Duration = Duration::from_secs(10);
-/// How long a hub that ends waits for others to hear it.
+/// How long an ending hub waits until others have read its goodbye.
 const FAREWELL: Duration = Duration::from_secs(2);
 
-/// The running hub. Dropped, it serves until all others have left, for ten seconds at most, and says farewell.
+/// The running hub. When dropped, it serves until all other ranks have left, at most ten seconds, and says goodbye.
 #[derive(Debug)]
 pub(super) struct NodeHub {
     shared: Arc<NodeHubState>,
@@ -43,18 +43,18 @@ struct NodeHubState {
     longest_silence: Duration,
     switch: Mutex<Switch>,
     is_over: AtomicBool,
-    /// Whether nobody is listened to any more.
+    /// Whether all readers must stop.
     is_deaf: Arc<AtomicBool>,
     readers: AtomicUsize,
-    /// Whether it was said that somebody has another token.
+    /// Whether the warning about a connection with another token was printed.
     has_warned: AtomicBool,
 }
 
 impl NodeHub {
-    /// Serves the ranks that `own`, rank 0's greeting, tells of.
+    /// Starts the hub for the world described by `own`, the greeting of rank 0.
     ///
     /// # Errors
-    /// [`Error::Environment`] if there is no thread for it.
+    /// [`Error::Environment`] if no thread can be started.
     pub(super) fn start(listener: TcpListener, token: Token, own: Greeting, longest_silence: Duration) -> Result<Self> {
         let failed = |error: std::io::Error| Error::Environment {
             message: format!("cannot start the hub that connects the nodes: {error}"),
@@ -76,14 +76,14 @@ impl Drop for NodeHub {
     fn drop(&mut self) {
         self.shared.is_over.store(true, Ordering::Relaxed);
         let _ = self.acceptor.take().map(JoinHandle::join);
-        // What this rank sent last may still be unread, and others may be exchanging what they need to end.
+        // This rank's last messages may still be unread, and other ranks may still exchange data that they need to end.
         self.shared.await_readers(Instant::now() + LAST_WORDS, Switch::serves);
         let mut connections = self.shared.switch().close();
         let deadline = Instant::now() + FAREWELL;
         for connection in &mut connections {
             connection.leave(deadline.saturating_duration_since(Instant::now()));
         }
-        // What others have sent is read first: a socket that is closed with unread bytes takes the farewell with it.
+        // Read all messages first: closing a socket with unread bytes would discard the goodbye.
         self.shared.await_readers(deadline, |_| true);
         self.shared.is_deaf.store(true, Ordering::Relaxed);
     }
@@ -94,7 +94,7 @@ impl NodeHubState {
         self.switch.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until every connection has ended, no longer than until `deadline` and while `goes_on`.
+    /// Waits until every connection has ended, at most until `deadline` and while `goes_on` returns true.
     fn await_readers(&self, deadline: Instant, goes_on: fn(&Switch) -> bool) {
         while self.readers.load(Ordering::Relaxed) > 0 && Instant::now() < deadline && goes_on(&self.switch()) {
             std::thread::sleep(Duration::from_millis(1));
@@ -102,7 +102,7 @@ impl NodeHubState {
     }
 }
 
-/// Admits ranks until all are there; the port is closed then.
+/// Admits ranks until all have joined, then closes the port.
 fn accept(listener: &TcpListener, shared: &Arc<NodeHubState>) {
     let unknown = Arc::new(AtomicUsize::new(0));
     let mut said = Instant::now();
@@ -137,7 +137,7 @@ fn accept(listener: &TcpListener, shared: &Arc<NodeHubState>) {
     }
 }
 
-/// The greeting of somebody who proves that they have the token.
+/// Authenticates a new connection and returns its greeting.
 fn admit(stream: TcpStream, shared: &NodeHubState) -> Option<(Greeting, TcpStream)> {
     stream.set_nonblocking(false).ok()?;
     let greeting = match shared.token.admit(&mut ProofStream::new(&stream, PROOF)) {
@@ -159,7 +159,7 @@ fn admit(stream: TcpStream, shared: &NodeHubState) -> Option<(Greeting, TcpStrea
     Some((serde_json::from_slice(&greeting).ok()?, stream))
 }
 
-/// A connection of somebody unknown, for as long as a proof may take in all.
+/// A connection that is not yet authenticated, with one time limit for the whole authentication.
 pub(super) struct ProofStream<'a> {
     stream: &'a TcpStream,
     until: Instant,
@@ -194,7 +194,7 @@ impl Write for ProofStream<'_> {
     }
 }
 
-/// Passes on what a rank sends until its connection ends.
+/// Handles a rank's messages until its connection ends.
 fn serve(greeting: &Greeting, stream: &TcpStream, shared: &NodeHubState) {
     if shared.switch().is_complete() {
         return; // too late: all are there
@@ -202,7 +202,7 @@ fn serve(greeting: &Greeting, stream: &TcpStream, shared: &NodeHubState) {
     let rank = greeting.rank;
     let (Ok(connection), Ok(reading)) = (Connection::new(stream), stream.try_clone()) else { return };
     let Some(place) = shared.switch().join(greeting, connection) else {
-        // Refused: the connection stays until the rank has read why.
+        // Refused: keep the connection until the rank has read the reason.
         connection::read(reading, PROOF, &shared.is_deaf, |_| ());
         return;
     };

@@ -1,4 +1,4 @@
-//! The messages of the hub to a rank that nobody has taken yet.
+//! Messages from the hub to a rank that have not been handled yet.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::AtomicBool;
@@ -11,17 +11,17 @@ use crate::error::ExitCode;
 use crate::ranks::control::RankFailure;
 use crate::ranks::shm::Member;
 
-/// Where a rank's reader puts what comes, and others of its threads wait for it.
+/// Received messages. A rank's reader thread stores them here, and its other threads wait for them.
 #[derive(Debug, Default)]
 pub(super) struct Inbox {
     pub(super) state: Mutex<InboxState>,
     pub(super) news: Condvar,
-    /// This rank's place in the memory of its node, which learns of failures elsewhere.
+    /// This rank's place in the shared memory of its node, which must be told of failures on other nodes.
     pub(super) member: OnceLock<Arc<Member>>,
     pub(super) is_over: Arc<AtomicBool>,
 }
 
-/// The word and the payload of a relay.
+/// The word and the payload of a relay message.
 pub(super) type Relayed = (u64, Vec<u8>);
 
 #[derive(Debug, Default)]
@@ -29,19 +29,19 @@ pub(super) struct InboxState {
     pub(super) welcome: Option<Result<NodeLayout, WorldRefusal>>,
     /// Results of gathers, by generation, division and number.
     pub(super) gathered: HashMap<(u64, u32, u64), Vec<u8>>,
-    /// Failed verdicts so far: what belongs to an earlier generation is not kept.
+    /// Number of failed epochs so far. Messages of earlier generations are dropped.
     pub(super) generation: u64,
-    /// Messages of other ranks to this one, by generation, division and sender: word and payload.
+    /// Messages from other ranks to this one, by generation, division and sender.
     pub(super) relayed: HashMap<(u64, u32, u32), VecDeque<Relayed>>,
     pub(super) verdicts: HashMap<u64, Option<RankFailure>>,
     pub(super) late: Option<Vec<usize>>,
-    /// Failures elsewhere, with their epochs, that came before this rank had its place in the memory of its node.
+    /// Failures on other nodes, with their epochs, that arrived before this rank had its place in shared memory.
     pub(super) early_failures: Vec<(u64, RankFailure)>,
-    /// A rank is gone for good, or the hub.
+    /// The failure of a rank, or of the hub, that is permanently gone.
     pub(super) lost: Option<RankFailure>,
-    /// Ranks that have ended in good order, each with what is said to whoever waits for it.
+    /// Ranks that have ended normally, each with the failure to report to a rank that waits for it.
     pub(super) left: HashMap<usize, RankFailure>,
-    /// The hub has said farewell.
+    /// Whether the hub has said goodbye.
     pub(super) has_hub_left: bool,
 }
 
@@ -50,7 +50,7 @@ impl Inbox {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Keeps what the hub sent. What cannot be read ends all waits: one of them may be for it.
+    /// Stores a message from the hub. An unreadable message ends all waits, because one of them may be for it.
     pub(super) fn take(&self, frame: Frame) {
         if let Err(error) = self.keep(frame) {
             let message = format!("it runs the hub that connects the nodes, and its message cannot be read: {error}");
@@ -101,7 +101,7 @@ impl Inbox {
         Ok(())
     }
 
-    /// A rank is gone for good: whoever waits for anything on this node is told.
+    /// Records that a rank is permanently gone, and ends all waits on this node.
     pub(super) fn lose(&self, failure: RankFailure) {
         let failure = self.lock().lost.get_or_insert(failure).clone(); // first: who attaches now finds it
         if let Some(member) = self.member.get() {

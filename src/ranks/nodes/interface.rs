@@ -1,30 +1,29 @@
-//! The network interface on the way to rank 0, over which NCCL is to go, too.
+//! The network interface on the route to rank 0, which NCCL should use, too.
 #![allow(unsafe_code)]
 
 use std::ffi::CStr;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, UdpSocket};
 
-/// Variable with the interfaces that NCCL uses between nodes.
+/// Environment variable with the interfaces that NCCL uses between nodes.
 pub const NCCL_INTERFACE_VARIABLE: &str = "NCCL_SOCKET_IFNAME";
 
-/// The interface that NCCL is to use towards `host`, unless the user names one; none where the way is not known, or does not leave
-/// this host.
+/// The interface that NCCL should use towards `host`, unless the user sets one. `None` if the route is unknown or stays on this host.
 pub fn nccl_interface(host: &str, port: u16) -> Option<String> {
     let found = Interface::towards(host, port).filter(|interface| !interface.address.is_loopback())?;
     Some(found.name)
 }
 
-/// An interface and this host's address on it.
+/// A network interface and this host's address on it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Interface {
-    /// The kernel's name for it.
+    /// The kernel's name of the interface.
     pub(super) name: String,
     /// This host's address on it.
     pub(super) address: IpAddr,
 }
 
 impl Interface {
-    /// The interface of the route to `host`; none where the name does not resolve or nothing leads there. Sends nothing.
+    /// The interface of the route to `host`; `None` if the name cannot be resolved or there is no route. Sends no packets.
     pub(super) fn towards(host: &str, port: u16) -> Option<Self> {
         let any: IpAddr = Ipv4Addr::UNSPECIFIED.into();
         let of = |any: IpAddr| {
@@ -37,7 +36,7 @@ impl Interface {
     }
 }
 
-/// The interface that has an address.
+/// The name of the interface with an address.
 fn name_of(address: IpAddr) -> Option<String> {
     let mut first = std::ptr::null_mut();
     // SAFETY: the list is written on success only, and freed below.
@@ -47,7 +46,7 @@ fn name_of(address: IpAddr) -> Option<String> {
     let mut found = None;
     let mut entry = first;
     while !entry.is_null() && found.is_none() {
-        // SAFETY: the entry is one of the list; its name ends with NUL, and its address, if any, has the type that its family says.
+        // SAFETY: the entry is in the list; its name ends with NUL, and its address, if any, has the type given by its family.
         unsafe {
             if ip_of((*entry).ifa_addr) == Some(address) {
                 found = Some(CStr::from_ptr((*entry).ifa_name).to_string_lossy().into_owned());
@@ -61,9 +60,9 @@ fn name_of(address: IpAddr) -> Option<String> {
 }
 
 /// # Safety
-/// `address` is null or a socket address of the type that its family says.
+/// `address` is null or a socket address of the type given by its family.
 unsafe fn ip_of(address: *const libc::sockaddr) -> Option<IpAddr> {
-    // SAFETY: the caller's promise; null is asked for first.
+    // SAFETY: the caller's promise; null is checked first.
     unsafe {
         match i32::from(address.as_ref()?.sa_family) {
             libc::AF_INET => {

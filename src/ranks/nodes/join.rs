@@ -1,4 +1,4 @@
-//! How the ranks of several nodes meet: all at the hub that rank 0 serves, then those of a node in shared memory.
+//! How the ranks of several nodes join: first all ranks at the hub on rank 0, then the ranks of each node in shared memory.
 
 use std::fs::File;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, TcpListener};
@@ -20,11 +20,11 @@ use crate::ranks::options::WorldOptions;
 use crate::ranks::rendezvous::{self, INHERITED, SEGMENT_FD_VARIABLE, STORE_FD_VARIABLE, SegmentAddress};
 use crate::ranks::shm::{Member, Segment};
 
-/// Meets all ranks of `env`'s world, which are on several nodes.
+/// Joins all ranks of `env`'s world, which are on several nodes.
 ///
 /// # Errors
-/// [`Error::Environment`] without a token, without a way to rank 0, or where nodes differ; [`Error::InvalidValue`] for a key that
-/// differs; [`Error::CollectiveTimeout`] with the ranks and nodes that did not come; [`Error::StoppedEarly`].
+/// [`Error::Environment`] if there is no token or no route to rank 0, or if nodes differ; [`Error::InvalidValue`] for a key that differs;
+/// [`Error::CollectiveTimeout`] with the missing ranks and nodes; [`Error::StoppedEarly`].
 pub(in crate::ranks) fn meet(env: &WorkerEnv, options: &WorldOptions) -> Result<Arc<NodesControl>> {
     let token = Token::from_env()?;
     let deadline = Deadline::after(options.timeout);
@@ -75,8 +75,8 @@ pub(in crate::ranks) fn meet(env: &WorkerEnv, options: &WorldOptions) -> Result<
     Ok(Arc::new(control))
 }
 
-/// Rank 0's socket: the one that its launcher bound; else at MASTER_ADDR, or on all addresses where this host only answers for that
-/// name from inside, as the head of a Kubernetes service does. With a store of torchrun's at MASTER_PORT, a free port.
+/// Rank 0's listening socket: the one that its launcher bound, else one at MASTER_ADDR. If this host can be reached by that name only from inside,
+/// like the head of a Kubernetes service, it listens on all addresses. If torchrun's store is at MASTER_PORT, it uses a free port.
 fn listen(env: &WorkerEnv, agent: bool) -> Result<TcpListener> {
     if let Some(listener) = rendezvous::inherited(STORE_FD_VARIABLE)? {
         return Ok(TcpListener::from(listener));
@@ -102,7 +102,7 @@ fn listen(env: &WorkerEnv, agent: bool) -> Result<TcpListener> {
     })
 }
 
-/// Says which node this is and which interface leads to the others.
+/// Prints which node this is and which interface leads to the others.
 fn introduce(env: &WorkerEnv, layout: &NodeLayout, host: &str) {
     let way = match Interface::towards(&env.master_addr, env.master_port) {
         Some(Interface { name, address }) => format!("interface {name} ({address})"),
@@ -116,8 +116,7 @@ fn introduce(env: &WorkerEnv, layout: &NodeLayout, host: &str) {
     console::say(format_args!("node {node} of {nodes} ({host}): {ranks}, {way} towards {}", env.master_addr));
 }
 
-/// The memory of this node's ranks: what their launcher gave them, or what the first of them makes and tells the others, who hear
-/// of it through the hub.
+/// The shared memory of this node's ranks: either from their launcher, or created by the first of them, which tells the others through the hub.
 fn share(
     env: &WorkerEnv,
     options: &WorldOptions,

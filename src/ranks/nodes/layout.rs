@@ -1,18 +1,18 @@
-//! Which ranks are on which node, and what nodes say of themselves when they join.
+//! Which ranks are on which node, and what ranks report when they join.
 
 use serde::{Deserialize, Serialize};
 
 use crate::error::Error;
 use crate::ranks::env::WorkerEnv;
 
-/// The nodes of a world: equally many ranks on each, node after node.
+/// The nodes of a world: equally many ranks on each, numbered node by node.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(in crate::ranks) struct NodeLayout {
-    /// Ranks on each node.
+    /// Number of ranks on each node.
     pub local_size: usize,
-    /// Names of the nodes' hosts, for messages.
+    /// Host names of the nodes, for messages.
     pub hosts: Vec<String>,
-    /// Most starts of the run before this one that any node counts.
+    /// Number of earlier starts of the run: the maximum over the nodes.
     pub attempt: u64,
 }
 
@@ -25,7 +25,7 @@ impl NodeLayout {
         rank / self.local_size
     }
 
-    /// First rank of a node: its leader.
+    /// The leader of a node, which is its first rank.
     pub(in crate::ranks) fn leader_of(&self, node: usize) -> usize {
         node * self.local_size
     }
@@ -35,7 +35,7 @@ impl NodeLayout {
         ranks.iter().all(|&rank| self.node_of(rank) == self.node_of(ranks[0]))
     }
 
-    /// `node 1 (host), node 3 (other)`: where ranks are.
+    /// Describes the nodes of `ranks`, like `node 1 (host), node 3 (other)`.
     pub(in crate::ranks) fn describe(&self, ranks: &[usize]) -> String {
         let mut nodes: Vec<usize> = ranks.iter().map(|&rank| self.node_of(rank)).collect();
         nodes.sort_unstable();
@@ -58,18 +58,18 @@ pub(super) struct Greeting {
     pub local_size: usize,
     pub host: String,
     pub attempt: u64,
-    /// The program and its libraries.
+    /// Version and size of the program and its libraries.
     pub program: String,
-    /// Keys with their values that all ranks must have alike.
+    /// Configuration keys with values that must be equal on all ranks.
     pub compared: Vec<(String, String)>,
 }
 
-/// Why a world cannot be.
+/// Why a world cannot be formed.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) enum WorldRefusal {
-    /// The nodes do not fit together.
+    /// The nodes are incompatible.
     Nodes(String),
-    /// A key differs.
+    /// A configuration key differs.
     Key { key: String, got: String, expected: String },
 }
 
@@ -102,7 +102,7 @@ impl Greeting {
         named(self.rank / self.local_size.max(1), &self.host)
     }
 
-    /// Refuses a rank whose node is not like that of rank 0, whose greeting `self` is.
+    /// Refuses a rank whose node is incompatible with that of rank 0; `self` is rank 0's greeting.
     pub(super) fn check(&self, other: &Greeting) -> Result<(), WorldRefusal> {
         let (own, theirs) = (self.node(), other.node());
         let refuse = |message: String| Err(WorldRefusal::Nodes(message));

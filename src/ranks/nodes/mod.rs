@@ -1,25 +1,24 @@
-//! Worlds on several nodes: equally many ranks on each, numbered node by node.
+//! Worlds on several nodes, with equally many ranks on each, numbered node by node.
 //!
-//! Every rank has one TCP connection to the *hub*, a few threads of rank 0's process. So the end of any process is seen by all at
-//! once, whoever started it. Within a node ranks share memory as they do in a world of one node; what is for other nodes goes
-//! through the hub: exchanges of host bytes, verdicts, failures, and the CPU tensors that the leaders of a group's nodes send.
-//! GPUs' tensors go over NCCL, which the control plane tells its ids.
+//! Every rank has one TCP connection to the *hub*, a few threads in rank 0's process. So all ranks notice the end of any process at once, whichever
+//! program started it. Within a node, ranks share memory as in a world of one node. Everything for other nodes goes through the hub: exchanged host
+//! bytes, agreements, failures, and the CPU tensors that group leaders on different nodes send each other. GPU tensors go over NCCL, which gets its
+//! ids through the control plane.
 //!
-//! Each rank has a connection of its own, rather than one per node, because a leader cannot watch its node's processes under torchrun
-//! or Slurm, and because a group's leader need not be its node's first rank. The price is one socket and two threads per rank in rank
-//! 0's process.
+//! Each rank has its own connection, rather than one per node, because a leader cannot watch its node's processes under torchrun or Slurm, and
+//! because a group's leader need not be its node's first rank. The price is one socket and two threads per rank in rank 0's process.
 //!
 //! | file | what it is |
 //! |---|---|
-//! | `join` | how ranks meet |
-//! | `auth` | how they prove that they belong together |
-//! | `layout` | which rank is where; what nodes compare when they meet |
-//! | `hub`, `switch` | rank 0's threads; what they decide |
-//! | `client`, `inbox` | a rank's end; what has come for it |
-//! | `connection`, `frame` | signs of life and silence; what is on the wire |
-//! | `control` | the control plane on top |
-//! | `group` | collectives on CPU tensors on top |
-//! | `interface` | the network interface that leads to rank 0 |
+//! | `join` | how ranks join |
+//! | `auth` | how they authenticate |
+//! | `layout` | which rank is on which node; what nodes compare when they join |
+//! | `hub`, `switch` | rank 0's threads; the hub's decisions |
+//! | `client`, `inbox` | a rank's end of the connection; its received messages |
+//! | `connection`, `frame` | heartbeats and timeouts; the wire format |
+//! | `control` | the control plane |
+//! | `group` | collectives on CPU tensors |
+//! | `interface` | the network interface towards rank 0 |
 
 mod auth;
 mod client;

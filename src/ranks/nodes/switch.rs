@@ -1,4 +1,4 @@
-//! State and decisions of the hub: who is there, exchanges under way, failures and verdicts. It touches no socket but to queue.
+//! State and decisions of the hub: joined ranks, exchanges under way, failures and agreements. It uses sockets only to queue messages.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -8,7 +8,7 @@ use super::layout::{Greeting, NodeLayout, WorldRefusal};
 use crate::error::ExitCode;
 use crate::ranks::control::RankFailure;
 
-/// Why a rank that left in good order is missed.
+/// The reason reported for a rank that ended normally while others wait for it.
 const ENDED: &str = "its program has ended";
 
 /// State of the hub.
@@ -21,12 +21,12 @@ pub(super) struct Switch {
     refused: Vec<Connection>,
     is_closed: bool,
     layout: Option<NodeLayout>,
-    /// The epoch that has no verdict yet.
+    /// The current epoch, whose outcome is not known yet.
     epoch: u64,
-    /// Failed verdicts so far: exchanges of an earlier generation are over.
+    /// Number of failed epochs so far. Exchanges of earlier generations are over.
     generation: u64,
     failures: BTreeMap<u64, RankFailure>,
-    /// Nodes that have sent their verdict on the epoch.
+    /// For each node, whether it has sent its outcome of the current epoch.
     agreed: Vec<bool>,
     gathers: HashMap<GatherKey, PendingGather>,
     lost: Option<RankFailure>,
@@ -36,7 +36,7 @@ pub(super) struct Switch {
 struct JoinedRank {
     greeting: Greeting,
     connection: Option<Connection>,
-    /// Tells a rank from one that came before it under its number.
+    /// Distinguishes a connection from an earlier one of the same rank.
     place: u64,
     has_left: bool,
 }
@@ -58,7 +58,7 @@ impl PendingGather {
 }
 
 impl Switch {
-    /// Nobody has joined; rank 0 greets as `own`.
+    /// The state before any rank has joined; `own` is rank 0's greeting.
     pub(super) fn new(own: Greeting) -> Self {
         let members = (0..own.world_size).map(|_| None).collect();
         Self {
@@ -82,13 +82,13 @@ impl Switch {
         self.layout.is_some()
     }
 
-    /// Whether ranks can still exchange anything: all have met, and none is lost.
+    /// Whether ranks can still exchange data: all have joined, and none is lost.
     pub(super) fn serves(&self) -> bool {
         self.is_complete() && self.lost.is_none()
     }
 
-    /// Admits a rank, to a place that [`Switch::end`] names; none if it is refused, and all others with it, or if all are there: one
-    /// that proves itself so late has been given up for another process under its number.
+    /// Admits a rank and returns a number for [`Switch::end`]. `None` if the rank is refused, in which case all others are, too. Also `None` if all
+    /// ranks have joined: such a late process was replaced by another one with its rank.
     pub(super) fn join(&mut self, greeting: &Greeting, connection: Connection) -> Option<u64> {
         if self.layout.is_some() {
             return None;
@@ -106,7 +106,7 @@ impl Switch {
             self.refused.extend(joined.connection); // open until the rank has read why
             return None;
         }
-        // One that comes again, before all are there, was started anew: its predecessor is dead or dying.
+        // A rank that joins again before all have joined was restarted: its earlier process is dead or dying.
         self.members[greeting.rank] = Some(joined);
         if self.members.iter().all(Option::is_some) {
             self.welcome();
@@ -125,7 +125,7 @@ impl Switch {
         self.layout = Some(layout);
     }
 
-    /// Whom the start still waits for.
+    /// Describes the ranks that have not joined yet.
     pub(super) fn describe_missing(&self) -> String {
         let missing: Vec<usize> = self.not_joined();
         let nodes = NodeLayout { local_size: self.own.local_size, hosts: Vec::new(), attempt: 0 };
@@ -137,7 +137,7 @@ impl Switch {
         (0..self.members.len()).filter(|&rank| self.members[rank].is_none()).collect()
     }
 
-    /// Acts on what `rank` sent. One that sends what cannot be read is lost: others would wait for it.
+    /// Handles a message of `rank`. A rank that sends an unreadable message is lost, because others would wait for it.
     pub(super) fn take(&mut self, rank: usize, frame: Frame) {
         if let Err(error) = self.act(rank, frame) {
             self.lose(rank, &format!("its message cannot be read: {error}"));
@@ -163,7 +163,7 @@ impl Switch {
         Ok(())
     }
 
-    /// A failure of `epoch`: the first one stands, and all hear of it, and of its node, once the epochs before it are over.
+    /// Records a failure of `epoch`. Only the first one counts. It is sent to all ranks, with its node, once the earlier epochs are over.
     fn fail(&mut self, epoch: u64, mut failure: RankFailure) {
         if epoch < self.epoch || self.failures.contains_key(&epoch) {
             return;
@@ -181,7 +181,7 @@ impl Switch {
         }
     }
 
-    /// A node's leader has come to the end of an epoch with all its ranks.
+    /// Handles a node's outcome of an epoch, sent by its leader after all its ranks reached the end of the epoch.
     fn agree(&mut self, rank: usize, epoch: u64, failure: Option<RankFailure>) {
         let Some(layout) = &self.layout else { return };
         let node = layout.node_of(rank);
@@ -238,7 +238,7 @@ impl Switch {
         Ok(())
     }
 
-    /// Tells `rank` which ranks it still waits for.
+    /// Sends `rank` the list of ranks that it still waits for.
     fn answer(&self, rank: usize, frame: &Frame) {
         let late = match (&self.layout, frame.word) {
             (None, _) => self.not_joined(),
@@ -256,7 +256,7 @@ impl Switch {
         }
     }
 
-    /// A connection has ended.
+    /// Handles the end of a connection.
     pub(super) fn end(&mut self, rank: usize, place: u64, end: &End) {
         let Some(member) = self.members[rank].as_mut().filter(|member| member.place == place) else { return };
         if self.is_closed {
@@ -284,7 +284,7 @@ impl Switch {
         self.members.get(rank).is_none_or(|member| member.as_ref().is_some_and(|member| member.has_left))
     }
 
-    /// A rank that left in good order is missed as soon as others wait for it, or a failure waits to be agreed on.
+    /// Treats a rank that ended normally as failed once others wait for it, or a failure waits to be agreed on.
     fn check_gone(&mut self) {
         let Some(layout) = &self.layout else { return };
         let waits_for = |rank: usize| {
@@ -298,7 +298,7 @@ impl Switch {
         }
     }
 
-    /// Tells all that a rank is gone for good, with the failure that came first.
+    /// Tells all ranks that a rank is permanently gone, with the failure that was reported first.
     fn lose(&mut self, rank: usize, how: &str) {
         if self.lost.is_some() {
             return;
@@ -317,7 +317,7 @@ impl Switch {
         self.members.iter().flatten().for_each(|member| member.send(frame.clone()));
     }
 
-    /// All connections, to say farewell.
+    /// Takes all connections, to say goodbye.
     pub(super) fn close(&mut self) -> Vec<Connection> {
         self.is_closed = true;
         let members = self.members.iter_mut().flatten().filter_map(|member| member.connection.take());

@@ -1,4 +1,4 @@
-//! Nodes that are threads of one process, each with memory of its own, which meet over the loopback interface.
+//! Test nodes: threads of one process, each with its own shared memory, which join over the loopback interface.
 
 use std::net::TcpListener;
 use std::sync::{Arc, Mutex};
@@ -30,21 +30,21 @@ impl TestHub {
         Self { listener: Mutex::new(Some(listener)), port, longest_silence: Duration::from_secs(20) }
     }
 
-    /// The hub, of rank 0 alone.
+    /// Starts the hub, if the greeting is rank 0's.
     pub(super) fn start(&self, greeting: &Greeting) -> Option<NodeHub> {
         let listener = (greeting.rank == 0).then(|| self.listener.lock().unwrap().take()).flatten()?;
         let token = Token::new(TOKEN).unwrap();
         Some(NodeHub::start(listener, token, greeting.clone(), self.longest_silence).unwrap())
     }
 
-    /// A connection that has proven itself.
+    /// An authenticated connection.
     pub(super) fn join(&self, greeting: &Greeting, timeout: Duration) -> Client {
         let (token, deadline) = (Token::new(TOKEN).unwrap(), Deadline::after(timeout));
         Client::join(("127.0.0.1", self.port), &token, greeting, self.longest_silence, deadline).unwrap()
     }
 }
 
-/// The greeting of rank `rank` of `world_size`, `local_size` of them on its node.
+/// The greeting of rank `rank` of `world_size`, with `local_size` ranks per node.
 pub(super) fn greeting((rank, world_size, local_size): (usize, usize, usize)) -> Greeting {
     Greeting {
         rank,
@@ -58,10 +58,10 @@ pub(super) fn greeting((rank, world_size, local_size): (usize, usize, usize)) ->
     }
 }
 
-/// Longest that ranks of a test take to meet, whatever their own waits may take.
+/// Maximum time for the ranks of a test to join, independent of the tested timeouts.
 const MEETING: Duration = Duration::from_secs(60);
 
-/// One rank's control plane.
+/// The control plane of one rank.
 pub(in crate::ranks) fn control(hub: &TestHub, member: Arc<Member>, place: (usize, usize, usize)) -> Arc<NodesControl> {
     let greeting = greeting(place);
     let served = hub.start(&greeting);

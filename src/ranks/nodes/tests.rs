@@ -1,4 +1,4 @@
-//! Worlds of two and three nodes, held to worlds of one.
+//! Compares worlds of two and three nodes with worlds of one node.
 
 mod meeting;
 
@@ -11,13 +11,13 @@ use crate::ranks::{Collective, ReduceOp, World, all_gather_bytes, testing};
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Values of one rank that do not add exactly, so that the order of sums shows.
+/// Values of one rank whose sums are inexact, so that the order of addition shows.
 fn values(rank: usize, len: i64, kind: Kind) -> Tensor {
     let index = Tensor::arange(len, (Kind::Double, Device::Cpu));
     ((index * 0.37 + rank as f64 * 1.7).sin() * 1000.0).to_kind(kind)
 }
 
-/// Results of every collective operation on a group, for tensors of several kinds and lengths.
+/// Results of every collective operation on a group, for tensors of several dtypes and lengths.
 fn results(group: &dyn Collective, rank: usize) -> Vec<Tensor> {
     let (size, place) = (group.size() as i64, group.rank() as i64);
     let mut results = Vec::new();
@@ -49,7 +49,7 @@ fn results(group: &dyn Collective, rank: usize) -> Vec<Tensor> {
     results
 }
 
-/// The results of all ranks and of groups within and across nodes of two ranks.
+/// The results of the group of all ranks, and of groups within and across nodes of two ranks.
 fn results_of_groups(world: &World) -> Vec<Tensor> {
     let rank = world.rank();
     let pair = rank / 2 * 2;
@@ -134,7 +134,7 @@ fn missing_ranks_are_named_with_their_node() {
     assert!(errors[1].ends_with("missing ranks [3] of node 1 (host1)"), "{}", errors[1]);
 }
 
-/// A process that is killed says nothing, and neither waiting nor agreeing lasts until a time limit.
+/// A killed process sends no goodbye; waits and agreements of others must still end before their time limits.
 #[test]
 fn a_closed_connection_ends_all_waiting_ranks_at_once() {
     let (gone, seen) = std::sync::mpsc::channel();
@@ -142,7 +142,7 @@ fn a_closed_connection_ends_all_waiting_ranks_at_once() {
     let errors = testing::worlds_on_nodes(2, 2, Duration::from_secs(600), |world| {
         if world.rank() == 3 {
             world.break_off();
-            // It lives until the others have heard: its own memory must not be what ends their waits.
+            // Stay alive until the others have noticed, so that this rank's own memory cannot be what ends their waits.
             (0..3).for_each(|_| seen.lock().unwrap().recv().unwrap());
             return Vec::new();
         }

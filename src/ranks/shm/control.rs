@@ -1,4 +1,4 @@
-//! The control plane of ranks on one host: what stands in their shared memory.
+//! The control plane of ranks on one host, in their shared memory.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use crate::ranks::control::{ControlPlane, RankFailure, RankGroup};
 use crate::ranks::{Collective, all_gather_bytes};
 use crate::torch;
 
-/// One rank's end of it.
+/// One rank's end of the control plane.
 #[derive(Debug)]
 pub(in crate::ranks) struct ShmControl {
     member: Arc<Member>,

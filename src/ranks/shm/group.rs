@@ -1,8 +1,8 @@
-//! Collectives over a segment.
+//! Collectives over a shared memory segment.
 //!
-//! Every operation is a row of *exchanges*, one per chunk that fits half a slot: a rank writes its half, arrives, waits for
-//! its peers, and reads theirs. Halves alternate, so one meeting per chunk is enough: before a rank can write the same half
-//! again, every peer has arrived at the exchange in between, and so has finished reading.
+//! Every operation is a sequence of *exchanges*, one per chunk that fits into half a slot. In an exchange a rank writes its half, announces its
+//! arrival, waits for its peers, and reads their halves. The two halves alternate, so one synchronisation per chunk is enough: before a rank can
+//! write the same half again, every peer has arrived at the exchange in between, and so has finished reading.
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use crate::ranks::checks::{self, MemoryRange};
 use crate::ranks::control::RankGroup;
 use crate::ranks::{Collective, ReduceOp};
 
-/// One group of ranks on this host, for CPU tensors.
+/// A group of ranks on this host, for CPU tensors.
 #[derive(Debug)]
 pub(in crate::ranks) struct ShmGroup {
     member: Arc<Member>,
@@ -27,12 +27,12 @@ pub(in crate::ranks) struct ShmGroup {
 }
 
 impl ShmGroup {
-    /// A group that `member` is in; its division is a partition of the segment.
+    /// Creates the group on this rank, whose place in shared memory is `member`. `group.division` says which partition of the segment it uses.
     pub(in crate::ranks) fn new(member: Arc<Member>, group: Arc<RankGroup>) -> Self {
         Self { member, group }
     }
 
-    /// One chunk: `write` fills this rank's half; `read` is given every rank's half, in group order.
+    /// One exchange: `write` fills this rank's half of its slot; `read` gets every rank's half, in group order.
     fn exchange(
         &self,
         called: Signature,
@@ -61,7 +61,7 @@ impl ShmGroup {
         read(&halves)
     }
 
-    /// Runs `exchange` for each chunk of what was `called`, at least once. `parts` chunks must fit half a slot together.
+    /// Calls `exchange` for each chunk of the operation `called`, at least once. `parts` chunks together must fit into half a slot.
     fn chunked(
         &self,
         called: Signature,
@@ -88,7 +88,7 @@ impl ShmGroup {
     }
 }
 
-/// Part of an operation: `len` bytes from `start` of every block; blocks lie `room` bytes apart in a half.
+/// A chunk of an operation: `len` bytes from `start` of every block; blocks are `room` bytes apart in a half.
 #[derive(Clone, Copy)]
 struct TransferChunk {
     start: usize,
@@ -96,7 +96,7 @@ struct TransferChunk {
     room: usize,
 }
 
-/// Copies that may overlap.
+/// Copies between ranges that may overlap.
 ///
 /// # Safety
 /// Both ranges are valid for `len` bytes.
@@ -259,13 +259,13 @@ mod tests {
     use crate::ranks::checks::REDUCIBLE;
     use crate::ranks::{all_gather_bytes, testing};
 
-    /// Values of one rank that do not add exactly in f32, so that the order of sums shows.
+    /// Values of one rank whose sums are inexact in f32, so that the order of addition shows.
     fn values(rank: usize, len: i64, kind: Kind) -> Tensor {
         let index = Tensor::arange(len, (Kind::Double, Device::Cpu));
         ((index * 0.37 + rank as f64 * 1.7).sin() * 1000.0).to_kind(kind)
     }
 
-    /// The sum of all ranks' values in rank order, in the kind that sums are taken in.
+    /// The sum of all ranks' values in rank order, in the dtype in which sums are computed.
     fn expected_sum(num_ranks: usize, len: i64, kind: Kind) -> Tensor {
         let wide = |rank| {
             let own = values(rank, len, kind);

@@ -1,8 +1,8 @@
-//! One rank's place in a segment: arriving, waiting for peers, and the world's first failure.
+//! One rank's place in a shared memory segment: arriving, waiting for peers, and the world's first failure.
 //!
-//! Failures are counted in epochs, one per `agree`. `failure_state` holds `epoch << 2 | state`; what stands for an older
-//! epoch is over. The first to post in an epoch wins; `agree` closes an epoch without failure, so that a post which
-//! comes too late belongs to the next one and every rank reads the same verdict.
+//! Failures are counted in epochs, one per `agree`. `failure_state` holds `epoch << 2 | state`; a state of an older epoch is over. The first rank to
+//! post in an epoch wins. `agree` closes an epoch without failure, so a post that comes too late belongs to the next one, and every rank reads the
+//! same outcome.
 #![allow(unsafe_code)]
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -18,13 +18,13 @@ const WRITING: u64 = 1;
 const POSTED: u64 = 2;
 const CLOSED: u64 = 3;
 
-/// Longest sleep before a waiter looks at the failure and the clock again.
+/// Maximum sleep before a waiting rank checks for failures and the time again.
 const NAP: Duration = Duration::from_millis(2);
 
-/// How long a rank that could agree on a failure waits for those that have not noticed it: one may be stuck on its GPU.
+/// How long a rank that could agree on a failure waits for those that have not noticed it, since one may be blocked on its GPU.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Longest that telling a failure takes a rank that lives: it is a copy of some bytes.
+/// Maximum time that a living rank needs to post a failure, which only copies some bytes.
 const LONGEST_POST: Duration = Duration::from_secs(10);
 
 /// One rank of the world.
@@ -37,27 +37,27 @@ pub(in crate::ranks) struct Member {
     first_rank: usize,
     timeout: Duration,
     epoch: AtomicU64,
-    /// Operations of several threads in one partition take turns.
+    /// Locks that serialise the operations of several threads in one partition.
     turns: [Mutex<()>; PARTITIONS],
-    /// Looks at a peer's counter before the processor is given up: none if ranks share processors.
+    /// Number of times a peer's counter is polled before the processor is yielded: 0 if ranks share processors.
     spins: usize,
-    /// A rank of the world that is gone for good: nothing can be agreed on any more.
+    /// The failure of a rank that is permanently gone; nothing can be agreed on any more.
     lost: OnceLock<RankFailure>,
 }
 
-/// Events that end a wait before the peers have come, beside the time limit.
+/// What ends a wait, besides arrivals and the time limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Until {
     /// The world's first failure.
     Failure,
-    /// The world's first failure, some time after it.
+    /// The world's first failure, some time after it was posted.
     LongAfterFailure,
     /// A failure, or a request to stop.
     StopRequest,
 }
 
 impl Member {
-    /// World rank `rank` among those of a segment that begins with `first_rank`.
+    /// World rank `rank` in a segment whose first rank is `first_rank`.
     pub(in crate::ranks) fn new(segment: Arc<Segment>, rank: usize, first_rank: usize, timeout: Duration) -> Self {
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
         let spins = if segment.num_ranks() <= processors { 400 } else { 0 };
@@ -65,8 +65,8 @@ impl Member {
         Self { segment, rank, first_rank, timeout, epoch, turns, spins, lost }
     }
 
-    /// Tells the segment's ranks that this one failed, unless a failure stands already, and returns the epoch that the failure ends. A
-    /// [`Error::PeerFailed`] is no news.
+    /// Posts this rank's failure to the segment's ranks, unless one was posted before, and returns the failure's epoch. An [`Error::PeerFailed`] is
+    /// not posted, because all ranks know it already.
     pub(in crate::ranks) fn post(&self, error: &Error) -> Option<u64> {
         if matches!(error, Error::PeerFailed { .. }) {
             return None;
@@ -87,7 +87,7 @@ impl Member {
         }
     }
 
-    /// Tells the segment's ranks of the failure of a rank elsewhere in `epoch`, unless this node has come to its end of that.
+    /// Posts the failure in `epoch` of a rank on another node to the segment's ranks, unless this node has already ended that epoch.
     pub(in crate::ranks) fn post_of_other_node(&self, epoch: u64, failure: &RankFailure) {
         let state = &self.segment.header().failure_state;
         loop {
@@ -112,12 +112,12 @@ impl Member {
         writes
     }
 
-    /// Ends all waiting of this rank: a rank of the world is gone for good.
+    /// Ends all waits of this rank, because a rank of the world is permanently gone.
     pub(in crate::ranks) fn lose(&self, failure: RankFailure) {
         let _ = self.lost.set(failure);
     }
 
-    /// The failure of the present epoch, if one was posted; that of a rank that is gone for good stays.
+    /// The posted failure of the current epoch, if any; that of a permanently gone rank stays.
     pub(in crate::ranks) fn failure(&self) -> Option<RankFailure> {
         if let Some(lost) = self.lost.get() {
             return Some(lost.clone());
@@ -127,13 +127,13 @@ impl Member {
         (header.failure_state.load(Ordering::Acquire) == posted).then(|| read_failure(header))
     }
 
-    /// Ends an epoch on all ranks together: the failure that stands, or none. After a failure every partition starts anew.
+    /// Ends an epoch on all ranks together, and returns the posted failure, if any. After a failure every partition is reset.
     pub(in crate::ranks) fn agree(&self) -> Result<Option<RankFailure>> {
         self.agree_by(|_, own| Ok(own))
     }
 
-    /// [`Member::agree`] where the segment's ranks are not all: `verdict` turns the epoch and what stood among them into what
-    /// stood in the world, the same on all.
+    /// [`Member::agree`] if the segment does not hold all ranks of the world: `verdict` maps the epoch and the outcome on this node to the outcome in
+    /// the world, which is equal on all nodes.
     pub(in crate::ranks) fn agree_by(
         &self,
         verdict: impl FnOnce(u64, Option<RankFailure>) -> Result<Option<RankFailure>>,
@@ -145,7 +145,7 @@ impl Member {
             for partition in 0..PARTITIONS {
                 self.line(partition, self.rank).arrived.store(0, Ordering::Release);
             }
-            // Ranks that have the verdict may be gone by now: it stands nevertheless, and nothing else will.
+            // Ranks that have received the outcome may have exited by now: it is final nevertheless.
             let met = self.meet_world("agree", Until::LongAfterFailure);
             if self.lost.get().is_none() {
                 met?;
@@ -155,17 +155,17 @@ impl Member {
         Ok(verdict)
     }
 
-    /// Whether `rank` is at an [`Member::agree`] that this rank has not come to.
+    /// Whether `rank` is in an [`Member::agree`] that this rank has not reached.
     pub(in crate::ranks) fn is_waiting(&self, rank: usize) -> bool {
         reached(self.line(CONTROL, rank), self.next_turn(CONTROL))
     }
 
-    /// Waits until every rank of the segment has mapped it, or this one is asked to stop.
+    /// Waits until every rank of the segment has mapped it, or this process is asked to stop.
     pub(in crate::ranks) fn join(&self) -> Result<()> {
         self.meet_world("join", Until::StopRequest)
     }
 
-    /// Waits for every rank of the segment, whatever has failed.
+    /// Waits for every rank of the segment, even after failures.
     fn meet_world(&self, op: &'static str, until: Until) -> Result<()> {
         let ranks: Vec<usize> = (self.first_rank..self.first_rank + self.segment.num_ranks()).collect();
         let _seen = phase::collective(op, "world", 0);
@@ -174,7 +174,7 @@ impl Member {
         met.map_err(|stopped| stopped.error(op, "world", self.rank, deadline))
     }
 
-    /// The end of a wait that begins now.
+    /// The deadline of a wait that begins now.
     pub(in crate::ranks) fn deadline(&self) -> Deadline {
         Deadline::after(self.timeout)
     }
@@ -189,7 +189,7 @@ impl Member {
         self.segment.line(partition, rank - self.first_rank)
     }
 
-    /// One half of the slot of a world rank, as [`Segment::half`].
+    /// One half of the slot of a world rank, see [`Segment::half`].
     pub(super) fn half(&self, partition: usize, rank: usize, half: usize) -> *mut u8 {
         self.segment.half(partition, rank - self.first_rank, half)
     }
@@ -199,7 +199,7 @@ impl Member {
         self.segment.half_bytes()
     }
 
-    /// Held by the thread whose turn it is to use a partition.
+    /// Locks a partition for this thread.
     pub(super) fn turn(&self, partition: usize) -> MutexGuard<'_, ()> {
         self.turns[partition].lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -220,7 +220,7 @@ impl Member {
         self.line(partition, self.rank).arrived.load(Ordering::Relaxed).wrapping_add(1)
     }
 
-    /// Waits until every one of `ranks` has arrived at `turn`, and at most `until`.
+    /// Waits until all of `ranks` have arrived at `turn`, or until the event `until`.
     pub(super) fn wait(
         &self,
         partition: usize,
@@ -243,8 +243,8 @@ impl Member {
         Ok(())
     }
 
-    /// Gives the processor up between looks: first to whoever is ready, then asleep on the peer's counter. False if the
-    /// deadline passed.
+    /// Waits while yielding the processor: first to other ready threads, then by sleeping on the peer's counter. Returns false if the deadline
+    /// passed.
     fn wait_slowly(&self, line: &RankLine, turn: u32, deadline: Deadline, until: Until) -> Result<bool, Stopped> {
         let mut failed_at = None;
         for look in 0.. {
@@ -275,10 +275,10 @@ impl Member {
         unreachable!("the loop has no end")
     }
 
-    /// The verdict of the present epoch, which ends here.
+    /// Ends the current epoch and returns its outcome.
     ///
     /// # Errors
-    /// [`Error::Collective`] if the rank that told its failure died before it had done so.
+    /// [`Error::Collective`] if the failing rank died before it had posted its failure completely.
     fn close_epoch(&self) -> Result<Option<RankFailure>> {
         let header = self.segment.header();
         let state = &header.failure_state;
@@ -306,7 +306,7 @@ fn reached(line: &RankLine, turn: u32) -> bool {
     has_reached(line.arrived.load(Ordering::Acquire), turn)
 }
 
-/// Counters may wrap around.
+/// Compares counters that may wrap around.
 fn has_reached(arrived: u32, turn: u32) -> bool {
     arrived.wrapping_sub(turn) as i32 >= 0
 }

@@ -1,4 +1,4 @@
-//! Collectives in shared memory, for ranks on one host: the CPU backend, and the host-side meeting place of every backend.
+//! Collectives in shared memory for ranks on one host: the CPU backend, and host-side synchronisation for every backend.
 
 mod control;
 mod group;

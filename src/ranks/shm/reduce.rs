@@ -1,4 +1,4 @@
-//! Element-wise reduction of the slots of several ranks, in rank order.
+//! Element-wise reduction over the slots of several ranks, in rank order.
 #![allow(unsafe_code)]
 
 use tch::{Device, Kind, Tensor};
@@ -6,12 +6,11 @@ use tch::{Device, Kind, Tensor};
 use crate::error::Result;
 use crate::ranks::ReduceOp;
 
-/// `output[i] = op(sources[0][i], sources[1][i], ..)` for `count` elements of a reducible `kind`. bfloat16 is reduced in float32
-/// and rounded once. The largest and the smallest pass NaN on.
+/// Computes `output[i] = op(sources[0][i], sources[1][i], ..)` for `count` elements of a reducible `kind`. bfloat16 is reduced in float32 and rounded
+/// once. Maximum and minimum propagate NaN.
 ///
 /// # Safety
-/// Every source holds `count` initialised elements and `output` has room for as many; all are aligned for `kind`.
-/// `output` overlaps no source.
+/// Every source holds `count` initialised elements and `output` has space for as many; all are aligned for `kind`. `output` overlaps no source.
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
@@ -44,7 +43,7 @@ pub(super) unsafe fn reduce(
     Ok(())
 }
 
-/// `sum = op(sum, source)`, element by element; the sum may be of a wider kind.
+/// Computes `sum = op(sum, source)` element by element; the sum may have a wider dtype.
 ///
 /// # Errors
 /// Returns libtorch's errors.

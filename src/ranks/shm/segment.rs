@@ -1,12 +1,12 @@
-//! The mapped memory that the ranks of one host share, and its layout.
+//! The shared memory of the ranks of one host, and its layout.
 //!
 //! | bytes | what |
 //! |---|---|
 //! | one page | [`SegmentHeader`]: magic, sizes, the first failure |
-//! | (PARTITIONS + 1) x ranks x 128 | [`RankLine`]: how far a rank has come in a partition; the last row is the world's own |
-//! | PARTITIONS x ranks x slot_bytes | what a rank shows its group: two halves, used in turn |
+//! | (PARTITIONS + 1) x ranks x 128 | [`RankLine`]: a rank's progress in a partition; the last row is for the whole world |
+//! | PARTITIONS x ranks x slot_bytes | slots, where a rank writes data for its group: two halves, used alternately |
 //!
-//! A *partition* divides the world into groups, each rank in exactly one, so that a rank has one line and one slot there.
+//! A *partition* divides the world into groups, with each rank in exactly one of them, so a rank has one line and one slot per partition.
 #![allow(unsafe_code)]
 
 use std::fs::File;
@@ -28,7 +28,7 @@ pub(super) const MESSAGE_BYTES: usize = 2048;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"colo-shm");
 const HEADER_BYTES: usize = 4096;
-/// The name by which errors call it.
+/// The first page of the segment.
 const NAME: &str = "memory shared by ranks";
 
 /// The first page.
@@ -47,18 +47,18 @@ pub(super) struct SegmentHeader {
     pub message: [AtomicU8; MESSAGE_BYTES],
 }
 
-/// How far one rank has come in one partition. Written by that rank alone, but for `sleepers`.
+/// Progress of one rank in one partition. Only that rank writes it, except `sleepers`.
 #[repr(C, align(128))]
 pub(super) struct RankLine {
-    /// Operations (chunks) that the rank has published; a futex word.
+    /// Number of exchanges that the rank has published; a futex word.
     pub arrived: AtomicU32,
-    /// Peers asleep on `arrived`.
+    /// Number of peers that sleep on `arrived`.
     pub sleepers: AtomicU32,
     /// The operation that the rank called, for each half.
     pub signature: [AtomicU64; 2],
 }
 
-/// The mapping. All access goes through atomics and through pointers that the protocol of `group` hands out.
+/// The mapped segment. All access is through atomics, and through pointers used according to the protocol of `group`.
 #[derive(Debug)]
 pub(in crate::ranks) struct Segment {
     map: MmapRaw,
@@ -67,8 +67,8 @@ pub(in crate::ranks) struct Segment {
 }
 
 impl Segment {
-    /// Makes a world's memory, all of it reserved so that no later access can fail. It has no name, so that nothing of it is
-    /// left however its processes end. `run` is a number that other runs on this host do not have.
+    /// Creates a world's shared memory, with all pages allocated, so that no later access can fail. It has no name in the file system, so nothing
+    /// remains however its processes end. `run` is a number that distinguishes it from other runs on this host.
     ///
     /// # Errors
     /// [`Error::Environment`] if the machine has too little memory.
@@ -92,10 +92,10 @@ impl Segment {
         Ok((segment, file))
     }
 
-    /// Maps the memory that another process made for `run`.
+    /// Maps the memory that another process created for `run`.
     ///
     /// # Errors
-    /// [`Error::Environment`] if it is another user's, of another run, or made for other sizes.
+    /// [`Error::Environment`] if it belongs to another user or run, or was created for other sizes.
     pub(in crate::ranks) fn open(file: &File, num_ranks: usize, slot_bytes: usize, run: u64) -> Result<Self> {
         let owner = file.metadata().map_err(Error::io(NAME))?.uid();
         if owner != rustix::process::geteuid().as_raw() {
@@ -121,7 +121,7 @@ impl Segment {
         Ok(segment)
     }
 
-    /// Memory of this process alone, for ranks that are threads.
+    /// Memory of this process only, for ranks that are threads.
     #[cfg(test)]
     pub(in crate::ranks) fn in_process(num_ranks: usize, slot_bytes: usize) -> Result<Self> {
         let bytes = total_bytes(num_ranks, slot_bytes);
@@ -171,7 +171,7 @@ impl Segment {
         unsafe { &*self.map.as_ptr().add(HEADER_BYTES).cast::<RankLine>().add(index) }
     }
 
-    /// Start of one half of a rank's slot. Reading and writing it follows the protocol of `group`.
+    /// Start of one half of a rank's slot. Access must follow the protocol of `group`.
     pub(super) fn half(&self, partition: usize, rank: usize, half: usize) -> *mut u8 {
         assert!(partition < PARTITIONS && rank < self.num_ranks && half < 2);
         let slot = partition * self.num_ranks + rank;

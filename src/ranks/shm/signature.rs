@@ -1,5 +1,4 @@
-//! The operation that a rank called, in one word: ranks that called different ones get an error instead of hanging or mixing
-//! bytes.
+//! The called operation in one word. Ranks that called different operations get an error instead of hanging or mixing data.
 
 use std::fmt;
 
@@ -42,14 +41,14 @@ impl CollectiveOp {
     }
 }
 
-/// The whole call; the same on every rank of a group.
+/// The parameters of a call, which must be equal on every rank of a group.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(in crate::ranks) struct Signature {
     pub op: CollectiveOp,
     pub kind: Kind,
-    /// Reduction of an all_reduce, root of a broadcast.
+    /// The reduction of an all_reduce, or the root of a broadcast.
     pub detail: u8,
-    /// Size of one rank's block.
+    /// Bytes of one rank's block.
     pub bytes: usize,
 }
 
@@ -66,7 +65,7 @@ const KINDS: [Kind; 9] = [
 ];
 
 impl Signature {
-    /// Bits from the top: op 8, kind 8, detail 8, bytes 40. A kind that is not listed is like any other such kind.
+    /// Packs the signature, from the highest bits: op 8, kind 8, detail 8, bytes 40. All dtypes that are not listed have the same code.
     pub(in crate::ranks) fn pack(self) -> u64 {
         let kind = KINDS.iter().position(|&kind| kind == self.kind).unwrap_or(KINDS.len()) as u64;
         (self.op as u64) << 56 | kind << 48 | u64::from(self.detail) << 40 | (self.bytes as u64 & ((1 << 40) - 1))

@@ -1,4 +1,4 @@
-//! Ranks and the hub where one of them ends, falls silent, comes too late, or is none of the run.
+//! Tests of ranks and the hub when a rank ends, falls silent, joins too late, or does not belong to the run.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -19,7 +19,7 @@ use crate::ranks::control::{Deadline, RankGroup, Stopped};
 use crate::ranks::shm::{Member, Segment};
 use crate::ranks::{WorkerEnv, World, WorldOptions};
 
-/// The hub of nodes of one rank each, and the ranks' ends, all of whom have met.
+/// The hub and the clients of nodes with one rank each, after all have joined.
 fn all_that_met(num_nodes: usize) -> (Option<NodeHub>, Vec<Client>) {
     let hub = TestHub::new();
     let greetings: Vec<_> = (0..num_nodes).map(|rank| greeting((rank, num_nodes, 1))).collect();
@@ -31,14 +31,14 @@ fn all_that_met(num_nodes: usize) -> (Option<NodeHub>, Vec<Client>) {
     (served, clients)
 }
 
-/// [`all_that_met`] on two nodes.
+/// [`all_that_met`] for two nodes.
 fn two_that_met() -> (Option<NodeHub>, Client, Client) {
     let (served, clients) = all_that_met(2);
     let [own, other] = clients.try_into().unwrap();
     (served, own, other)
 }
 
-/// The memory of rank 0, which is alone on its node.
+/// The shared memory of rank 0, which is alone on its node.
 fn own_memory() -> Arc<Member> {
     Arc::new(Member::new(Arc::new(Segment::in_process(1, 64 << 10).unwrap()), 0, 0, PATIENCE))
 }
@@ -57,7 +57,7 @@ fn a_rank_lost_during_startup_is_reported_to_late_ranks() {
     drop((own, other, served));
 }
 
-/// A node may be through the meeting, and fail, while another one still joins.
+/// A node may have joined, and fail, while another one still joins.
 #[test]
 fn a_failure_during_startup_is_not_forgotten() {
     let (served, own, other) = two_that_met();
@@ -77,7 +77,7 @@ fn a_failure_during_startup_is_not_forgotten() {
     drop((own, other, served));
 }
 
-/// A host that is cut off sends nothing and closes nothing.
+/// A disconnected host neither sends data nor closes connections.
 #[test]
 fn a_silent_node_is_named() {
     let mut hub = TestHub::new();
@@ -100,7 +100,7 @@ fn a_silent_node_is_named() {
     drop((own, served, silent));
 }
 
-/// A rank whose greeting took too long may come again while its first connection is admitted after all.
+/// A rank whose authentication took too long may connect again, while its first connection is admitted after all.
 #[test]
 fn a_surplus_rank_is_refused() {
     let (first, second) = (greeting((0, 2, 1)), greeting((1, 2, 1)));
@@ -116,7 +116,7 @@ fn a_surplus_rank_is_refused() {
     assert_eq!(outcomes, [(Some(1), false), (Some(2), false), (Some(3), true), (None, true)]);
 }
 
-/// Rank 1 counts itself twice: neither gets more or fewer parts than it asked for.
+/// Rank 1 lists itself twice in a gather: neither rank may get more or fewer parts than it expects.
 #[test]
 fn gathers_over_different_ranks_are_an_error() {
     let (served, own, other) = two_that_met();
@@ -134,7 +134,7 @@ fn gathers_over_different_ranks_are_an_error() {
     drop((own, other, served));
 }
 
-/// Rank 1 is a stream without a program, which has sent `bytes` once all have met: what rank 0 hears of it.
+/// Rank 1 is a raw stream that sends `bytes` after all have joined. Returns the failure that rank 0 receives.
 fn heard_of_one_that_sends(bytes: &[u8]) -> String {
     let hub = TestHub::new();
     let (first, second) = (greeting((0, 2, 1)), greeting((1, 2, 1)));
@@ -169,7 +169,7 @@ fn an_invalid_message_is_reported_differently_from_a_death() {
     }
 }
 
-/// Whoever answers at rank 0's address and has the token, but says what no hub does.
+/// A server at rank 0's address has the token but sends a message that no hub sends.
 #[test]
 fn an_invalid_message_from_the_hub_ends_all_waits() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -188,7 +188,7 @@ fn an_invalid_message_from_the_hub_ends_all_waits() {
     drop((client, served.join().unwrap()));
 }
 
-/// The last part comes when the deadline has passed, and before it is asked who is late.
+/// The last part arrives after the deadline has passed, and before the hub is asked who is late.
 #[test]
 fn a_gather_that_completes_during_the_timeout_query_succeeds() {
     let (served, own, other) = two_that_met();
@@ -206,7 +206,7 @@ fn a_gather_that_completes_during_the_timeout_query_succeeds() {
     drop((own, other, served));
 }
 
-/// Messages that a rank sent before its end are there; more will not come, and nobody waits for them until a time limit.
+/// Messages that a rank sent before its end are delivered. After that, no rank waits for it until a time limit.
 #[test]
 fn waiting_for_an_ended_rank_reports_its_end() {
     let (served, own, other) = two_that_met();
@@ -219,7 +219,7 @@ fn waiting_for_an_ended_rank_reports_its_end() {
     drop((own, served));
 }
 
-/// Other ranks may still have to exchange what they need to end.
+/// Other ranks may still have to exchange data that they need to end.
 #[test]
 fn the_hub_serves_other_ranks_while_rank_0_ends() {
     let (served, clients) = all_that_met(3);
@@ -246,7 +246,7 @@ fn too_small_slots_are_refused_before_connecting() {
     assert!(error.to_string().contains("slot_bytes of at least 512 for 2 ranks on a host"), "{error}");
 }
 
-/// However often somebody unknown sends a byte, all of the proof has one limit.
+/// Authentication has one time limit, however often the other side sends a byte.
 #[test]
 fn the_authentication_has_one_overall_time_limit() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -260,7 +260,7 @@ fn the_authentication_has_one_overall_time_limit() {
     assert_eq!(late.kind(), std::io::ErrorKind::TimedOut, "though bytes are there");
 }
 
-/// Fault 41, between nodes: who has no token learns nothing but random numbers, and all goes on as if nobody had come.
+/// Fault 41, between nodes: without the token a connection learns only random numbers, and the run continues undisturbed.
 #[test]
 fn an_unauthenticated_client_of_the_hub_has_no_effect() {
     let hub = TestHub::new();
