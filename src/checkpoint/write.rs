@@ -1,7 +1,7 @@
-//! The files of a checkpoint. Every rank writes its own optimizer state, the first one everything else.
+//! Writes the files of a checkpoint. Every rank writes its own optimizer state, rank 0 all other files.
 //!
-//! Ranks may write in threads beside training, so they do not meet in collectives: each leaves a record of what it has
-//! written in `.records` of the temporary folder, where the first one looks for it before it publishes.
+//! Ranks may write in threads during training, so they cannot use collectives. Instead each rank leaves a record of its written files in `.records`
+//! of the temporary folder, and rank 0 waits for all records before it publishes the checkpoint.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -25,27 +25,27 @@ use crate::phase::{self, Phase};
 use crate::ranks::World;
 use crate::train::{ParamState, Policy, Reference};
 
-/// Room for what is small: configuration, tokenizer, headers, manifest.
+/// Bytes reserved for small files: configuration, tokenizer, headers, manifest.
 const SMALL_FILES_BYTES: u64 = 32 << 20;
-/// A token of a carried group in `trainer_state.json`: its id and its log-probability, eight hexadecimal digits each.
+/// Bytes of a carried group's token in `trainer_state.json`: its id and its log-probability, eight hexadecimal digits each.
 const CARRIED_TOKEN_BYTES: u64 = 16;
-/// Where ranks leave their records while a checkpoint is written.
+/// Folder for the ranks' records while a checkpoint is written.
 const RECORDS: &str = ".records";
-/// The folder of a reference model that follows the policy.
+/// Folder of a reference model that follows the policy.
 pub(super) const REFERENCE: &str = "reference";
-/// How often the first rank looks for records.
+/// Interval at which rank 0 checks for records.
 const LOOK: Duration = Duration::from_millis(5);
 
-/// The models of a checkpoint.
+/// The models to save in a checkpoint.
 #[derive(Debug, Clone, Copy)]
 pub struct Models<'a> {
-    /// The policy that is saved.
+    /// The policy.
     pub policy: &'a Policy,
-    /// The reference model, where it follows the policy.
+    /// The reference model, if it follows the policy.
     pub reference: Option<&'a Reference>,
 }
 
-/// Bytes that a checkpoint takes, over all ranks.
+/// Bytes of a checkpoint, over all ranks.
 pub fn num_bytes(models: Models<'_>, state: &TrainerState) -> u64 {
     let length = |line| serde_json::to_string(line).map_or(0, |text| text.len() as u64 * 2);
     let history = state.log_history.lines().map(length).sum::<u64>();
@@ -53,18 +53,18 @@ pub fn num_bytes(models: Models<'_>, state: &TrainerState) -> u64 {
     first_bytes(models) + history + carried
 }
 
-/// Bytes of the first checkpoint, before there is any history.
+/// Bytes of the first checkpoint, without history.
 pub fn first_bytes(Models { policy, reference }: Models<'_>) -> u64 {
     let num_models = 1 + u64::from(reference.is_some());
     policy.whole_state_bytes() as u64 + num_models * model_bytes(policy)
 }
 
-/// Bytes that the model folder takes.
+/// Bytes of the model folder.
 pub fn model_bytes(policy: &Policy) -> u64 {
     weights_bytes(policy.trained_table(), policy.kind()) + SMALL_FILES_BYTES
 }
 
-/// Says that all ranks are about to write: a rank that fails takes its mark away, which needs no room on a full disk.
+/// Marks that all ranks are about to write. A failing rank removes its mark, which is possible even on a full disk.
 pub fn open_records(temporary: &Path, writers: &Writers) -> Result<()> {
     let records = temporary.join(RECORDS);
     std::fs::create_dir(&records).map_err(Error::io(&records))?;
@@ -74,7 +74,7 @@ pub fn open_records(temporary: &Path, writers: &Writers) -> Result<()> {
     })
 }
 
-/// One rank's part of a checkpoint, all but the tensors.
+/// One rank's part of a checkpoint, without the tensors.
 #[derive(Debug)]
 pub struct RankPart {
     temporary: PathBuf,
@@ -83,20 +83,20 @@ pub struct RankPart {
     rank: usize,
     writers: Writers,
     step: u64,
-    /// Name and header of this rank's optimizer state, if it saves any.
+    /// Name and header of this rank's optimizer state file, if it saves any.
     shard: Option<ShardFile>,
     lora: Option<LoraSpec>,
-    /// How the base of adapters is stored.
+    /// Storage format of the base under adapters.
     base_quantization: Quantization,
     table: Arc<ParamTable>,
     kind: Kind,
     has_reference: bool,
     state: TrainerState,
-    /// The text of the state where nodes write apart.
+    /// The text of the state file, if every node writes its own folder.
     common_state: Option<String>,
 }
 
-/// Checkpoints over the limit, to be removed once a newer one is complete on all nodes that write apart.
+/// Checkpoints over the limit. They are removed once a newer one is complete; with a folder per node, once it is complete on all nodes.
 #[derive(Debug)]
 pub struct OldCheckpoints {
     output_dir: PathBuf,
@@ -111,12 +111,11 @@ impl OldCheckpoints {
     }
 }
 
-/// Whole units of the models that a checkpoint has, which ranks other than the first only run through: making them may be
-/// collective.
+/// Whole units of the models in a checkpoint. Ranks other than rank 0 only iterate over them, because gathering them may be collective.
 pub struct Units<'a> {
-    /// The policy's.
+    /// Units of the policy.
     pub policy: &'a mut dyn Iterator<Item = Result<Tensor>>,
-    /// The reference model's, if it is saved.
+    /// Units of the reference model, if it is saved.
     pub reference: &'a mut dyn Iterator<Item = Result<Tensor>>,
 }
 
@@ -151,13 +150,13 @@ impl RankPart {
         }
     }
 
-    /// Bytes that this rank writes, nearly.
+    /// Approximate number of bytes that this rank writes.
     fn bytes(&self) -> u64 {
         let num_models = u64::from(self.writers.is_first()) * (1 + u64::from(self.has_reference));
         self.shard.as_ref().map_or(0, |shard| shard.bytes) + num_models * weights_bytes(&self.table, self.kind)
     }
 
-    /// Writes this rank's files; the first rank then waits for the others and gives the checkpoint its name.
+    /// Writes this rank's files; rank 0 then waits for the others and gives the checkpoint its final name.
     pub fn write(
         &self,
         shard: &mut dyn Iterator<Item = Result<ParamState>>,
@@ -198,7 +197,7 @@ impl RankPart {
         Ok(())
     }
 
-    /// The checkpoints that this one makes too old.
+    /// The checkpoints that exceed the limit because of this one.
     pub fn old(&self) -> OldCheckpoints {
         let best = self.state.best_global_step.map(|step| folder::path(&self.options.output_dir, step));
         OldCheckpoints {
@@ -209,7 +208,7 @@ impl RankPart {
         }
     }
 
-    /// After an error: the first rank removes everything, another tells the first.
+    /// Cleans up after an error: rank 0 removes everything, another rank only reports to rank 0.
     pub fn give_up(&self) {
         let gone = match self.writers.is_first() {
             true => std::fs::remove_dir_all(&self.temporary),
@@ -233,7 +232,7 @@ impl RankPart {
     fn await_record(&self, rank: usize, abandoned: &AtomicBool) -> Result<Vec<FileRecord>> {
         let path = record(&self.temporary, rank, "json");
         loop {
-            let is_pending = pending(&self.temporary, rank).exists(); // before the record is looked for
+            let is_pending = pending(&self.temporary, rank).exists(); // check it before looking for the record
             if let Ok(json) = std::fs::read(&path) {
                 let bad = |error: serde_json::Error| Error::Checkpoint {
                     path: self.complete.clone(),
@@ -242,7 +241,7 @@ impl RankPart {
                 return serde_json::from_slice(&json).map_err(bad);
             }
             if !is_pending || abandoned.load(Ordering::Relaxed) {
-                // No news: the rank tells its own error when the outcome is agreed on.
+                // The failed rank returns its own error when ranks agree on the outcome.
                 let message = format!("it did not write its part of the checkpoint {}", self.complete.display());
                 return Err(Error::PeerFailed { rank, code: ExitCode::Storage, message });
             }
@@ -259,8 +258,8 @@ fn pending(temporary: &Path, rank: usize) -> PathBuf {
     record(temporary, rank, "pending")
 }
 
-/// Writes the policy as a Hugging Face model folder, or its adapters as PEFT does, in the kind it is computed in; units of
-/// sharded weights are gathered by all ranks, those that are first write.
+/// Writes the policy as a Hugging Face model folder, or its adapters in PEFT's format, in the compute dtype. All ranks gather sharded units; the
+/// ranks with `is_first` write.
 pub fn model(folder: &Path, base_dir: &Path, is_first: bool, policy: &Policy) -> Result<()> {
     let mut weights = policy.trained_table().units.iter().map(|layout| {
         phase::beat();

@@ -1,5 +1,5 @@
-//! The ranks that write a checkpoint together: all that train, into one folder, or with `save_on_each_node` those of each node, into a
-//! folder on a disk of the node's own.
+//! Which ranks write a checkpoint together: all ranks that train, into one folder; or with `save_on_each_node` the ranks of each node, into a folder
+//! on the node's own disk.
 
 use std::ops::Range;
 
@@ -8,7 +8,7 @@ use crate::config::WorldSize;
 use crate::error::{Error, Result};
 use crate::ranks::{World, first_text};
 
-/// Ranks with one checkpoint, the first of which writes all but the others' optimizer state.
+/// Ranks that write one checkpoint together. The first of them writes everything except the others' optimizer state.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Writers {
     ranks: Range<usize>,
@@ -16,42 +16,41 @@ pub struct Writers {
 }
 
 impl Writers {
-    /// The writers that this rank is one of, where the first `num_trainers` ranks of the world train. On one node `on_each_node`
-    /// changes nothing.
+    /// The writers that this rank belongs to, if the first `num_trainers` ranks of the world train. `on_each_node` has no effect on one node.
     pub fn of(world: &World, num_trainers: usize, on_each_node: bool) -> Self {
         let (rank, first) = (world.rank(), world.rank() - world.local_rank());
         let ranks = if is_apart(world, on_each_node) { first..first + world.local_size() } else { 0..num_trainers };
         Self { ranks, rank }
     }
 
-    /// Whether this rank is the first of them.
+    /// Whether this rank is the first of the writers.
     pub fn is_first(&self) -> bool {
         self.rank == self.ranks.start
     }
 
-    /// All of them, in order.
+    /// The ranks of all writers, in order.
     pub fn ranks(&self) -> Range<usize> {
         self.ranks.clone()
     }
 
-    /// All but the first.
+    /// All writers except the first.
     pub fn others(&self) -> Range<usize> {
         self.ranks.start + 1..self.ranks.end
     }
 }
 
-/// Whether this rank writes what a run has once in a folder: the first of the world, or with `on_each_node` of its node.
+/// Whether this rank writes the files that exist once per folder: rank 0 or, with `on_each_node`, the first rank of each node.
 pub fn writes_folder(world: &World, on_each_node: bool) -> bool {
     Writers::of(world, world.size(), on_each_node).is_first()
 }
 
-/// Whether nodes have folders of their own.
+/// Whether nodes have separate folders.
 pub fn is_apart(world: &World, on_each_node: bool) -> bool {
     on_each_node && world.num_nodes() > 1
 }
 
-/// Refuses `save_on_each_node` where a node would have only a part of a checkpoint: its ranks must hold all of the optimizer state between
-/// them. On one node the key changes nothing.
+/// Refuses `save_on_each_node` if a node would have only part of a checkpoint: the ranks of a node must together hold all of the optimizer state. The
+/// key has no effect on one node.
 ///
 /// # Errors
 /// [`Error::InvalidValue`] with the size of the shard group.
@@ -67,8 +66,8 @@ pub fn check_each_node(on_each_node: bool, world: WorldSize, shard_group_size: u
     Err(Error::invalid_value("save_on_each_node", true, expected))
 }
 
-/// The text of rank 0's `trainer_state.json`, which all nodes write where they have folders of their own, so that copies of a
-/// checkpoint can be told from others. Collective over the world.
+/// The text of rank 0's `trainer_state.json`. With separate folders all nodes write the same text, so copies of one checkpoint can be recognised.
+/// Collective over the world.
 pub fn common_state(world: &World, state: &TrainerState) -> Result<Option<String>> {
     first_text(&*world.group(), (world.rank() == 0).then(|| state.to_text()))
 }

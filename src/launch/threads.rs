@@ -1,4 +1,4 @@
-//! How the threads of workers share the processors.
+//! Distributes the processors among the threads of workers.
 #![allow(unsafe_code)]
 
 use std::ffi::{CString, OsStr};
@@ -9,14 +9,12 @@ use std::process::Command;
 use crate::process::PROGRAM;
 use crate::ranks::{NCCL_INTERFACE_VARIABLE, NCCL_SETTINGS, WorkerEnv, nccl_interface};
 
-/// OpenMP's threads spin while they wait unless this says otherwise, and take processors from whatever else runs: two runs at once
-/// were ten times slower.
+/// OpenMP threads spin while they wait unless this is set, which takes processors from other work: two concurrent runs were ten times slower.
 const WAIT_POLICY: &str = "OMP_WAIT_POLICY";
 const PASSIVE: &str = "passive";
 const NUM_THREADS: &str = "OMP_NUM_THREADS";
 
-/// Gives each of `num_workers` an equal share of the processors, and lets its threads sleep while they wait; what the user says of
-/// either stands.
+/// Gives each of `num_workers` an equal share of the processors, and lets its threads sleep while they wait. Settings of the user have priority.
 pub(super) fn share_processors(command: &mut Command, num_workers: usize) {
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
     let num_threads = (processors / num_workers).max(1).to_string();
@@ -27,9 +25,9 @@ pub(super) fn share_processors(command: &mut Command, num_workers: usize) {
     }
 }
 
-/// Gives this process the variables that OpenMP, whose threads then sleep while they wait, and NCCL read when they are loaded, where
-/// the user says nothing else. The program is loaded again for that, by the same process number: no thread may run yet, and what
-/// was done is forgotten. Call it first in `main`.
+/// Sets environment variables that OpenMP and NCCL read when they are loaded, unless the user has set them; OpenMP threads then sleep while they
+/// wait. For this the process executes its program again with the same process id, so no thread may run yet, and all earlier work is lost. Call it
+/// first in `main`.
 pub fn load_again_with_settings() {
     let is_set = |name: &str| std::env::var_os(name).is_some();
     let mut missing: Vec<_> =
@@ -45,8 +43,8 @@ pub fn load_again_with_settings() {
     }
 }
 
-/// Loads the program again with further variables. Unlike std's `exec` it leaves blocked signals blocked, so that one that is pending
-/// reaches the program's handlers.
+/// Executes the program again with additional variables. Unlike std's `exec` it keeps blocked signals blocked, so that a pending signal reaches the
+/// program's handlers.
 fn load_again(variables: &[(&str, String)]) -> io::Result<()> {
     let assigned = |name: &OsStr, value: &OsStr| CString::new([name.as_bytes(), b"=", value.as_bytes()].concat());
     let args = std::env::args_os().map(|arg| CString::new(arg.as_bytes())).collect::<Result<Vec<_>, _>>()?;
@@ -61,14 +59,13 @@ fn load_again(variables: &[(&str, String)]) -> io::Result<()> {
     Err(io::Error::last_os_error())
 }
 
-/// Gives this process the program's name, which a list of processes would else show as `exe`: it may have been started by
-/// [`PROGRAM`].
+/// Sets the process name, which process lists would otherwise show as `exe` if it was started by [`PROGRAM`].
 pub fn name_process() {
     // SAFETY: the name ends with NUL and outlives the call.
     unsafe { libc::prctl(libc::PR_SET_NAME, c"colo-grpo".as_ptr()) };
 }
 
-/// The interface towards rank 0 of a worker whose world is on several nodes.
+/// The network interface towards rank 0, for a worker whose world is on several nodes.
 fn interface() -> Option<String> {
     let env = WorkerEnv::from_env().ok()??;
     let spans_nodes = env.local_world_size < env.world_size;

@@ -1,4 +1,4 @@
-//! The watcher of a worker that has no launcher of ours: under torchrun, srun or an operator, or alone.
+//! The watchdog of a worker without this crate's launcher: under torchrun, srun or an operator, or alone.
 
 use std::time::Duration;
 
@@ -10,8 +10,8 @@ use crate::phase::{self, HeartbeatLimits, Phase, Watch};
 
 const LOOK: Duration = Duration::from_millis(100);
 
-/// Starts a thread that ends this process with exit code 15, saying what it was doing, when it stands still for longer than
-/// its phase allows. A rank that waits for peers is given `collective_timeout` at least: which rank hangs is another's to say.
+/// Starts a thread that ends this process with exit code 15, and prints what it was doing, if it makes no progress for longer than its phase allows.
+/// A rank that waits for peers gets at least `collective_timeout`, so that the error names the rank that hangs.
 ///
 /// # Errors
 /// [`Error::Environment`] if no thread can be started.

@@ -1,4 +1,4 @@
-//! Messages to a person who stops a run: what happens now, and the command that continues the run.
+//! Messages to a user who stops a run: what happens now, and the command that continues the run.
 
 use std::ffi::OsStr;
 use std::path::Path;
@@ -6,21 +6,21 @@ use std::path::Path;
 use crate::checkpoint;
 use crate::console;
 
-/// The key that a continued run is given.
+/// The key that is set to continue a run.
 const RESUME: &str = "resume_from_checkpoint=";
 /// The effect of TERM, INT, USR1 or HUP on a command.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OnStop {
-    /// It ends at once.
+    /// The command ends at once.
     End,
-    /// It finishes a step, saves and ends with 75.
+    /// The command finishes the step, saves a checkpoint and exits with 75.
     Save,
-    /// It answers what is under way and ends with 0.
+    /// The command answers the requests under way and exits with 0.
     Answer,
 }
 
 impl OnStop {
-    /// Describes what happens now, and what is lost if a second signal comes.
+    /// Describes what happens now, and what a second signal would lose.
     pub(super) fn describe(self) -> (&'static str, &'static str) {
         match self {
             Self::End => ("they end", ""),
@@ -33,8 +33,8 @@ impl OnStop {
     }
 }
 
-/// Prints the command that continues a run whose output folder has a checkpoint; `hint` says what else would. The newest checkpoint is
-/// named unless a message has `said` it.
+/// Prints the command that continues a run whose output folder has a checkpoint; `hint` is added to it. It names the newest checkpoint unless a
+/// message in `said` already has.
 pub(super) fn tell_way_on(output_dir: Option<&Path>, hint: &str, said: &[String]) {
     let saved = output_dir.map(checkpoint::list).and_then(Result::ok).unwrap_or_default();
     let Some(newest) = saved.last().map(|newest| newest.display().to_string()) else { return };
@@ -44,7 +44,7 @@ pub(super) fn tell_way_on(output_dir: Option<&Path>, hint: &str, said: &[String]
     }
 }
 
-/// This process's command line, told to resume from the newest checkpoint
+/// This process's command line, with the key that resumes from the newest checkpoint.
 pub(super) fn resume_command() -> String {
     let words: Vec<_> = std::env::args_os().collect();
     continued(words.iter().map(|word| word.as_os_str()))
@@ -55,7 +55,7 @@ fn continued<'a>(words: impl Iterator<Item = &'a OsStr>) -> String {
     words.map(|word| quoted(&word)).chain([format!("{RESUME}latest")]).collect::<Vec<_>>().join(" ")
 }
 
-/// A word as a shell takes it.
+/// Quotes a word for a shell if necessary.
 pub fn quoted(word: &str) -> String {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_=./:,@%+".contains(c);
     if !word.is_empty() && word.chars().all(is_plain) {

@@ -1,4 +1,4 @@
-//! How one worker is started.
+//! How one worker process is started.
 #![allow(unsafe_code)]
 
 use std::ffi::OsString;
@@ -17,17 +17,17 @@ use crate::phase::{HeartbeatLimits, PULSE_FD_VARIABLE};
 use crate::process::PROGRAM;
 use crate::ranks::{NCCL_INTERFACE_VARIABLE, SEGMENT_FD_VARIABLE, STORE_FD_VARIABLE, nccl_interface, require_token};
 
-/// Where workers meet unless told otherwise: reached from this machine alone.
+/// The default rendezvous address, which only this machine can reach.
 pub const LOOPBACK: &str = "127.0.0.1";
 
 /// The workers to launch.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LaunchOptions {
-    /// Workers of this node, one a rank (`--nproc`).
+    /// Number of workers on this node, one per rank (`--nproc`).
     pub num_workers: usize,
-    /// Nodes with as many workers each (`--nnodes`).
+    /// Number of nodes, with equally many workers each (`--nnodes`).
     pub num_nodes: usize,
-    /// Which of them this one is (`--node_rank`).
+    /// Index of this node (`--node_rank`).
     pub node_rank: usize,
     /// The program that each worker runs.
     pub program: PathBuf,
@@ -35,22 +35,22 @@ pub struct LaunchOptions {
     pub args: Vec<OsString>,
     /// Address that the rendezvous store is bound to (`--master_addr`).
     pub master_addr: String,
-    /// Port of the rendezvous (`--master_port`); `None` takes a free one.
+    /// Port of the rendezvous store (`--master_port`); `None` chooses a free one.
     pub master_port: Option<u16>,
-    /// Whether every worker needs a GPU of its own (`device = "cuda"`).
+    /// Whether every worker needs its own GPU (`device = "cuda"`).
     pub needs_cuda: bool,
-    /// How long a worker may stand still, by phase.
+    /// Maximum time without progress of a worker, by phase.
     pub limits: HeartbeatLimits,
-    /// Times that all workers are started again after one died or hung.
+    /// How many times all workers are restarted after one died or hung.
     pub max_restarts: usize,
-    /// Where workers that are started again find checkpoints to resume from.
+    /// Where restarted workers look for checkpoints to resume from.
     pub output_dir: Option<PathBuf>,
-    /// The effect of a request to stop on workers.
+    /// The effect of a stop request on workers.
     pub on_stop: OnStop,
 }
 
 impl LaunchOptions {
-    /// `num_workers` workers that run this program again with `args`, meeting on the loopback interface.
+    /// Creates options for `num_workers` workers that run this program again with `args`, with the rendezvous on the loopback interface.
     pub fn new(num_workers: usize, args: Vec<OsString>) -> Self {
         Self {
             num_workers,
@@ -68,7 +68,7 @@ impl LaunchOptions {
         }
     }
 
-    /// Refuses what cannot run on this machine.
+    /// Refuses options that this machine cannot run.
     pub(super) fn check(&self) -> Result<()> {
         if self.num_workers == 0 {
             return Err(Error::invalid_value("nproc", 0, "at least 1"));
@@ -98,7 +98,7 @@ impl LaunchOptions {
     }
 }
 
-/// Where a run's ranks meet. On the node of rank 0 the listening socket, which rank 0 inherits, so that nobody can take the port
+/// The rendezvous of a run's ranks. On the node of rank 0 it holds the listening socket, which rank 0 inherits, so no other process can take the port
 /// in between.
 #[derive(Debug)]
 pub struct Rendezvous {
@@ -108,7 +108,7 @@ pub struct Rendezvous {
 }
 
 impl Rendezvous {
-    /// Binds `address` alone, on `port` or on a free one.
+    /// Binds only `address`, on `port` or on a free port.
     ///
     /// # Errors
     /// [`Error::Environment`] if a given port is in use.
@@ -129,7 +129,7 @@ impl Rendezvous {
         Ok(Self { listener: Some(listener), address: address.to_owned(), port })
     }
 
-    /// The meeting place of `options`, bound if it is on this node.
+    /// The rendezvous for `options`, bound if it is on this node.
     ///
     /// # Errors
     /// Returns the errors of [`Rendezvous::bind`].
@@ -148,19 +148,19 @@ impl Rendezvous {
     }
 }
 
-/// Descriptors that a worker inherits from its launcher.
+/// File descriptors that a worker inherits from its launcher.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Inherited {
-    /// The page that it reports to ([`crate::phase::SharedPage`]).
+    /// The shared page for the worker's progress ([`crate::phase::SharedPage`]).
     pub pulse: Option<RawFd>,
-    /// The file that it leaves its error in.
+    /// The file for the worker's error.
     pub report: Option<RawFd>,
-    /// The memory that it shares with the other workers ([`crate::ranks::SharedSegment`]); without it, workers meet in a store.
+    /// The memory shared with the other workers ([`crate::ranks::SharedSegment`]); without it, workers use a rendezvous store.
     pub segment: Option<RawFd>,
 }
 
-/// The command that starts the worker of `local_rank`: in a process group of its own, killed with the thread that spawns it, its
-/// place in the world in its environment.
+/// The command that starts the worker of `local_rank`. It runs in its own process group, is killed when the spawning thread ends, and has its place
+/// in the world in its environment.
 pub fn worker_command(
     options: &LaunchOptions,
     rendezvous: &Rendezvous,
@@ -202,13 +202,12 @@ pub fn worker_command(
     }
     let inherited = [store, pulse, segment, report];
     let launcher = std::process::id();
-    // SAFETY: the closure runs between fork and exec and makes async-signal-safe calls alone; whoever spawns holds the
-    // listener and the page.
+    // SAFETY: the closure runs between fork and exec and makes only async-signal-safe calls. The caller keeps the listener and the page alive.
     unsafe { command.pre_exec(move || prepare(launcher, inherited)) };
     command
 }
 
-/// In the child, before exec: dies with its launcher, keeps what it inherits.
+/// Runs in the child before exec: makes it die with its launcher, and keeps the inherited descriptors open.
 fn prepare(launcher: u32, inherited: [Option<RawFd>; 4]) -> std::io::Result<()> {
     // SAFETY: plain system calls without pointers.
     unsafe {

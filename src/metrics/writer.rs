@@ -1,4 +1,4 @@
-//! Where the metrics of a run go, on the first rank.
+//! Writes the metrics of a run on rank 0.
 
 use std::io;
 use std::path::Path;
@@ -15,8 +15,7 @@ use crate::untrusted::Folder;
 /// The configuration's file in the output folder of a run.
 pub(super) const RUN_CONFIG: &str = "run_config.json";
 
-/// Writes metrics.jsonl and TensorBoard events. A destination that fails is named once and tried again at the next line; it
-/// never ends training.
+/// Writes metrics.jsonl and TensorBoard events. If a destination fails, it is reported once and retried at the next line; training continues.
 #[derive(Debug)]
 pub struct MetricsWriter {
     lines: Destination<JsonLines>,
@@ -25,8 +24,8 @@ pub struct MetricsWriter {
 }
 
 impl MetricsWriter {
-    /// Opens `metrics.jsonl` and what `services` name: `tensorboard/` in the output folder, a process for the others. On resume, lines
-    /// after `resume_step` are dropped and TensorBoard is told to forget them; otherwise an old metrics.jsonl is moved aside.
+    /// Opens `metrics.jsonl` and the outputs in `services`: `tensorboard/` in the output folder, a process for the others. On resume, lines after
+    /// `resume_step` are dropped and TensorBoard is told to discard them; otherwise an old metrics.jsonl is renamed.
     ///
     /// # Errors
     /// [`Error::Io`] if metrics.jsonl cannot be opened.
@@ -51,18 +50,18 @@ impl MetricsWriter {
         self.sidecar.look();
     }
 
-    /// Waits, though not for ever, until W&B and trackio have what is written.
+    /// Waits, for a limited time, until W&B and trackio have received everything.
     pub(super) fn finish(&mut self) {
         self.sidecar.finish();
     }
 
-    /// Makes metrics.jsonl again where it was deleted or moved.
+    /// Creates metrics.jsonl again if it was deleted or moved.
     pub(super) fn restore(&mut self) {
         self.lines.attempt(|open| open.as_mut().map_or(Ok(()), JsonLines::restore));
     }
 }
 
-/// Writes the configuration to `run_config.json` in the output folder, secrets redacted.
+/// Writes the configuration to `run_config.json` in the output folder, with secrets redacted.
 ///
 /// # Errors
 /// [`Error::Io`] if it cannot be written.
@@ -75,7 +74,7 @@ pub fn write_run_config(output_dir: &Path, config: &impl serde::Serialize) -> Re
     write().map_err(Error::io(output_dir.join(RUN_CONFIG)))
 }
 
-/// Something written to that may fail.
+/// An output that may fail.
 #[derive(Debug)]
 struct Destination<T> {
     name: &'static str,

@@ -1,4 +1,4 @@
-//! Advice where a run does not fit: every change is tried before it is advised.
+//! Advice for a run that does not fit into memory. Every change is tried before it is recommended.
 
 use std::rc::Rc;
 
@@ -18,16 +18,16 @@ mod tests;
 
 use trials::{TrialResult, Trials};
 
-/// Tokens of a prompt for which a context that is advised leaves room.
+/// Minimum number of prompt tokens for which a recommended context has space.
 pub(super) const LEAST_PROMPT_LENGTH: usize = 512;
-/// Rank of adapters that are advised.
+/// Rank of recommended LoRA adapters.
 const LORA_R: usize = 16;
 
-/// A key with the value that it is to have.
+/// A configuration key with its recommended value.
 type KeySetting = (&'static str, Value);
 
 impl MemoryShortage {
-    /// For the user, with the smallest change that makes the run fit.
+    /// The error for the user, with the smallest change that makes the run fit.
     pub(super) fn explain(self, input: &PlanInput<'_>, engine_weights: &dyn Fn(&Config) -> Result<usize>) -> Error {
         let plan = match self {
             Self::Value(error) => return error,
@@ -64,7 +64,7 @@ impl MemoryPlan {
         self.rollout_bytes() <= self.room.available_bytes
     }
 
-    /// The longest context of which one sequence fits beside what else generation holds, if prompts have room in it.
+    /// The longest context for which one sequence fits beside the other memory of generation, if it has enough space for prompts.
     fn longest_that_fits(&self, config: &Config, block_bytes: usize) -> Option<usize> {
         let others = self.rollout_bytes() - self.kv_cache_bytes;
         let free = self.room.available_bytes.checked_sub(others)?;
@@ -74,15 +74,15 @@ impl MemoryPlan {
     }
 }
 
-/// The search for changes, from those that cost least.
+/// Searches for changes, the least costly first.
 struct Advice<'a> {
     input: &'a PlanInput<'a>,
     trials: Trials<'a>,
 }
 
 impl Advice<'_> {
-    /// The first changes with which the run fits, from those that cost least: what training computes again or at once, larger
-    /// engines, sharding, fewer sequences at once, a shorter context, other residencies than configured; adapters and quantisation are last.
+    /// Finds the least costly changes with which the run fits. It tries, in this order: recomputation or smaller micro-batches in training, larger
+    /// engines, sharding, fewer concurrent sequences, a shorter context, other residencies than configured; adapters and quantization last.
     fn find(&self) -> Option<Vec<KeySetting>> {
         let residencies = self.residencies();
         self.trained().iter().find_map(|trained| {
@@ -93,7 +93,7 @@ impl Advice<'_> {
         })
     }
 
-    /// Changes of what trains, and of where it is kept.
+    /// Options for what trains, and for where it is stored.
     fn trained(&self) -> Vec<Vec<KeySetting>> {
         let (config, spec) = (self.input.config, &self.input.table.spec);
         let mut trained = vec![vec![]];
@@ -118,7 +118,7 @@ impl Advice<'_> {
         trained
     }
 
-    /// The residencies of the configuration, and those that the plan would choose.
+    /// The configured residencies, and the `auto` ones.
     fn residencies(&self) -> Vec<Vec<KeySetting>> {
         let configured = &self.input.config.residency;
         let optimizer = (configured.optimizer != AutoOr::Auto).then(|| ("residency.optimizer", json!("auto")));
@@ -132,8 +132,8 @@ impl Advice<'_> {
         all
     }
 
-    /// Beside `kept`: sharding from the configured stage up, at each engines from the configured size up while generation lacks
-    /// memory, and at each what training can do.
+    /// Searches, in addition to `kept`: sharding from the configured stage up, for each stage larger engines while generation lacks memory, and for
+    /// each engine changes of training.
     fn sharded(&self, kept: &[KeySetting], concession: Concession) -> Option<Vec<KeySetting>> {
         let PlanInput { config, table, role, .. } = *self.input;
         let (stage, own, sizes) = (config.zero.stage, config.tensor_parallel_size, self.engine_sizes());
@@ -153,7 +153,7 @@ impl Advice<'_> {
         None
     }
 
-    /// Tensor-parallel sizes from the configured one up that divide the model and the ranks of a node.
+    /// Tensor-parallel sizes, from the configured one up, that divide the model and the ranks of a node.
     fn engine_sizes(&self) -> Vec<usize> {
         let PlanInput { config, table, batch, world_size, .. } = *self.input;
         let own = config.tensor_parallel_size;
@@ -167,8 +167,8 @@ impl Advice<'_> {
         divisors(batch.roles.num_generators).into_iter().filter(can_be).collect()
     }
 
-    /// Beside `changes`: the configured cache or one that the plan sizes, for as many sequences as are configured or as a batch has;
-    /// then with what generation concedes.
+    /// Searches, in addition to `changes`: the configured KV cache or an automatic size, for the configured number of sequences or only as many as a
+    /// batch has; then with the concession.
     fn cached(&self, changes: Vec<KeySetting>, concession: Concession) -> SearchResult {
         let config = self.input.config;
         let sized = config.kv_cache_bytes.map(|_| [&changes[..], &[("kv_cache_bytes", json!("none"))]].concat());
@@ -197,7 +197,7 @@ impl Advice<'_> {
         found
     }
 
-    /// `changes` and no more sequences at once than a batch has, where more are configured.
+    /// `changes` plus a limit of concurrent sequences to those of a batch, if more are configured.
     fn sequences_of_batch(&self, changes: &[KeySetting]) -> Option<Vec<KeySetting>> {
         let config = self.trials.config(changes)?;
         let batch = config.validate_world(self.input.world_size.ranks).ok()?;
@@ -205,7 +205,7 @@ impl Advice<'_> {
         (num_seqs < config.max_num_seqs).then(|| [changes, &[("max_num_seqs", json!(num_seqs))]].concat())
     }
 
-    /// `changes`, beside which generation lacks memory, with the least of a concession that mends it, and what trying them gives.
+    /// Generation lacks memory with `changes`: adds the smallest amount of a concession that helps, and returns the result of trying it.
     fn conceded(
         &self,
         plan: &MemoryPlan,
@@ -253,8 +253,7 @@ impl Advice<'_> {
         )
     }
 
-    /// Beside `changes`, with which generation fits: caches that leave while training, more recomputation, then smaller
-    /// micro-batches.
+    /// Generation fits with `changes`: also tries to release caches while training, more recomputation, then smaller micro-batches.
     fn trainable(&self, changes: &[KeySetting]) -> Option<Vec<KeySetting>> {
         use GradientCheckpointing::{Full, KeepAttention, KeepChunks, None as Nothing, Selective};
         let config = self.input.config;
@@ -282,7 +281,7 @@ impl Advice<'_> {
         })
     }
 
-    /// Beside `changes`, the largest micro-batch that leaves the share of libtorch's cache, if a sequence fits in it.
+    /// Adds to `changes` the largest micro-batch that leaves the reserve for libtorch's cache, if one sequence fits into it.
     fn smaller_micro_batch(&self, mut changes: Vec<KeySetting>) -> Option<Vec<KeySetting>> {
         let (config, tried) = (self.trials.config(&changes)?, self.trials.of(&changes));
         let TrialResult::Lacks(plan) = &*tried else { return None };
@@ -294,7 +293,7 @@ impl Advice<'_> {
     }
 }
 
-/// Ways to generate with less memory, from the one that costs least: fewer sequences take longer, and a shorter context loses prompts.
+/// Ways to reduce the memory of generation, the least costly first: fewer sequences take longer, and a shorter context excludes prompts.
 #[derive(Clone, Copy)]
 enum Concession {
     Nothing,
@@ -307,15 +306,15 @@ impl Concession {
     const ALL: [Self; 4] = [Self::Nothing, Self::Sequences, Self::Context, Self::Both];
 }
 
-/// The result of trying all that goes with some changes.
+/// The result of a search on top of some changes.
 enum SearchResult {
     Fits(Vec<KeySetting>),
-    /// Generation has the memory it needs.
+    /// Generation has enough memory, but training lacks some.
     TrainingLacks,
     Lacks,
 }
 
-/// `set a = 1 and b = 2 (what that means)`.
+/// Formats changes like `set a = 1 and b = 2 (explanations)`.
 fn told(changes: &[KeySetting], input: &PlanInput<'_>) -> String {
     let meanings = changes.iter().filter_map(|(key, to)| match *key {
         "lora.r" => Some("only LoRA adapters are trained".to_owned()),
@@ -334,7 +333,7 @@ fn told(changes: &[KeySetting], input: &PlanInput<'_>) -> String {
     format!("set {}{meant}", settings(changes))
 }
 
-/// `a = 1 and b = 2`.
+/// Formats changes like `a = 1 and b = 2`.
 fn settings(changes: &[KeySetting]) -> String {
     let each: Vec<String> = changes.iter().map(|(key, to)| format!("{key} = {}", word(to))).collect();
     each.join(" and ")

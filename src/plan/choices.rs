@@ -1,16 +1,16 @@
-//! Resolves `auto`: the residency that moves least among those that serve a run best, then the least recomputation.
+//! Resolves `auto`: among the residencies that serve a run best, the one that moves the least data; then the least recomputation.
 //!
-//! On a CPU `auto` is `resident`: the host pool is the same memory there, so moving state frees nothing.
+//! On a CPU `auto` is `resident`: the host pool would be the same memory, so moving state frees nothing.
 
 use super::shortage::MemoryShortage;
 use super::{MemoryPlan, PlanInput, Role, human};
 use crate::config::{AutoOr, GradientCheckpointing, OptimizerResidency, ReferenceResidency};
 
-/// Share of the memory that training may fill where the plan chooses: freed blocks of libtorch's cache that no later tensor
-/// fits take up to 9 % on top (docs/benchmarks/training-memory.md).
+/// Share of the memory that training may fill if the plan chooses. Fragmentation in libtorch's cache takes up to 9 % in addition
+/// (docs/benchmarks/training-memory.md).
 pub(super) const MAX_KEPT_SHARE: f64 = 0.9;
 
-/// Choices that the configuration may leave to the plan.
+/// The choices that a configuration may leave to the plan.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Choices {
     pub optimizer: OptimizerResidency,
@@ -18,11 +18,11 @@ pub(super) struct Choices {
     pub gradient_checkpointing: GradientCheckpointing,
 }
 
-/// The first of the residencies that are left open, from the one that moves least, with which training leaves a tenth of the
-/// memory free, if any does, and whose KV cache has the most blocks of use; and beside it the least recomputation.
+/// Chooses among the open residencies, from the one that moves the least data: the first with which training leaves a tenth of the memory free, if
+/// any does, and whose KV cache has the most usable blocks. Then chooses the least recomputation.
 ///
 /// # Errors
-/// What lacks with the one that comes closest, if none can be.
+/// If none fits, the shortage of the closest candidate.
 pub(super) fn choose(input: &PlanInput<'_>) -> Result<MemoryPlan, MemoryShortage> {
     let candidates = candidates(input);
     let is_forced = candidates.len() == 1;
@@ -64,7 +64,7 @@ pub(super) fn choose(input: &PlanInput<'_>) -> Result<MemoryPlan, MemoryShortage
     Ok(MemoryPlan { reason, largest_micro_batch, micro_batch_advice, ..plan })
 }
 
-/// Says how many gathers larger micro-batches spare where weights are sharded: each of them gathers all weights.
+/// Describes how many all-gathers larger micro-batches would save with sharded weights, because each micro-batch gathers all weights.
 fn larger_micro_batches(input: &PlanInput<'_>, largest: usize) -> String {
     let (budget, update) = (input.config.max_tokens_per_micro_batch, input.update_tokens());
     let (now, most) = (update.div_ceil(budget), largest.min(update));
@@ -78,7 +78,7 @@ fn larger_micro_batches(input: &PlanInput<'_>, largest: usize) -> String {
     )
 }
 
-/// `full`, or with less recomputation where that is left open and there is room for what it keeps.
+/// The plan `full`, or one with less recomputation if that is left open and its activations fit.
 fn least_recomputation(choices: Choices, input: &PlanInput<'_>, full: MemoryPlan) -> MemoryPlan {
     use GradientCheckpointing::{KeepAttention, KeepChunks, None as Nothing, Selective};
     if input.config.gradient_checkpointing != AutoOr::Auto {
@@ -95,10 +95,10 @@ fn least_recomputation(choices: Choices, input: &PlanInput<'_>, full: MemoryPlan
     fitting.next().unwrap_or(full)
 }
 
-/// The choices in order, beginning with the one that moves least. On a CPU, where all memory is one, moving frees nothing.
+/// The candidates, beginning with the one that moves the least data. On a CPU moving frees nothing, because all memory is the same.
 fn candidates(input: &PlanInput<'_>) -> Vec<Choices> {
     let (config, can_move) = (input.config, input.room.swap_bytes.is_some());
-    // Where no engine wants the memory, what is there may stay.
+    // Without an engine on this rank, state need not leave the device during rollout.
     let may_swap = |residency: &OptimizerResidency| input.role == Role::Both || *residency != OptimizerResidency::Swap;
     let optimizers = match config.residency.optimizer {
         AutoOr::Auto if can_move => OptimizerResidency::ALL.iter().copied().filter(may_swap).collect(),
@@ -137,7 +137,7 @@ mod tests {
     fn larger_micro_batches_are_advised_with_zero_stage_3() {
         let advice =
             |available: usize, on_gpu, keys: &[&str]| plan(available, on_gpu, keys).unwrap().micro_batch_advice;
-        // 16 sequences of 64 tokens a rank.
+        // 16 sequences of 64 tokens per rank.
         let keys = ["zero.stage=3", "num_generations=8", "generation_batch_size=32", "per_device_train_batch_size=16"];
         let told = advice(1 << 40, true, &keys);
         assert!(told.contains("an update of up to 1024 tokens per rank"), "{told}");

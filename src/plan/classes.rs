@@ -1,4 +1,4 @@
-//! The classes of a plan, and what they cost by parameter and token.
+//! The classes of memory in a plan, and their cost per parameter and token.
 
 use tch::{Device, Kind};
 
@@ -11,16 +11,16 @@ use crate::rollout::{
 };
 use crate::train::{ActivationBytes, Moment, TrainBytes, WORKSPACE_BYTES, reference_bytes};
 
-/// Stands in a plan only where there is a reference model.
+/// The class of the reference model's weights, only in a plan with a reference model.
 pub(super) const REFERENCE: &str = "reference weights";
 
-/// Stands in a plan only where there is a teacher.
+/// The class of the teacher's weights, only in a plan with a teacher.
 pub(super) const TEACHER: &str = "teacher weights";
 
-/// Of blocks, of the head, and on the host where `activation_offload` moves them there.
+/// The class of activations: of blocks, of the head, and on the host if `activation_offload` moves them there.
 pub(super) const ACTIVATIONS: &str = "activations";
 
-/// All but the KV cache, which has what they leave. Training's are those of its fullest moment.
+/// All classes except the KV cache, which gets the remaining memory. Training's classes are those of its peak.
 pub(super) fn classes(choices: Choices, fullest: Moment, input: &PlanInput<'_>) -> Vec<ClassBytes> {
     let bytes = input.model().bytes();
     let weights = bytes.weights + bytes.engine_adapters;
@@ -60,7 +60,7 @@ pub(super) fn classes(choices: Choices, fullest: Moment, input: &PlanInput<'_>) 
     held(input.role, classes, engine(input), products, whole + bytes.engine_adapters)
 }
 
-/// The classes that a rank of a role holds: a trainer's, an engine's, `products` of either and an engine's own weights.
+/// The classes that a rank of a role holds, from those of training, of the engine, of GEMMs and of an engine's own weights.
 fn held(
     role: Role,
     training: Vec<ClassBytes>,
@@ -81,7 +81,7 @@ fn held(
     }
 }
 
-/// Products of as many rows as a micro-batch or a step of an engine has, and of the rows whose logits are there at once.
+/// GEMMs with as many rows as a micro-batch or an engine step, and with as many rows as have logits at once.
 fn exact_trial_bytes(input: &PlanInput<'_>) -> usize {
     let (spec, config) = (&input.table.spec, input.config);
     let rows = input.micro_batch_tokens().max(config.max_num_batched_tokens);
@@ -103,7 +103,7 @@ fn optimizer(residency: OptimizerResidency, fullest: Moment, bytes: &TrainBytes,
     ClassBytes { class, train_bytes: train_bytes + fullest.orthogonalized, rollout_bytes, host_bytes }
 }
 
-/// The engine's memory beside its KV cache and its products.
+/// The engine's memory besides its KV cache and its GEMMs.
 fn engine(input: &PlanInput<'_>) -> Vec<ClassBytes> {
     let mut classes = Vec::new();
     if input.engine_weight_bytes > 0 {
@@ -145,7 +145,7 @@ fn resident(class: &'static str, bytes: usize) -> ClassBytes {
     ClassBytes { class, train_bytes: bytes, rollout_bytes: bytes, host_bytes: 0 }
 }
 
-/// Memory that an engine which keeps its memory holds while training, too.
+/// Memory that an engine also holds while training, if it is configured to keep its memory.
 pub(super) fn of_engine(class: &'static str, bytes: usize, input: &PlanInput<'_>) -> ClassBytes {
     if input.config.keeps_kv_cache() { resident(class, bytes) } else { in_rollout(class, bytes) }
 }
@@ -158,7 +158,7 @@ fn in_training(class: &'static str, train_bytes: usize) -> ClassBytes {
     ClassBytes { class, train_bytes, rollout_bytes: 0, host_bytes: 0 }
 }
 
-/// The bytes that each parameter and each token costs this rank.
+/// The bytes per parameter and per token on this rank, as text.
 pub(super) fn formula(keep: GradientCheckpointing, fullest: Moment, input: &PlanInput<'_>) -> String {
     let (model, tokens) = (input.model(), input.micro_batch_tokens().max(1));
     let (bytes, spec) = (model.bytes(), &input.table.spec);

@@ -1,4 +1,4 @@
-//! A plan as a table, with what it chose.
+//! Prints a plan as a table, with its choices.
 
 use std::fmt;
 

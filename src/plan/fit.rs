@@ -9,13 +9,12 @@ use crate::config::Config;
 use crate::error::Error;
 use crate::rollout::{cache_kind, kv_block_bytes};
 
-/// Share of a CPU's free memory that the KV cache takes at most where its size is left to the plan.
+/// Maximum share of a CPU's free memory for the KV cache if its size is left to the plan.
 const MAX_KV_SHARE: f64 = 0.5;
 
 impl MemoryPlan {
-    /// Gives the KV cache as many blocks as all sequences at their longest can use, those of an evaluation among them, within the
-    /// share of what the
-    /// rest leaves; or what the configuration says.
+    /// Sizes the KV cache as configured or, by default, with as many blocks as all sequences at their maximum length can use, including those of an
+    /// evaluation, within the memory that the other classes leave.
     pub(super) fn size_kv_cache(&mut self, input: &PlanInput<'_>) -> Result<(), MemoryShortage> {
         let PlanInput { config, kind, .. } = *input;
         let block_bytes = kv_block_bytes(
@@ -24,8 +23,7 @@ impl MemoryPlan {
             config.kv_block_size,
             cache_kind(config.kv_cache_dtype, kind),
         );
-        // A GPU is the run's alone, beside training with libtorch's cache; a CPU's memory is not, and its pages are taken for
-        // good.
+        // A GPU belongs to the run alone, while training together with libtorch's cache. A CPU's memory does not, and its pages are never released.
         let (available, taken, share) = match self.room.swap_bytes {
             Some(_) if config.keeps_kv_cache() => (self.most_kept(), self.peak_bytes(), 1.0),
             Some(_) => (self.room.available_bytes, self.sum(|class| class.rollout_bytes), 1.0),
@@ -40,7 +38,7 @@ impl MemoryPlan {
         };
         let useful = num_seqs.saturating_mul(longest_blocks).saturating_mul(block_bytes);
         let affordable = (free * share * config.gpu_memory_utilization) as usize;
-        // The least is asked for in any case: the refusal says what it lacks.
+        // Request the minimum in any case, so that the error says how much is missing.
         let least = longest_blocks * block_bytes;
         let bytes = config.kv_cache_bytes.unwrap_or(useful.min(affordable).max(least));
         self.num_kv_blocks = bytes / block_bytes;
@@ -59,12 +57,12 @@ impl MemoryPlan {
         Ok(())
     }
 
-    /// Blocks of the KV cache that a generation batch at its longest can fill.
+    /// Number of KV blocks that a generation batch at its maximum length can fill.
     pub(super) fn num_useful_blocks(&self) -> usize {
         self.num_kv_blocks.min(self.num_seqs.saturating_mul(self.longest_blocks()))
     }
 
-    /// The context of which the cache holds one sequence, if prompts have room in it.
+    /// The longest context for which the cache holds one sequence, if it has enough space for prompts.
     fn context_of_cache(&self, config: &Config) -> Option<usize> {
         let length = self.num_kv_blocks * self.kv_block_size;
         (length >= config.max_completion_length + LEAST_PROMPT_LENGTH).then_some(length)
@@ -74,7 +72,7 @@ impl MemoryPlan {
         self.max_model_length.div_ceil(self.kv_block_size)
     }
 
-    /// Most tokens of a micro-batch that leave the share of libtorch's cache beside what training holds between uses.
+    /// Maximum tokens of a micro-batch that leave the reserve for libtorch's cache beside the memory held between uses.
     pub(super) fn largest_micro_batch(&self, input: &PlanInput<'_>) -> usize {
         let between_uses = self.train_bytes() - self.fullest.total();
         let others_on_host = self.swapped_bytes() - self.offloaded_bytes();
@@ -83,7 +81,7 @@ impl MemoryPlan {
             between_uses + input.fullest(self.choices(), tokens).total() <= self.most_kept()
                 && self.room.swap_bytes.is_none_or(|host| others_on_host + offloaded(tokens) <= host)
         };
-        // A whole update in one micro-batch finds no gradients of an earlier one.
+        // If the whole update is one micro-batch, there are no gradients from an earlier one.
         let whole = input.update_tokens().max(1);
         let (mut least, mut most) = if fits(whole) { (whole, 2 * whole) } else { (0, whole) };
         while fits(most) {
@@ -96,13 +94,13 @@ impl MemoryPlan {
         least
     }
 
-    /// The choices that this plan is made for.
+    /// The choices that this plan was made for.
     pub(super) fn choices(&self) -> Choices {
         let Self { optimizer, reference, gradient_checkpointing, .. } = *self;
         Choices { optimizer, reference, gradient_checkpointing }
     }
 
-    /// Whether training leaves the share of libtorch's cache.
+    /// Whether training leaves the reserve for libtorch's cache.
     pub fn leaves_share(&self) -> bool {
         self.train_bytes() <= self.most_kept()
     }
@@ -111,7 +109,7 @@ impl MemoryPlan {
         (self.room.available_bytes as f64 * MAX_KEPT_SHARE) as usize
     }
 
-    /// Whether there is as much memory as this takes.
+    /// Whether the available memory is enough for this plan.
     pub(super) fn is_enough(&self) -> bool {
         self.fits_device() && self.room.swap_bytes.is_none_or(|host| self.swapped_bytes() <= host)
     }
@@ -120,12 +118,12 @@ impl MemoryPlan {
         self.peak_bytes() <= self.room.available_bytes
     }
 
-    /// Bytes of kept activations that go to the host, of one micro-batch.
+    /// Bytes of kept activations of one micro-batch that are offloaded to the host.
     pub fn offloaded_bytes(&self) -> usize {
         self.classes.iter().filter(|class| class.class == ACTIVATIONS).map(|class| class.host_bytes).sum()
     }
 
-    /// Bytes that go to the host.
+    /// Bytes on the host.
     pub(super) fn swapped_bytes(&self) -> usize {
         self.sum(|class| class.host_bytes)
     }

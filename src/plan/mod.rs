@@ -1,5 +1,5 @@
-//! MemoryPlan: bytes of every class in every phase, from the formulas that train, rollout and colocate export, known before
-//! anything is allocated; and the seconds of a step, from rates that were fitted to recorded ones.
+//! The memory plan: bytes of every class in every phase, from formulas exported by train, rollout and colocate, known before anything is allocated.
+//! Also the predicted seconds of a step, from rates fitted to measured steps.
 
 mod advice;
 mod choices;
@@ -32,72 +32,72 @@ use crate::ranks::{ReduceOp, World, all_reduce_f64};
 use crate::rollout::{EngineOptions, SpeculationOptions};
 use crate::train::{MicroBatchShape, Moment, TrainedModel, UpdateCourse, fullest_of_reference};
 
-/// Bytes of one class on one rank.
+/// Bytes of one class of memory on one rank.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 pub struct ClassBytes {
     /// The name of the class.
     pub class: &'static str,
-    /// While training.
+    /// Bytes on the device while training.
     pub train_bytes: usize,
-    /// While generating.
+    /// Bytes on the device while generating.
     pub rollout_bytes: usize,
-    /// On the host, where it can go there.
+    /// Bytes on the host, if the class can be there.
     pub host_bytes: usize,
 }
 
 /// The memory that a run will hold on each rank.
 #[derive(Debug, Clone, PartialEq, serde::Serialize)]
 pub struct MemoryPlan {
-    /// The ranks that the plan is for.
+    /// The role of the ranks that the plan is for.
     pub role: Role,
-    /// By class.
+    /// Bytes by class of memory.
     pub classes: Vec<ClassBytes>,
-    /// Where optimizer state lives.
+    /// Where optimizer state is stored.
     pub optimizer: OptimizerResidency,
-    /// Where reference weights live.
+    /// Where reference weights are stored.
     pub reference: ReferenceResidency,
-    /// Why both were chosen.
+    /// Why these residencies were chosen.
     pub reason: String,
-    /// The activations that backward recomputes.
+    /// Which activations backward recomputes.
     pub gradient_checkpointing: GradientCheckpointing,
-    /// Ranks that share each micro-batch.
+    /// Number of ranks that share each micro-batch.
     pub sequence_parallel_size: usize,
-    /// Bytes a parameter and a token, as they are counted by hand.
+    /// Bytes per parameter and per token, as text for a check by hand.
     pub formula: String,
-    /// Most tokens of a micro-batch, all of them scored, beside which a tenth of the memory stays free.
+    /// Maximum tokens of a micro-batch, all of them scored, that leaves a tenth of the memory free.
     pub largest_micro_batch: usize,
-    /// The gathers that larger micro-batches would spare, where they fit and weights are gathered for each; else empty.
+    /// How many all-gathers larger micro-batches would save, if they fit and weights are gathered for each; else empty.
     pub micro_batch_advice: String,
-    /// Size of the KV cache on each rank.
+    /// Bytes of the KV cache on each rank.
     pub kv_cache_bytes: usize,
-    /// KV blocks on each rank.
+    /// Number of KV blocks on each rank.
     pub num_kv_blocks: usize,
     /// Tokens per KV block.
     pub kv_block_size: usize,
-    /// Longest prompt and completion together.
+    /// Maximum length of prompt and completion together, in tokens.
     pub max_model_length: usize,
-    /// Sequences of a generation batch that one engine decodes at once.
+    /// Number of sequences of a generation batch that one engine decodes at once.
     pub num_seqs: usize,
-    /// Training's fullest moment, among the classes.
+    /// Training's peak, which the classes include.
     pub fullest: Moment,
     /// The memory that the rank has.
     pub room: Room,
 }
 
-/// Memory of one rank.
+/// The memory available to one rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 pub struct Room {
-    /// Bytes of the device that are available to this rank.
+    /// Bytes of device memory available to this rank.
     pub available_bytes: usize,
-    /// Bytes of the host beside that, for swapped state; `None` on a CPU, where both are one memory.
+    /// Bytes of host memory for swapped state; `None` on a CPU, where device and host are the same memory.
     pub swap_bytes: Option<usize>,
 }
 
 impl Room {
-    /// The memory of a process that shares this machine with others, `local_world_size` in all.
+    /// The memory available to a process that shares this machine with others, `local_world_size` in total.
     ///
     /// # Errors
-    /// [`Environment`](crate::Error::Environment) where it cannot be told; [`Cuda`](crate::Error::Cuda).
+    /// [`Environment`](crate::Error::Environment) if it cannot be determined; [`Cuda`](crate::Error::Cuda).
     pub fn available(placement: Placement, local_world_size: usize) -> Result<Self> {
         let host_bytes = memory::available_host_bytes()? / local_world_size;
         Ok(match placement.on_cuda {
@@ -106,7 +106,7 @@ impl Room {
         })
     }
 
-    /// The memory that every rank has at least, so that all plan alike; collective over the world.
+    /// The minimum of the available memory over the ranks, so that all make the same plan; collective over the world.
     ///
     /// # Errors
     /// The errors of [`Room::available`] and of [`Collective`](crate::ranks::Collective).
@@ -119,54 +119,54 @@ impl Room {
     }
 }
 
-/// The inputs of a plan beside the configuration.
+/// The inputs of a plan.
 #[derive(Debug, Clone, Copy)]
 pub struct PlanInput<'a> {
-    /// The run.
+    /// The run's configuration.
     pub config: &'a Config,
-    /// The layout of its weights, for its shard group.
+    /// The layout of the model's weights, for its shard group.
     pub table: &'a ParamTable,
     /// The layout of a teacher's weights, if there is one.
     pub teacher: Option<&'a ParamTable>,
-    /// Type of weights and activations.
+    /// Dtype of weights and activations.
     pub kind: Kind,
     /// The role of the rank.
     pub role: Role,
-    /// How a generation batch is spread.
+    /// How a generation batch is distributed over ranks.
     pub batch: BatchPlan,
-    /// The ranks, in all and on each node.
+    /// Number of ranks in total and on each node.
     pub world_size: WorldSize,
-    /// The layers that a rank of an engine has: of several stages those that take most memory for keys and values.
+    /// The layers on a rank of an engine. With several stages, those of the stage with the most memory for keys and values.
     pub engine_layers: &'a ModelSpec,
-    /// Bytes of the engine's gathered weight slices; 0 where it reads in place.
+    /// Bytes of the engine's gathered weight slices; 0 if it reads the policy's weights in place.
     pub engine_weight_bytes: usize,
-    /// Parameters that a rank which only generates holds whole: all, or of several stages those of the largest.
+    /// Number of parameters that a generation-only rank holds whole: all or, with several stages, those of the largest stage.
     pub generator_params: usize,
-    /// Whether the run starts from adapters rather than from a model alone.
+    /// Whether the run starts from existing adapters instead of only a model.
     pub starts_from_adapters: bool,
-    /// The memory of this rank.
+    /// The memory available to this rank.
     pub room: Room,
 }
 
 impl MemoryPlan {
-    /// Adds up the classes, picks the residencies and sizes the KV cache.
+    /// Sums the classes, chooses the residencies and sizes the KV cache.
     ///
-    /// `auto` keeps optimizer and reference on the device unless training does not leave a tenth of the memory free then, or the
-    /// KV cache would not have all the blocks that a generation batch can fill; of the others it takes what moves least. On a CPU
-    /// moving frees nothing. Recomputation gives way to them: beside what was chosen, the least of it that leaves a tenth free.
+    /// `auto` keeps optimizer state and reference weights on the device, unless training would then not leave a tenth of the memory free, or the KV
+    /// cache would have fewer blocks than a generation batch can fill. Otherwise it chooses the residency that moves the least data. On a CPU moving
+    /// frees nothing. Recomputation is chosen after the residencies: the least that leaves a tenth of the memory free.
     ///
-    /// `engine_weights` gives `engine_weight_bytes` of other configurations, which are tried where this one does not fit.
+    /// `engine_weights` returns `engine_weight_bytes` for other configurations, which are tried if this one does not fit.
     ///
     /// # Errors
-    /// [`Environment`](crate::Error::Environment) for a run that cannot fit, with the smallest change that would help.
+    /// [`Environment`](crate::Error::Environment) for a run that does not fit, with the smallest change that would help.
     pub fn new(input: &PlanInput<'_>, engine_weights: &dyn Fn(&Config) -> Result<usize>) -> Result<Self> {
         choices::choose(input).map_err(|refusal| refusal.explain(input, engine_weights))
     }
 
-    /// [`MemoryPlan::new`] that looks for no change that would help.
+    /// Like [`MemoryPlan::new`], but does not search for a change that would help.
     ///
     /// # Errors
-    /// [`Environment`](crate::Error::Environment) with the bytes that a run needs which cannot fit.
+    /// [`Environment`](crate::Error::Environment) for a run that does not fit, with the bytes that it needs.
     pub fn without_advice(input: &PlanInput<'_>) -> Result<Self> {
         choices::choose(input).map_err(|refusal| match refusal {
             MemoryShortage::Value(error) => error,
@@ -179,7 +179,7 @@ impl MemoryPlan {
         })
     }
 
-    /// With nothing left open; the largest micro-batch is not looked for.
+    /// The plan for fixed choices, without the search for the largest micro-batch.
     fn with(choices: Choices, input: &PlanInput<'_>) -> Result<Self, MemoryShortage> {
         let fullest = match input.role {
             Role::Generates => Moment::default(),
@@ -210,22 +210,22 @@ impl MemoryPlan {
         if plan.is_enough() { Ok(plan) } else { Err(MemoryShortage::Memory(Box::new(plan))) }
     }
 
-    /// The largest sum over the phases; on a CPU host memory included, as it is one memory.
+    /// The maximum over the phases of device bytes. On a CPU this includes host memory, which is the same memory.
     pub fn peak_bytes(&self) -> usize {
         self.train_bytes().max(self.rollout_bytes())
     }
 
-    /// While generating, as [`Self::peak_bytes`] counts.
+    /// Bytes while generating, counted like [`Self::peak_bytes`].
     fn rollout_bytes(&self) -> usize {
         self.host_bytes_of_device() + self.sum(|class| class.rollout_bytes)
     }
 
-    /// While training, as [`Self::peak_bytes`] counts.
+    /// Bytes while training, counted like [`Self::peak_bytes`].
     fn train_bytes(&self) -> usize {
         self.host_bytes_of_device() + self.sum(|class| class.train_bytes)
     }
 
-    /// Bytes of the host that count as the device's, because both are one memory.
+    /// Host bytes that count as device bytes, because both are the same memory.
     fn host_bytes_of_device(&self) -> usize {
         if self.room.swap_bytes.is_none() { self.sum(|class| class.host_bytes) } else { 0 }
     }
@@ -240,22 +240,22 @@ impl PlanInput<'_> {
         TrainedModel::of(self.config, self.table, self.kind)
     }
 
-    /// Models that only score, by class: the reference and a teacher.
+    /// The models that only score, with their classes: the reference and a teacher.
     fn frozen(&self) -> impl Iterator<Item = (&'static str, &ParamTable)> {
         let reference = self.config.has_reference().then_some((classes::REFERENCE, self.table));
         reference.into_iter().chain(self.teacher.map(|table| (classes::TEACHER, table)))
     }
 
-    /// The longest sequence: as configured or the model's, and no longer than the longest prompt and completion.
+    /// The maximum sequence length: as configured or the model's, but at most that of the longest prompt and completion.
     fn max_model_length(&self) -> usize {
         let Config { max_model_length, max_prompt_length, max_completion_length, .. } = *self.config;
         let context = max_model_length.unwrap_or(self.table.spec.max_position_embeddings);
-        // The policy as its own teacher scores completions behind longer prompts.
+        // A policy that is its own teacher scores completions with longer prompts.
         let teachers = if self.config.teaches_itself() { self.config.distillation.max_reprompt_len } else { 0 };
         max_prompt_length.map_or(context, |prompt| context.min(prompt.max(teachers) + max_completion_length))
     }
 
-    /// Sequences of a generation batch that one engine decodes at once.
+    /// Number of sequences of a generation batch that one engine decodes at once.
     fn num_seqs(&self) -> usize {
         let config = self.config;
         let groups = self.batch.num_begun.div_ceil(self.batch.roles.num_generators);
@@ -263,20 +263,20 @@ impl PlanInput<'_> {
         of_engine.min(config.max_num_seqs)
     }
 
-    /// The share of an update at its longest that this rank has with those that share its micro-batches.
+    /// Maximum tokens of an update on this rank, together with the ranks that share its micro-batches.
     fn update_tokens(&self) -> usize {
         let BatchPlan { generation_batch_size, roles, updates_per_generation, .. } = self.batch;
         let shares = roles.num_trainers / self.config.num_sharers();
         generation_batch_size / shares / updates_per_generation * self.max_model_length()
     }
 
-    /// Bytes of the experts that the sampler recorded, of all of an update.
+    /// Bytes of the recorded experts for all tokens of an update.
     fn recorded_bytes(&self) -> usize {
         let trains = self.role != Role::Generates;
         if trains { self.model().recorded_bytes(self.config.objective.router_replay, self.update_tokens()) } else { 0 }
     }
 
-    /// The longest micro-batch: as the budget says, or of one sequence that is longer.
+    /// Tokens of the largest micro-batch: the budget, or one longer sequence.
     fn micro_batch_tokens(&self) -> usize {
         let longest = self.config.max_prompt_length.map_or(0, |_| self.max_model_length());
         self.config.max_tokens_per_micro_batch.max(longest).min(self.update_tokens())
@@ -291,7 +291,7 @@ impl PlanInput<'_> {
         }
     }
 
-    /// The fullest moment of scoring and training in micro-batches of so many tokens, all of them scored.
+    /// The peak of scoring and training with micro-batches of `tokens` tokens, all of them scored.
     fn fullest(&self, choices: Choices, tokens: usize) -> Moment {
         let (model, several) = (self.model(), [self.micro_batch(tokens); 2]);
         let update = model.fullest(&UpdateCourse {
@@ -302,7 +302,7 @@ impl PlanInput<'_> {
         });
         let on_host = choices.reference == ReferenceResidency::Host;
         let frozen = self.frozen().map(|(class, table)| {
-            let format: &'static dyn Format = if class == classes::REFERENCE { model.format } else { &Plain }; // a teacher rounds nothing
+            let format: &'static dyn Format = if class == classes::REFERENCE { model.format } else { &Plain }; // a teacher is not quantized
             fullest_of_reference(table, &model, format, on_host, several[0])
         });
         frozen
@@ -311,7 +311,7 @@ impl PlanInput<'_> {
     }
 }
 
-/// How the engine of a run is set up.
+/// The options of a run's engine.
 pub(crate) fn engine_options(
     config: &Config,
     max_model_length: usize,
@@ -338,7 +338,7 @@ pub(crate) fn engine_options(
     }
 }
 
-/// Bytes in the largest unit that leaves a number of at least 1.
+/// Formats bytes in the largest unit in which the number is at least 1.
 pub fn human(bytes: usize) -> String {
     let units = ["B", "KiB", "MiB", "GiB", "TiB"];
     let mut value = bytes as f64;

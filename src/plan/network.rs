@@ -1,11 +1,11 @@
-//! The bytes that cross the network between nodes, by the run's own choices: known before launch, as memory is.
+//! Predicts, before launch, the bytes sent over the network between nodes with the run's configuration.
 
 use std::fmt;
 
 use crate::config::{Config, Dtype, Mode, Quantization, Roles, WorldSize};
 use crate::model::{LoraSpec, ParamTable};
 
-/// Bytes that each node sends to others, with the time that they take alone.
+/// Bytes that each node sends to others, and the time that they take alone.
 #[derive(Debug, Clone, PartialEq)]
 pub struct NetworkPlan {
     nodes: usize,
@@ -22,11 +22,11 @@ struct NetworkFlow {
 }
 
 impl NetworkPlan {
-    /// The traffic of a run that trains the model of `table` or adapters of it, whose elements have `weight_bytes`, on ranks of such
-    /// `roles`, over a network that takes so many 10^9 bytes a second out of each node; none on one node.
+    /// The traffic of a run that trains the model of `table`, or adapters of it, with `weight_bytes` per element, on ranks with these `roles`. The
+    /// network carries so many 10^9 bytes per second out of each node. `None` on one node.
     ///
-    /// A ring of n parts sends (n - 1) / n of a tensor from each part to gather or scatter it, and twice that to reduce it everywhere. A
-    /// chain, by which trainers reach engines of their own, sends it once.
+    /// To gather or scatter a tensor, a ring of n parts sends (n - 1) / n of the tensor from each part, and twice that for an all-reduce. A chain, by
+    /// which trainers reach separate engines, sends the tensor once.
     pub fn new(
         config: &Config,
         table: &ParamTable,
@@ -47,7 +47,7 @@ impl NetworkPlan {
         let [weights, new_weights] = [table, trained].map(|table| (table.total * weight_bytes) as f64);
         let ring = |parts: usize| (parts - 1) as f64 / parts as f64;
         let (shards, stage) = (table.shards, config.zero.stage);
-        // Adapters are whole on every rank, and so are quantised weights.
+        // Every rank holds adapters whole, and so it does quantized weights.
         let trained_stage = if adapters.is_some() { stage.min(2) } else { stage };
         let is_sharded = shards > world.local_ranks && stage == 3 && config.quantization == Quantization::None;
         let mut flows = Vec::new();
@@ -63,7 +63,7 @@ impl NetworkPlan {
                 add("new weights", "an update, beside AdamW", ring(shards) * new_weights);
             }
         } else if roles.num_trainers > world.local_ranks {
-            // Of several copies on a node each slice has a ring, in rank order, which leaves the node once.
+            // With several copies per node, each slice has a ring in rank order, which leaves the node once.
             add("gradients", "an update, beside backward", 2.0 * ring(roles.num_trainers / shards) * gradients);
         }
         let gathered = if is_sharded { ring(shards) * weights } else { 0.0 };
@@ -126,7 +126,7 @@ mod tests {
         assert!(two.to_string().contains("network: 2 nodes, 50 GB/s"), "{two}");
     }
 
-    /// The flows out of each node: their names, and their bytes by parameter of the model.
+    /// The flows out of each node: their names, and bytes per parameter of the model.
     fn flows(keys: &[&str], nodes: usize, shards: usize) -> Vec<(&'static str, f64)> {
         let (params, plan) = plan(keys, nodes, shards);
         plan.flows.iter().map(|flow| (flow.what, flow.bytes / params)).collect()
@@ -142,7 +142,7 @@ mod tests {
         assert_eq!(sharded, [("gradients", 3.75), ("weights", 3.75), ("weights", 1.875 + 2.0)]);
     }
 
-    /// They train and travel alone, but a frozen base that is sharded over nodes is gathered as any.
+    /// Only adapters train and are sent; but a frozen base that is sharded over nodes is gathered like any other.
     #[test]
     fn with_lora_only_adapters_cross_the_network() {
         let hybrid = flows(&["lora.r=8", "zero.stage=3"], 2, 8);

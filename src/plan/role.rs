@@ -1,19 +1,19 @@
-//! Plans of ranks that do one half of a step.
+//! The roles of ranks in a plan.
 
 /// The role of a rank: generating, training or both.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Role {
-    /// Both in turn.
+    /// The rank alternates between both.
     Both,
-    /// It trains.
+    /// The rank only trains.
     Trains,
-    /// It generates, with whole weights of its own, or those of its stage.
+    /// The rank only generates, with its own whole weights or those of its stage.
     Generates,
 }
 
 impl Role {
-    /// For a table's head.
+    /// The heading of the plan's table.
     pub(super) fn of_whom(self) -> &'static str {
         match self {
             Self::Both => "memory per rank",

@@ -3,17 +3,17 @@
 use super::MemoryPlan;
 use crate::error::Error;
 
-/// Why a rank cannot hold a run.
+/// Why a run does not fit on a rank.
 #[derive(Debug)]
 pub(super) enum MemoryShortage {
-    /// A value that no memory would mend.
+    /// An invalid value, which more memory would not help.
     Value(Error),
-    /// Memory, which this plan lacks.
+    /// Not enough memory for this plan.
     Memory(Box<MemoryPlan>),
 }
 
 impl MemoryShortage {
-    /// The closer of this shortage and an earlier one: on the device, then on the host, then in what the device holds.
+    /// The smaller of this shortage and an earlier one: compared by device bytes, then host bytes, then the bytes held on the device.
     pub(super) fn closer(self, earlier: Option<Self>) -> Self {
         match (self, earlier) {
             (Self::Memory(own), Some(Self::Memory(other))) if other.shortage() < own.shortage() => Self::Memory(other),
@@ -23,7 +23,7 @@ impl MemoryShortage {
 }
 
 impl MemoryPlan {
-    /// Bytes that lack on the device, else on the host.
+    /// Missing bytes on the device, and on the host.
     fn shortage(&self) -> (usize, usize) {
         let device = self.peak_bytes().saturating_sub(self.room.available_bytes);
         (device, self.swapped_bytes().saturating_sub(self.room.swap_bytes.unwrap_or(usize::MAX)))

@@ -48,7 +48,7 @@ fn plan_model(
     MemoryPlan::new(&input, &|_| Ok(0))
 }
 
-/// The copy that the KL term compares with is there as long as the run.
+/// The initial adapters, which are the reference for the KL term, are held during the whole run.
 #[test]
 fn the_plan_counts_initial_adapters_used_as_reference() {
     let of = |more: &[&str], role, from_adapters| -> Option<usize> {
@@ -58,7 +58,7 @@ fn the_plan_counts_initial_adapters_used_as_reference() {
         assert_eq!(class.rollout_bytes, if role == Role::Both { class.train_bytes } else { 0 });
         Some(class.train_bytes)
     };
-    // 2 bytes each of r x (in + out) of seven projections in 28 layers, padded
+    // 2 bytes each for r x (in + out) of seven projections in 28 layers, padded
     let matrices = [(1536, 1536), (1536, 256), (1536, 256), (1536, 1536), (1536, 8960), (1536, 8960), (8960, 1536)];
     let elements: usize = matrices.iter().map(|(rows, columns)| 64 * (rows + columns)).sum();
     for role in [Role::Both, Role::Trains] {
@@ -70,7 +70,7 @@ fn the_plan_counts_initial_adapters_used_as_reference() {
     assert_eq!(of(&[], Role::Both, true), None);
 }
 
-/// Advice that is taken makes the run fit.
+/// Applying the advice must make the run fit.
 #[test]
 fn the_advised_change_is_the_smallest_that_fits() {
     let fixed = "residency.optimizer=resident";
@@ -120,8 +120,8 @@ fn activations_that_fit_are_kept_instead_of_recomputed() {
     assert_eq!(of("full", 1 << 40).gradient_checkpointing, Full);
 }
 
-/// `auto` keeps chunks of gated delta nets where a tenth of the memory stays free beside them, and a run that fits without them fits. Where
-/// the configuration keeps them and they do not fit, the advice is to compute them again.
+/// `auto` keeps chunks of gated delta nets if a tenth of the memory stays free with them; a run that fits only without them must fit. If the
+/// configuration keeps them and they do not fit, the advice is to recompute them.
 #[test]
 fn delta_net_chunks_are_kept_where_memory_allows() {
     use GradientCheckpointing::{KeepChunks, None, Selective};
@@ -153,7 +153,7 @@ fn planned_parameter_bytes_match_hand_counts() {
     assert!(plan.peak_bytes() <= 130 << 30 && plan.largest_micro_batch > 16_384);
 }
 
-/// A KV cache that is kept is there while training, too, and the run is refused, or the cache smaller, where both do not fit.
+/// A kept KV cache also needs memory while training. If both do not fit, the run is refused or the cache is smaller.
 #[test]
 fn a_kept_kv_cache_reduces_training_memory() {
     let keep = ["oversample=1", "partial_rollout=true", "carried_kv=keep", "gradient_checkpointing=full"];
@@ -196,7 +196,7 @@ fn ranks_of_split_mode_hold_only_what_their_role_needs() {
     assert!(trains.to_string().contains("\nlargest micro-batch"));
 }
 
-/// A cache is sized for what a generation batch can fill, and the optimizer's state moves for no more.
+/// The cache is sized for the sequences of a generation batch, and optimizer state is not moved to make a larger one.
 #[test]
 fn the_kv_cache_is_sized_for_the_sequences_of_a_batch() {
     let blocks = |keys: &[&str]| {
@@ -207,7 +207,7 @@ fn the_kv_cache_is_sized_for_the_sequences_of_a_batch() {
     assert_eq!(blocks(&["max_num_seqs=10"]), (10 * 256, 10, 4096));
     assert_eq!(blocks(&["max_prompt_length=512"]), (64 * 64, 64, 1024));
     assert_eq!(blocks(&["max_prompt_length=512", "oversample=0.5"]), (96 * 64, 96, 1024));
-    // An evaluation may have more sequences, for which nothing is moved.
+    // An evaluation may have more sequences, but nothing is moved for them.
     let evaluated = ["max_prompt_length=512", "eval_file=rows.jsonl"];
     assert_eq!(blocks(&evaluated), (256 * 64, 64, 1024));
     let tight = 50 << 30;

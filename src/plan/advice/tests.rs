@@ -8,7 +8,7 @@ use super::*;
 use crate::config::WorldSize;
 use crate::model::{ModelSpec, ParamTable, Unit};
 
-/// A run of `nproc` ranks a node on GPUs of so many GiB, on machines with so many GiB a rank.
+/// A run of `nproc` ranks per node on GPUs with `gpu_gib` GiB, on machines with `host_gib` GiB per rank.
 #[derive(Debug, Clone, Copy)]
 struct Machine {
     num_nodes: usize,
@@ -23,7 +23,7 @@ fn spec(name: &str) -> Arc<ModelSpec> {
     Arc::new(if name == "72b" { sizes() } else { ModelSpec::preset(name).unwrap() })
 }
 
-/// Bytes as the trainer counts them, less the alignment of slices.
+/// Bytes as the trainer counts them, without the alignment of slices.
 fn engine_weights(config: &Config, table: &ParamTable) -> usize {
     match (config.quantization, config.zero.stage) {
         (Quantization::Nf4, _) => 4 * table.unit(Unit::Block(0)).len,
@@ -58,7 +58,7 @@ fn with_input<T>(model: &str, machine: Machine, keys: &[String], run: impl FnOnc
     Ok(run(&input))
 }
 
-/// The settings that a refusal advises, as they would be typed.
+/// The settings that an error message recommends, as on a command line.
 fn advised(message: &str) -> Option<Vec<String>> {
     let first = message.lines().next().unwrap();
     let (_, set) = first.split_once("; set ")?;
@@ -74,12 +74,12 @@ fn refused(model: &str, machine: Machine, keys: &[String]) -> String {
     plan(model, machine, keys).unwrap_err().to_string()
 }
 
-/// Processes, GiB of a GPU and GiB of host memory a process.
+/// Number of processes, GiB of a GPU, and GiB of host memory per process.
 const MACHINES: [(usize, usize, usize); 7] =
     [(1, 12, 512), (1, 24, 512), (1, 80, 512), (2, 40, 16), (4, 80, 64), (8, 80, 512), (8, 139, 512)];
 
-/// Whatever is advised, taken, gives a plan that fits, names no key in vain and leaves libtorch's cache its share where it says
-/// how large micro-batches may be; where nothing is advised, nothing known helps. How many runs were advised, and how many had no advice.
+/// Applying the advice must give a plan that fits, must not include an unnecessary key, and must leave the reserve for libtorch's cache where it
+/// recommends a micro-batch size. Where no advice is given, no known change may help. Returns how many runs got advice, and how many did not.
 fn what_is_advised_helps(model: &str, machines: &[(usize, usize, usize)]) -> (usize, usize) {
     let runs = [
         "",
@@ -143,7 +143,7 @@ fn advised_keys_make_72b_models_fit() {
     assert!(advised > 8 && hopeless > 0, "{advised} and {hopeless}");
 }
 
-/// Whether all that can be changed together makes a run fit that leaves libtorch's cache its share.
+/// Whether all possible changes together make a run fit with the reserve for libtorch's cache.
 fn last_resort(model: &str, machine: Machine, run: &str) -> bool {
     let (longest, context) = match run {
         run if run.contains("max_prompt_length=512") => (2560, 2560),
@@ -182,7 +182,7 @@ fn qlora_is_advised_where_lora_does_not_fit() {
     assert_ne!(advised("qwen2.5-7b", 24).get(1).map(String::as_str), Some("quantization=nf4"));
 }
 
-/// Adapters of every expert would take as much room as they are meant to save.
+/// Adapters of every expert would need as much memory as they are meant to save.
 #[test]
 fn lora_of_attention_is_advised_for_models_with_experts() {
     let machine = Machine { num_nodes: 1, nproc: 1, gpu_gib: 80, host_gib: 512 };
@@ -191,7 +191,7 @@ fn lora_of_attention_is_advised_for_models_with_experts() {
     assert_eq!(changes[..2], ["lora.r=16", attention]);
 }
 
-/// A cache of one sequence cannot be smaller: engines of more ranks are named, not the cache.
+/// The KV cache of one sequence cannot be smaller: the advice must be larger engines, not a smaller cache.
 #[test]
 fn lowering_a_minimal_kv_cache_is_not_advised() {
     let machine = Machine { num_nodes: 1, nproc: 4, gpu_gib: 80, host_gib: 512 };
@@ -206,7 +206,7 @@ fn lowering_a_minimal_kv_cache_is_not_advised() {
     assert_eq!(advised(&message).unwrap(), ["kv_cache_bytes=none"]);
 }
 
-/// Where the device would do, the machine's memory is what lacks.
+/// The device has enough memory, but the host does not.
 #[test]
 fn host_memory_is_required_for_all_ranks_of_a_node() {
     let small = Machine { num_nodes: 1, nproc: 4, gpu_gib: 80, host_gib: 64 };
@@ -219,8 +219,8 @@ fn host_memory_is_required_for_all_ranks_of_a_node() {
     assert!(message.contains("; 4 ranks need a machine with"), "{message}");
 }
 
-/// docs/benchmarks/whole-steps.md: its rows were measured with the optimizer's state resident by the plan's choice, and a run of
-/// 64 sequences a rank moves nothing for a cache of 256 at the model's whole context.
+/// The rows in docs/benchmarks/whole-steps.md were measured with optimizer state resident by the plan's choice. A run of 64 sequences per rank must
+/// not move state for a cache of 256 sequences at the model's whole context.
 #[test]
 fn nothing_is_offloaded_for_kv_blocks_that_no_run_fills() {
     let of = |gpu_gib, run: &str| {
@@ -245,7 +245,7 @@ fn nothing_is_offloaded_for_kv_blocks_that_no_run_fills() {
     assert_eq!((plan.num_kv_blocks, plan.num_seqs, plan.max_model_length), (64 * 160, 64, 2560));
 }
 
-/// Sizes that model and ranks cannot be divided into are not tried: 4,096 ranks would take minutes.
+/// Sizes that do not divide the model and the ranks are not tried: with 4,096 ranks that would take minutes.
 #[test]
 fn advised_engine_sizes_divide_the_model_and_the_node() {
     let sizes = |num_nodes, nproc, run: &str| {
@@ -262,7 +262,7 @@ fn advised_engine_sizes_divide_the_model_and_the_node() {
     assert!(!message.contains("tensor_parallel_size = 8"), "{message}");
 }
 
-/// Each sequence at once takes states of gated delta nets: no more than a batch has, then the most that fit, of powers of two.
+/// Each concurrent sequence needs states of gated delta nets. The advice is as many as a batch has, then the largest power of two that fits.
 #[test]
 fn fewer_sequences_are_advised_where_delta_net_states_lack_memory() {
     let machine = Machine { num_nodes: 1, nproc: 1, gpu_gib: 79, host_gib: 512 };

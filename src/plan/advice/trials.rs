@@ -1,4 +1,4 @@
-//! Plans of the run with changes, each made once.
+//! Plans of the run with changed keys, each computed once.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -13,7 +13,7 @@ use crate::plan::choices::choose;
 use crate::plan::shortage::MemoryShortage;
 use crate::plan::{MemoryPlan, PlanInput};
 
-/// Makes the plan of each set of changes once, since concessions begin with the same changes.
+/// Computes the plan for each set of changes once, because several concessions try the same changes.
 pub(super) struct Trials<'a> {
     input: &'a PlanInput<'a>,
     engine_weights: &'a dyn Fn(&Config) -> Result<usize>,
@@ -24,7 +24,7 @@ pub(super) struct Trials<'a> {
 pub(super) enum TrialResult {
     Fits,
     Lacks(Box<MemoryPlan>),
-    /// The configuration does not allow them.
+    /// The configuration does not allow the changes.
     Refused,
 }
 
@@ -47,7 +47,7 @@ impl<'a> Trials<'a> {
         Self { input, engine_weights, known: RefCell::default() }
     }
 
-    /// The result of the run with `changes`.
+    /// Tries the run with `changes`.
     pub(super) fn of(&self, changes: &[KeySetting]) -> Rc<TrialResult> {
         let key = settings(changes);
         let known = self.known.borrow().get(&key).cloned();
@@ -69,7 +69,7 @@ impl<'a> Trials<'a> {
         }
     }
 
-    /// The run with `changes`, if its keys agree and the model can be cut so.
+    /// The configuration with `changes`, if it is valid and the model can be divided accordingly.
     pub(super) fn config(&self, changes: &[KeySetting]) -> Option<Config> {
         let changed = |(key, value): (String, Value)| {
             let change = changes.iter().find(|(changed, _)| *changed == key);

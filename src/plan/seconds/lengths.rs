@@ -1,24 +1,24 @@
-//! Lengths that a run is expected to have.
+//! Expected lengths of a run's prompts and completions.
 
 use std::str::FromStr;
 
-/// Lengths of prompts and completions, in tokens.
+/// Expected lengths of prompts and completions, in tokens.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ExpectedLengths {
     /// Mean length of prompts.
     pub prompt: f64,
-    /// Lengths of completions.
+    /// Distribution of completion lengths.
     pub completion: CompletionLengths,
 }
 
-/// A range of completion lengths, both ends included.
+/// A range of completion lengths, including both ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CompletionLengths {
-    /// Fewest tokens, at least 1.
+    /// Minimum length in tokens, at least 1.
     pub shortest: usize,
-    /// Most tokens.
+    /// Maximum length in tokens.
     pub longest: usize,
-    /// Whether every doubling has as many lengths, so that few are long, rather than every number of tokens.
+    /// Whether lengths are distributed evenly on a log scale, so that few are long, instead of evenly.
     pub long_tailed: bool,
 }
 

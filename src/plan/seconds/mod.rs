@@ -1,6 +1,6 @@
-//! Seconds of a step, predicted before launch: what generation, training and the transitions between them read, multiply, launch and
-//! exchange, at rates that were fitted to half of the steps recorded in docs/benchmarks (`tests/golden/recorded_steps.jsonl`) and are held
-//! to the other half by a test.
+//! Predicts the seconds of a step before launch, from what generation, training and the transitions between them read, multiply, launch and exchange.
+//! The rates were fitted to half of the steps measured in docs/benchmarks (`tests/golden/recorded_steps.jsonl`); a test compares predictions with the
+//! other half.
 
 mod lengths;
 mod rates;
@@ -26,51 +26,51 @@ use crate::rollout::state_page_bytes;
 /// Bytes of an element of bfloat16.
 const ELEMENT_BYTES: f64 = 2.0;
 
-/// A step whose seconds are asked for.
+/// A step whose seconds are predicted.
 #[derive(Debug, Clone, Copy)]
 pub struct PlannedStep<'a> {
-    /// The run.
+    /// The run's configuration.
     pub config: &'a Config,
     /// The model.
     pub spec: &'a ModelSpec,
     /// Ranks that train and ranks that generate.
     pub roles: Roles,
-    /// Prompts of a generation batch, over all ranks.
+    /// Number of prompts of a generation batch, over all ranks.
     pub num_prompts: usize,
-    /// Completions of each.
+    /// Number of completions per prompt.
     pub group: usize,
-    /// Optimizer updates of a pass over the batch.
+    /// Number of optimizer updates in one pass over the batch.
     pub updates: usize,
     /// Lengths of prompts and completions.
     pub lengths: ExpectedLengths,
-    /// Recomputation in the backward.
+    /// Recomputation in the backward pass.
     pub keep: GradientCheckpointing,
-    /// Where optimizer state lives.
+    /// Where optimizer state is stored.
     pub residency: OptimizerResidency,
-    /// Bytes of optimizer state of a rank.
+    /// Bytes of optimizer state per rank.
     pub state_bytes: usize,
-    /// Bytes that an optimizer step reads and writes in device memory, of a rank.
+    /// Bytes of device memory that an optimizer step reads and writes per rank.
     pub optimizer_step_bytes: usize,
 }
 
-/// Seconds of a step and of its parts, of the slowest rank.
+/// Seconds of a step and of its parts, for the slowest rank.
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]
 pub struct StepSeconds {
-    /// Sampling all completions.
+    /// Seconds for sampling all completions.
     pub generate_s: f64,
-    /// Reference scores, forward, backward and optimizer.
+    /// Seconds for reference scores, forward, backward and optimizer.
     pub train_s: f64,
-    /// Moving weights and optimizer state, mapping the cache.
+    /// Seconds for moving weights and optimizer state, and mapping the KV cache.
     pub transitions_s: f64,
-    /// The whole step, with rewards and packing.
+    /// Seconds for the whole step, including rewards and packing.
     pub step_s: f64,
 }
 
 impl StepSeconds {
-    /// Predicts the step on such GPUs of one host.
+    /// Predicts the step on GPUs of this kind on one host.
     ///
     /// # Errors
-    /// Features of the run that no recorded step had, as a clause.
+    /// The feature of the run that no measured step had.
     pub fn predict(work: &PlannedStep<'_>, gpu: Gpu) -> Result<Self, &'static str> {
         work.check()?;
         let (generate_s, train_s) = (work.generate_s(gpu), work.update_s(gpu) * (1.0 + TRAIN.whole_step));
@@ -94,7 +94,7 @@ impl fmt::Display for StepSeconds {
 }
 
 impl PlannedStep<'_> {
-    /// Refuses what no recorded step had.
+    /// Refuses features that no measured step had.
     fn check(&self) -> Result<(), &'static str> {
         let config = self.config;
         let unknown = [
@@ -110,7 +110,8 @@ impl PlannedStep<'_> {
         unknown.into_iter().find(|(is_so, _)| *is_so).map_or(Ok(()), |(_, what)| Err(what))
     }
 
-    /// Prompts once through the products for their group, then decode steps while sequences end; waves where the engine decodes fewer at once.
+    /// Seconds of generation: prefill of each prompt once per group, then decode steps while sequences end; in waves if the engine decodes fewer at
+    /// once.
     fn generate_s(&self, gpu: Gpu) -> f64 {
         let (config, tp) = (self.config, self.config.tensor_parallel_size as f64);
         let num_engines = (self.roles.num_generators / config.tensor_parallel_size).max(1);
@@ -132,7 +133,7 @@ impl PlannedStep<'_> {
         waves * seconds
     }
 
-    /// One decode step of `rows` sequences, whose cache holds `cached` tokens, shared prompts once.
+    /// Seconds of a decode step of `rows` sequences whose cache holds `cached` tokens, counting shared prompts once.
     fn decode_s(&self, gpu: Gpu, rows: f64, cached: f64) -> f64 {
         let Self { config, spec, .. } = *self;
         let (tp_size, is_fp8) = (config.tensor_parallel_size, config.rollout_quantization == RolloutQuantization::Fp8);
@@ -158,7 +159,7 @@ impl PlannedStep<'_> {
         products_s + cache_s + states_s + launches_s + sampling_s + experts_s + adapters_s + self.exchange_s(rows)
     }
 
-    /// The sums over a tensor-parallel group of so many rows, twice in each layer.
+    /// Seconds of the all-reduces over a tensor-parallel group for this many rows, two per layer.
     fn exchange_s(&self, rows: f64) -> f64 {
         if self.config.tensor_parallel_size == 1 {
             return 0.0;
@@ -167,7 +168,7 @@ impl PlannedStep<'_> {
         2.0 * self.spec.num_layers() as f64 * (ALL_REDUCE_S + bytes * ALL_REDUCE_BYTE_S)
     }
 
-    /// Mapping the cache, gathering sharded weights, and copying state out of its way; its way back is hidden.
+    /// Seconds for mapping the cache, gathering sharded weights, and copying state to the host; the copy back is overlapped.
     fn transitions_s(&self) -> f64 {
         if self.config.mode == Mode::Split {
             return 2.0 * TRANSITIONS.fixed_s;
@@ -179,7 +180,7 @@ impl PlannedStep<'_> {
         TRANSITIONS.fixed_s + gather_s + swapped / TRANSITIONS.host_bytes_per_s
     }
 
-    /// Weights that a token meets in the blocks.
+    /// Number of block weights that a token is multiplied with.
     fn block_params(&self) -> f64 {
         let embedded = if self.spec.tie_word_embeddings { 1.0 } else { 2.0 };
         self.spec.num_active_params() as f64 - embedded * self.head_params()

@@ -1,25 +1,25 @@
-//! Rates of chips, and what parts of a step reach of them. The numbers of [`DECODE`], [`TRAIN`] and [`TRANSITIONS`] were fitted by least
-//! squares of logarithms to every other line of `tests/golden/recorded_steps.jsonl`, but for those whose comment has a source.
+//! Rates of GPUs, and the shares of them that parts of a step reach. The numbers in [`DECODE`], [`TRAIN`] and [`TRANSITIONS`] were fitted by least
+//! squares of logarithms to every other line of `tests/golden/recorded_steps.jsonl`, except those whose comment names a source.
 
 use crate::config::RolloutQuantization;
 
-/// A kind of GPU whose steps are recorded.
+/// A kind of GPU with measured steps.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Gpu {
     /// Name on the command line.
     pub name: &'static str,
-    /// Name that the driver gives.
+    /// Name that the driver reports.
     pub driver_name: &'static str,
-    /// Memory that is free on an unused one, in GiB.
+    /// Free memory of an unused GPU, in GiB.
     pub free_gib: f64,
-    /// Large bfloat16 products, in floating-point operations a second, as measured.
+    /// Measured rate of large bfloat16 GEMMs, in FLOP/s.
     pub product_flop_per_s: f64,
-    /// A large copy, bytes read and written a second, as measured.
+    /// Measured rate of a large copy, in bytes read and written per second.
     pub memory_bytes_per_s: f64,
 }
 
 impl Gpu {
-    /// All that are known.
+    /// All known kinds.
     pub const ALL: [Self; 2] = [
         Self {
             name: "h100",
@@ -37,7 +37,7 @@ impl Gpu {
         },
     ];
 
-    /// The one with this name, or with this name of the driver.
+    /// The kind with this name or driver name.
     pub fn named(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|gpu| gpu.name == name || gpu.driver_name == name)
     }
@@ -45,31 +45,31 @@ impl Gpu {
 
 /// Rates of a decode step.
 pub(super) struct DecodeRates {
-    /// Share of a copy's rate at which weights are read: reading alone can be faster.
+    /// Rate of reading weights, relative to that of a copy; reading alone can be faster.
     pub weights: f64,
-    /// Share of the chip's product rate.
+    /// Share of the GPU's GEMM rate.
     pub products: f64,
-    /// How much faster products in FP8 are.
+    /// Speed-up of FP8 GEMMs.
     pub fp8_gain: f64,
-    /// Keys and values read a second: parts of a prompt come from the L2, so both chips read as fast.
+    /// Bytes of keys and values read per second. Parts of a prompt are read from the L2 cache, so both GPUs are equally fast.
     pub cache_bytes_per_s: f64,
-    /// Time of a cache in FP8 beside one of bfloat16.
+    /// Time with an FP8 cache relative to a bfloat16 cache.
     pub fp8_cache: f64,
-    /// Share of a copy's rate at which states of delta nets are read and written.
+    /// Rate of reading and writing states of delta nets, relative to that of a copy.
     pub states: f64,
-    /// Launches of a layer, and of its norms, rotation and small products.
+    /// Seconds per layer for launches, norms, rotation and small GEMMs.
     pub layer_s: f64,
-    /// Launches of a layer whose products are in FP8; those kernels begin earlier.
+    /// Seconds per layer for launches with FP8 GEMMs, whose kernels start earlier.
     pub fp8_layer_s: f64,
-    /// Time of a step beside its layers.
+    /// Seconds per step outside the layers.
     pub step_s: f64,
-    /// Bytes that sampling moves for a logit.
+    /// Bytes that sampling moves per logit.
     pub logit_bytes: f64,
-    /// Router, sums and launches of a layer with experts.
+    /// Seconds per layer with experts for router, sums and launches.
     pub experts_s: f64,
-    /// Adapters of a layer.
+    /// Seconds per layer for adapters.
     pub adapters_s: f64,
-    /// Adapters of a layer, for each row.
+    /// Seconds per layer and row for adapters.
     pub adapters_row_s: f64,
 }
 
@@ -90,8 +90,8 @@ pub(super) const DECODE: DecodeRates = DecodeRates {
 };
 
 impl DecodeRates {
-    /// Share of the product rate that prompts run at: 47,446 tokens/s of 7B in bfloat16, 81,576 in FP8 (generation.md#rates, fp8.md#generation);
-    /// of experts 16,384 tokens of 30B-A3B in 0.39 s (experts.md#generation-on-one-gpu).
+    /// Share of the GEMM rate in prefill: 47,446 tokens/s for 7B in bfloat16, 81,576 in FP8 (generation.md#rates, fp8.md#generation); with experts,
+    /// 16,384 tokens of 30B-A3B in 0.39 s (experts.md#generation-on-one-gpu).
     pub(super) fn prefill_share(&self, quantization: RolloutQuantization, has_experts: bool) -> f64 {
         match (has_experts, quantization) {
             (true, _) => 0.3,
@@ -101,54 +101,53 @@ impl DecodeRates {
     }
 }
 
-/// A sum over a tensor-parallel group.
+/// Seconds of an all-reduce over a tensor-parallel group.
 pub(super) const ALL_REDUCE_S: f64 = 4.33e-6;
-/// Time of an exchange for each byte of the rows.
+/// Additional seconds of the all-reduce per byte of the rows.
 pub(super) const ALL_REDUCE_BYTE_S: f64 = 6.11e-12;
 
 /// Rates of training.
 pub(super) struct TrainRates {
-    /// Share of the product rate that blocks of a very wide model reach.
+    /// Share of the GEMM rate that blocks of a very wide model reach.
     pub products: f64,
-    /// Width of the residual stream at which half of it is lost.
+    /// Width of the residual stream at which half of that share is reached.
     pub narrow: f64,
-    /// Share of the product rate that products in FP8 reach.
+    /// Share of the GEMM rate that FP8 GEMMs reach.
     pub fp8: f64,
-    /// Share that experts reach.
+    /// Share of the GEMM rate that experts reach.
     pub experts: f64,
-    /// Share that the head reaches.
+    /// Share of the GEMM rate that the head reaches.
     pub head: f64,
-    /// Share of the product rate of attention's forward (training.md#where-a-steps-time-goes).
+    /// Share of the GEMM rate in attention's forward (training.md#where-a-steps-time-goes).
     pub attention: f64,
-    /// Backward of attention, in multiples of its forward (same page).
+    /// Time of attention's backward relative to its forward (same page).
     pub attention_backward: f64,
-    /// Elements moved for each of the MLP's width, and for each of the residual stream's, forward and backward (the same).
+    /// Elements moved per element of the MLP's width and of the residual stream's width, in forward and backward (same page).
     pub forward_width: f64,
     pub forward_hidden: f64,
     pub backward_width: f64,
     pub backward_hidden: f64,
-    /// Bytes of a delta net for each operation of its rule, at the half of a copy's rate that its kernels reach
-    /// (delta-nets.md#training-kernels).
+    /// Bytes moved by a delta net per FLOP of its recurrence, at half of a copy's rate, which its kernels reach (delta-nets.md#training-kernels).
     pub delta_forward_bytes: f64,
     pub delta_backward_bytes: f64,
-    /// Share of what could be computed again that full and selective recomputation do.
+    /// Share of the recomputable work that full and, below, selective recomputation repeat.
     pub full: f64,
     pub selective: f64,
-    /// Time of a pass with adapters beside one without.
+    /// Time of a pass with adapters relative to one without.
     pub adapters: f64,
-    /// Gradients added up between micro-batches: share of their bytes' time.
+    /// Time of adding gradients between micro-batches, relative to the time to move their bytes.
     pub accumulate: f64,
-    /// AdamW's time over that of its bytes (13.1 and 1.5 ms of 12.3; training.md#where-a-steps-time-goes).
+    /// Time of AdamW relative to the time to move its bytes (13.1 and 1.5 ms for 12.3; training.md#where-a-steps-time-goes).
     pub optimizer: f64,
-    /// Streamed state: share of its bytes' time over the host's link.
+    /// Time of streamed optimizer state relative to its bytes over the host link.
     pub stream: f64,
-    /// Collectives that nothing hides.
+    /// Seconds of collectives that are not overlapped.
     pub exchange_s: f64,
-    /// Seconds for each byte of gradients that leaves a rank.
+    /// Seconds per byte of gradients that a rank sends.
     pub exchange_byte_s: f64,
-    /// Gathering weights for ZeRO-3, of a pass.
+    /// Relative time of gathering weights for ZeRO-3 in a pass.
     pub zero_3: f64,
-    /// Time of a GRPO step beyond training alone: micro-batches that are not full, losses, waiting for the slowest rank.
+    /// Additional time of a GRPO step compared with training alone: incomplete micro-batches, losses, waiting for the slowest rank.
     pub whole_step: f64,
 }
 
@@ -178,15 +177,15 @@ pub(super) const TRAIN: TrainRates = TrainRates {
     whole_step: 0.1133,
 };
 
-/// Rates of the transitions between the halves.
+/// Rates of the transitions between training and generation.
 pub(super) struct TransitionRates {
-    /// Mapping the cache and waiting for all ranks.
+    /// Seconds for mapping the cache and waiting for all ranks.
     pub fixed_s: f64,
-    /// Gathering sharded weights, for each byte that comes from other ranks.
+    /// Seconds per byte for gathering sharded weights from other ranks.
     pub gather_byte_s: f64,
-    /// A pinned copy between host and device, all GPUs at once (transitions.md#copies-to-and-from-the-host).
+    /// Bytes per second of pinned copies between host and device, on all GPUs at once (transitions.md#copies-to-and-from-the-host).
     pub host_bytes_per_s: f64,
-    /// Rewards and packing.
+    /// Seconds for rewards and packing.
     pub rewards_s: f64,
 }
 

@@ -7,8 +7,8 @@ use crate::config::AutoOr;
 use crate::model::ParamTable;
 use crate::train::TrainedModel;
 
-/// Recorded steps, one a line: shape, keys, seconds, and the page of docs/benchmarks that has them. Generation that was measured before the
-/// engine had its present kernels (2026-11-21, noon) is left out.
+/// Measured steps, one per line: shape, keys, seconds, and the page of docs/benchmarks with the source. Generation measured before the present
+/// kernels (2026-11-21, noon) is left out.
 const RECORDED: &str = include_str!("../../../tests/golden/recorded_steps.jsonl");
 
 #[derive(Debug, serde::Deserialize)]
@@ -45,7 +45,7 @@ fn given<T>(key: AutoOr<T>) -> Option<T> {
 }
 
 impl Recorded {
-    /// Predicted seconds by part; of training alone without what a whole step takes beyond.
+    /// Predicted seconds by part. For training alone, without the additional time of a whole step.
     fn predicted(&self) -> BTreeMap<&'static str, f64> {
         let config = config(&self.keys);
         let mut spec = ModelSpec::preset(&self.model).unwrap();
@@ -79,7 +79,7 @@ impl Recorded {
     }
 }
 
-/// Relative errors of a half of the records, largest first, each with what it is of.
+/// Relative errors for half of the records, largest first, each with a description.
 fn errors(half: usize) -> Vec<(f64, String)> {
     let mut errors = Vec::new();
     for record in recorded().iter().skip(half).step_by(2) {
@@ -97,7 +97,7 @@ fn errors(half: usize) -> Vec<(f64, String)> {
     errors
 }
 
-/// The aim is a median of 8 % and 15 % at the worst; as they are, 2.4 % and 12.8 %.
+/// The goal is a median error of 8 % and a maximum of 15 %; currently they are 2.4 % and 12.8 %.
 #[test]
 fn predicted_step_times_match_measurements_outside_the_fit() {
     for (half, median, worst) in [(0, 0.03, 0.10), (1, 0.03, 0.13)] {
@@ -110,7 +110,7 @@ fn predicted_step_times_match_measurements_outside_the_fit() {
     }
 }
 
-/// Against the step they belong to: they are short, and differ most.
+/// Transitions are compared relative to their step, because they are short and vary most.
 #[test]
 fn predicted_transition_times_are_close_to_measurements() {
     let mut checked = 0;
@@ -169,7 +169,7 @@ fn predictions_for_unmeasured_settings_are_refused() {
     assert_eq!((Gpu::named("a100"), Gpu::named("h200").map(|gpu| gpu.driver_name)), (None, Some("NVIDIA H200")));
 }
 
-/// Each key that costs or saves something moves the part that it should, and no other.
+/// Each key with a cost or saving must change only the part that it concerns.
 #[test]
 fn each_key_changes_only_its_part_of_the_predicted_time() {
     let spec = ModelSpec::preset("qwen2.5-7b").unwrap();

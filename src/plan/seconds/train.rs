@@ -1,11 +1,11 @@
-//! Seconds of the training half: scores, forward, backward and the optimizer's step.
+//! Predicted seconds of training: scores, forward, backward and the optimizer step.
 
 use super::rates::{Gpu, TRAIN, TRANSITIONS};
 use super::{ELEMENT_BYTES, PlannedStep};
 use crate::config::{GradientCheckpointing, MixedPrecision, OptimizerResidency};
 use crate::model::Mlp;
 
-/// Seconds of a forward pass over one rank's share, by what limits it.
+/// Seconds of a forward pass over one rank's share, by the limiting resource.
 #[derive(Debug, Clone, Copy)]
 struct ForwardSeconds {
     products: f64,
@@ -19,19 +19,18 @@ impl ForwardSeconds {
     }
 }
 
-/// Tokens of a rank's share of a batch.
+/// Tokens of one rank's share of a batch.
 #[derive(Debug, Clone, Copy)]
 struct TokenShare {
     tokens: f64,
     scored: f64,
-    /// Pairs of a token and one that it attends to.
+    /// Number of (query, key) token pairs in attention.
     pairs: f64,
     micro_batches: f64,
 }
 
 impl PlannedStep<'_> {
-    /// All passes over the batch: one for reference scores, one for old log-probabilities where several updates follow, and the
-    /// updates.
+    /// Seconds of all passes over the batch: one for reference scores, one for old log-probabilities if several updates follow, and the updates.
     pub(super) fn update_s(&self, gpu: Gpu) -> f64 {
         let config = self.config;
         let (share, params) = (self.share(), self.spec.num_params() as f64);
@@ -73,7 +72,7 @@ impl PlannedStep<'_> {
         passes * pass + num_scores * score + updates * self.optimizer_s(gpu)
     }
 
-    /// Tokens that a rank trains on in a pass, a prompt once for its group where they are shared.
+    /// Tokens that a rank trains on in one pass; a shared prompt counts once per group.
     fn share(&self) -> TokenShare {
         let (trainers, group) = (self.roles.num_trainers as f64, self.group as f64);
         let lengths = self.lengths.completion.quantiles();
@@ -95,7 +94,7 @@ impl PlannedStep<'_> {
         }
     }
 
-    /// A forward pass through the blocks, and the rate of bfloat16 products there: wide models come nearer to the chip's.
+    /// Seconds of a forward pass through the blocks, and the bfloat16 GEMM rate there, which is higher for wide models.
     fn forward(&self, gpu: Gpu, share: TokenShare) -> (ForwardSeconds, f64) {
         let rate = match self.has_experts() {
             true => gpu.product_flop_per_s * TRAIN.experts,
@@ -118,7 +117,7 @@ impl PlannedStep<'_> {
         (forward, rate)
     }
 
-    /// Cost of the backward of norms, rotations, activations and delta nets, in multiples of their forward.
+    /// Time of the backward of norms, rotations, activations and delta nets, relative to their forward.
     fn elementwise_backward(&self) -> f64 {
         let (hidden, width) = (self.spec.hidden_size as f64 * self.spec.num_layers() as f64, self.mlp_width());
         let delta = self.spec.training_flop_per_token() as f64 / 3.0;
@@ -129,7 +128,7 @@ impl PlannedStep<'_> {
         backward / forward
     }
 
-    /// The optimizer's step: its bytes, and what of the exchange of gradients and new weights nothing hides.
+    /// Seconds of the optimizer step: moving its bytes, and the part of exchanging gradients and new weights that is not overlapped.
     fn optimizer_s(&self, gpu: Gpu) -> f64 {
         let trainers = self.roles.num_trainers as f64;
         let own_s = match self.residency {
@@ -143,7 +142,7 @@ impl PlannedStep<'_> {
         own_s + TRAIN.exchange_s + 4.0 * trained * (trainers - 1.0) / trainers * TRAIN.exchange_byte_s
     }
 
-    /// Widths of all layers' MLPs together, of experts those of one choice.
+    /// Sum of the MLP widths of all layers; for experts, the width of one expert.
     fn mlp_width(&self) -> f64 {
         let width = |mlp: &Mlp| match mlp {
             Mlp::Dense(dense) => dense.intermediate,

@@ -19,23 +19,23 @@ use rustix::fs::MemfdFlags;
 
 use crate::error::{Error, Result, explained};
 
-/// Most ways in which a world can be divided into groups, the world group included.
+/// Maximum number of divisions of the world into groups, including that of the whole world.
 pub(in crate::ranks) const PARTITIONS: usize = 10;
-/// The partition of `World::agree` itself: it has lines but no slots.
+/// The partition of `World::agree` itself, which has lines but no slots.
 pub(super) const CONTROL: usize = PARTITIONS;
-/// Longest failure message kept, in bytes.
+/// Maximum length of a stored failure message, in bytes.
 pub(super) const MESSAGE_BYTES: usize = 2048;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"colo-shm");
 const HEADER_BYTES: usize = 4096;
-/// The first page of the segment.
+/// Name of the segment in errors.
 const NAME: &str = "memory shared by ranks";
 
-/// The first page.
+/// The first page of the segment.
 #[repr(C)]
 pub(super) struct SegmentHeader {
     magic: AtomicU64,
-    /// Tells runs on one host apart.
+    /// A number that distinguishes runs on one host.
     run: AtomicU64,
     num_ranks: AtomicU64,
     slot_bytes: AtomicU64,
