@@ -1,6 +1,5 @@
-//! Bandwidth of the ranks' collectives, by operation and size; all-reduce also inside a CUDA graph, as decoding uses it, beside
-//! the
-//! own one that has the residual sum and the norm in it.
+//! Bandwidth of the ranks' collectives, by operation and size. All-reduce is also measured inside a CUDA graph, as in decoding, and so is this
+//! crate's all-reduce kernel, which includes residual sum and norm.
 #![allow(unsafe_code)]
 
 use serde_json::{Value, json};
@@ -12,28 +11,27 @@ use crate::cuda::{Context, Graph, TorchStream};
 use crate::error::Result;
 use crate::ranks::{Collective, ReduceOp, World, all_reduce_f64};
 
-/// Tensor sizes of a decode step of a 7B model at batch 9 to 512, then those of training.
+/// Tensor sizes of a decode step of a 7B model at batch sizes 9 to 512, then those of training.
 const SIZES: [usize; 8] = [64 << 10, 256 << 10, 1792 << 10, 3584 << 10, 16 << 20, 64 << 20, 256 << 20, 1 << 30];
-/// Largest size that is reduced inside a graph.
+/// Maximum size that is reduced inside a graph.
 const MAX_GRAPH_BYTES: usize = 3584 << 10;
-/// Elements of a row that the own sums are over.
+/// Elements of a row for this crate's all-reduce kernel.
 const HIDDEN: usize = 3584;
-/// Calls of one graph: two for each block of a 7B model.
+/// Number of calls in one graph: two for each block of a 7B model.
 const GRAPH_CALLS: usize = 56;
-/// Bytes that calls in a row move together at least, or as many as the largest tensor has: small ones alone are over too soon to be
-/// timed.
+/// Minimum bytes that consecutive calls move together, or the largest tensor if that is smaller. Single small calls end too soon to be timed.
 const BYTES_IN_A_ROW: usize = 64 << 20;
-/// Timed repetitions.
+/// Number of timed repetitions.
 const REPEATS: usize = 5;
 
 /// The benchmark of collectives.
 #[derive(Debug, Clone, Copy)]
 pub struct CollectivesBench {
-    /// Largest tensor in bytes: reduced, gathered or scattered.
+    /// Maximum tensor size in bytes.
     pub max_bytes: usize,
 }
 
-/// Runs it on bfloat16; collective over the world. Bus bandwidth is what a ring must send over each link, by the time.
+/// Runs the benchmark on bfloat16; collective over the world. Bus bandwidth is what a ring must send over each link, divided by the time.
 ///
 /// # Errors
 /// The errors of the collectives.
@@ -103,7 +101,7 @@ impl TimedCollective {
     }
 }
 
-/// Zeros, which sums leave zeros.
+/// Zeroed buffers, which sums leave at zero.
 struct CollectiveBuffers {
     whole: Tensor, // [n]
     other: Tensor, // [n]
@@ -119,7 +117,7 @@ impl CollectiveBuffers {
     }
 }
 
-/// The own sum with residual sum and norm over rows that are `bytes` together; none where GPUs do not map one another's memory.
+/// Measures this crate's all-reduce with residual sum and norm, on rows of `bytes` in total; `None` if GPUs cannot map each other's memory.
 fn own_all_reduce(bytes: usize, world: &World, ordinal: usize) -> Result<Option<Value>> {
     let (rows, most) = (bytes / (2 * HIDDEN), MAX_GRAPH_BYTES / (2 * HIDDEN));
     if !RowSums::serve(Kind::BFloat16, HIDDEN, world.size()) {
@@ -137,7 +135,7 @@ fn own_all_reduce(bytes: usize, world: &World, ordinal: usize) -> Result<Option<
     Ok(Some(row))
 }
 
-/// Seconds of one of many calls that one graph holds.
+/// Seconds per call, with many calls in one graph.
 fn in_graph(world: &World, ordinal: usize, mut call: impl FnMut(usize) -> Result<()>) -> Result<f64> {
     let stream = TorchStream::new(&Context::retain(ordinal)?)?;
     let mut calls = || (0..GRAPH_CALLS).try_for_each(&mut call);
@@ -153,7 +151,7 @@ fn in_graph(world: &World, ordinal: usize, mut call: impl FnMut(usize) -> Result
     Ok(time / GRAPH_CALLS as f64)
 }
 
-/// Median seconds of the slowest rank until the work that `run` queues is done.
+/// Median seconds, on the slowest rank, until the work queued by `run` is done.
 fn timed(world: &World, mut run: impl FnMut() -> Result<()>) -> Result<f64> {
     let mut times = Vec::with_capacity(REPEATS + 1);
     for _ in 0..=REPEATS {

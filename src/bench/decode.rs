@@ -1,5 +1,4 @@
-//! Decode steps over made-up batches: the time of a step and of each of its operations, from graph replays, beside the least that they
-//! can take.
+//! Decode steps over synthetic batches: the time of a step and of each of its operations, from graph replays, compared with the theoretical minimum.
 #![allow(unsafe_code)]
 
 use std::iter::Sum;
@@ -17,11 +16,11 @@ use crate::ranks::{ReduceOp, all_reduce_f64};
 use crate::rollout::{DecoderOp, EngineWeights, TrialBatch, TrialStep, state_page_bytes};
 use crate::serve::Served;
 
-/// Replays of one operation; the median counts.
+/// Number of replays of one operation; the median is used.
 const REPLAYS: usize = 20;
-/// Replays of a whole step: long enough that the chip clocks as in a long run.
+/// Number of replays of a whole step: enough for the GPU to reach the clock of a long run.
 const STEP_REPLAYS: usize = 150;
-/// Products of each of a set of experts; those of the shared one follow in [`ExpertsSpec::linears`](crate::model::ExpertsSpec::linears).
+/// Number of GEMMs of a routed expert; those of the shared expert follow in [`ExpertsSpec::linears`](crate::model::ExpertsSpec::linears).
 const EXPERT_PRODUCTS: usize = 2;
 
 const OPS: [DecoderOp; 18] = [
@@ -45,39 +44,39 @@ const OPS: [DecoderOp; 18] = [
     DecoderOp::Sample,
 ];
 
-/// One decode step's times.
+/// The times of one decode step.
 struct StepProfile {
     whole: Timing,
     ops: Vec<OpProfile>,
 }
 
-/// How long work takes.
+/// The time of some work.
 #[derive(Clone, Copy)]
 struct Timing {
-    /// Microseconds.
+    /// Time in microseconds.
     us: f64,
-    /// Time and energy when it is repeated for half a second, where that is asked for.
+    /// Time and energy when repeated for half a second, if requested.
     sustained: Option<Sustained>,
 }
 
-/// One operation in all layers together.
+/// The time of one operation in all layers together.
 struct OpProfile {
     op: DecoderOp,
     timing: Timing,
     work: OpWork,
 }
 
-/// The least that an operation does.
+/// The minimum work of an operation.
 #[derive(Clone, Copy, Default)]
 struct OpWork {
-    /// Bytes that it must read and write, of weights and cache where those are most.
+    /// Bytes that it must read and write; mostly weights and cache.
     bytes: f64,
-    /// Floating-point operations, at the rate of plain products.
+    /// FLOPs, at the rate of unquantized GEMMs.
     flop: f64,
 }
 
 impl GenerateBench {
-    /// Decode steps by batch size, at the mean context: microseconds, and what share of that the floor is.
+    /// Measures decode steps by batch size, at the mean context: microseconds, and the theoretical minimum as a share of them.
     pub(super) fn decode_steps(&self, served: &mut Served, limits: &GpuLimits) -> Result<Value> {
         let most = self.max_num_seqs().min(self.num_sequences());
         let context = self.prompt_len + self.longest() / 2;
@@ -94,8 +93,8 @@ impl GenerateBench {
         Ok(Value::Array(rows))
     }
 
-    /// Times one decode step and each of its operations; where it `sustains` them, also repeated for half a second, with their energy.
-    /// Collective over the tensor-parallel group.
+    /// Times one decode step and each of its operations. If `sustains`, they are also repeated for half a second to measure energy. Collective over
+    /// the tensor-parallel group.
     fn profile(&self, batch: TrialBatch, mut step: TrialStep<'_>, sustains: bool) -> Result<StepProfile> {
         let meter = match step.tp.device() {
             Device::Cuda(ordinal) if sustains => Some(EnergyMeter::new(ordinal)?),
@@ -123,7 +122,7 @@ impl GenerateBench {
     }
 }
 
-/// Times a step, or one of its operations; with a meter also what it takes in the long run.
+/// Times a step or one of its operations; with a meter also in sustained operation.
 fn time(step: &mut TrialStep<'_>, op: Option<DecoderOp>, meter: Option<&EnergyMeter>) -> Result<Timing> {
     let TrialStep { run, stream, tp, .. } = step;
     let mut run = || DecoderOp::only(op, &mut **run);
@@ -169,7 +168,7 @@ impl OpWork {
         Self { bytes, flop: 0.0 }
     }
 
-    /// The product of so many `rows` with a weight [n, k], which reads both factors and writes the result.
+    /// The GEMM of `rows` rows with a weight [n, k], which reads both operands and writes the result.
     fn product([n, k]: [f64; 2], rows: f64, element_bytes: f64) -> Self {
         Self { bytes: element_bytes * (n * k + rows * (n + k)), flop: 2.0 * rows * n * k }
     }
@@ -178,7 +177,7 @@ impl OpWork {
         Self::product([linear.rows() as f64, linear.columns as f64], rows, element_bytes)
     }
 
-    /// One product of an MLP. Of experts those are read that tokens who choose evenly hit.
+    /// One GEMM of an MLP. For experts, it reads those that are hit if tokens choose uniformly.
     fn mlp_product(mlp: Mlp, product: usize, rows: f64, element_bytes: f64) -> Self {
         match mlp {
             Mlp::Dense(dense) => Self::linear(&dense.linears()[product], rows, element_bytes),
@@ -213,7 +212,7 @@ impl Sum for OpWork {
     }
 }
 
-/// Sizes that the work of a step's operations follows from.
+/// The sizes that determine the work of a step's operations.
 struct DecodeWork<'a, 's> {
     bench: &'a GenerateBench,
     batch: TrialBatch,
@@ -221,7 +220,7 @@ struct DecodeWork<'a, 's> {
 }
 
 impl DecodeWork<'_, '_> {
-    /// One operation in all layers, on one rank.
+    /// The work of one operation in all layers, on one rank.
     fn of(&self, op: DecoderOp) -> OpWork {
         let Self { bench: GenerateBench { spec, kind, residual, quantization, state_dtype, .. }, step, .. } = *self;
         let (tp_size, rows) = (step.tp.size(), self.batch.sequences as f64);
@@ -234,7 +233,7 @@ impl DecodeWork<'_, '_> {
         let StepCost { element_bytes, speedup } = quantization.format().step_cost(size);
         let as_fast_as_plain = |work: OpWork| OpWork { flop: work.flop / speedup, ..work };
         let blocks = || spec.layers.iter().map(|block| block.tp_slice(tp_size));
-        // Of the first sublayers: of what they read, or of what they add to the residual stream.
+        // GEMMs of the first sublayers: those that read the residual stream, or those that add to it.
         let mixer_products = |reads: bool| {
             let linears = blocks().flat_map(|block| block.mixer.linears());
             let linears = linears.filter(|linear| (linear.split != TpSplit::Columns) == reads);
@@ -288,7 +287,7 @@ impl DecodeWork<'_, '_> {
     }
 }
 
-/// The adapters of all blocks.
+/// LoRA adapters of all blocks.
 fn adapters<'a>(weights: &'a EngineWeights<'_>) -> impl Iterator<Item = &'a Lora> {
     weights.blocks.iter().flat_map(BlockParams::linears).filter_map(|(_, linear)| linear.lora.as_ref())
 }

@@ -1,5 +1,5 @@
-//! The least that a step's phases can take: what they must compute at the rate of large products, what they must read
-//! and write at the memory's. Sums over ranks, and whatever stands between operations, are not in it.
+//! The theoretical minimum time of a step's phases: computation at the rate of large GEMMs, memory traffic at the memory's rate. Collectives, and
+//! time between operations, are not included.
 
 use std::collections::BTreeMap;
 
@@ -21,26 +21,26 @@ pub(super) struct TheoreticalStep<'a> {
     pub prompts: usize,
     pub group: usize,
     pub prompt_len: usize,
-    /// The mean where they differ.
+    /// Completion length, or its mean if lengths differ.
     pub completion_len: f64,
     pub roles: Roles,
     pub tensor_parallel_size: usize,
-    /// How states of gated delta nets are stored.
+    /// Dtype of the states of gated delta nets.
     pub state_dtype: StateDtype,
-    /// Passes over the batch.
+    /// Number of passes over the batch.
     pub num_iterations: usize,
     /// Tokens run forward and backward on all ranks, in all passes.
     pub trained_tokens: f64,
-    /// Trained in place of the weights, if it is they that are frozen.
+    /// Number of adapter parameters, if only adapters train.
     pub adapter_params: Option<usize>,
-    /// Bytes that the optimizer's step moves on a rank, in device memory.
+    /// Bytes of device memory that the optimizer step moves per rank.
     pub optimizer_bytes: Option<usize>,
     /// Rates that the GPUs reach.
     pub rates: Rates,
 }
 
 impl TheoreticalStep<'_> {
-    /// Seconds by phase. Recomputation is not counted, nor a generation whose completions differ in length.
+    /// Minimum seconds by phase, without recomputation. Generation is left out if completions differ in length.
     pub fn floors(&self, lengths_differ: bool) -> BTreeMap<Phase, f64> {
         let generate = (!lengths_differ).then(|| self.generate_s());
         let optimizer = self.optimizer_bytes.map(|bytes| bytes as f64 / self.rates.memory_bytes_per_s);
@@ -52,8 +52,8 @@ impl TheoreticalStep<'_> {
         floors.into_iter().filter_map(|(phase, seconds)| Some((phase, seconds?))).collect()
     }
 
-    /// Prompts through the products once for their group, then steps that read all weights, of experts those that are hit where routers
-    /// choose evenly, or compute with them where that takes longer, and the cache, a prompt's once for its group.
+    /// Minimum seconds of generation: prefill of each prompt once per group, then decode steps. A step reads all weights (for experts, those that are
+    /// hit if routers choose uniformly), or computes with them if that takes longer, and reads the cache, with a prompt's part once per group.
     fn generate_s(&self) -> f64 {
         let Self { spec, tensor_parallel_size: tp, rates, .. } = *self;
         let num_engines = self.roles.num_generators / tp;
@@ -67,7 +67,7 @@ impl TheoreticalStep<'_> {
         let cached_tokens = prompt_tokens + rows * self.completion_len / 2.0; // mean of the steps
         let token_bytes = ELEMENT_BYTES * spec.cached_elements(tp) as f64;
         let cache_s = token_bytes * cached_tokens / rates.memory_bytes_per_s;
-        // Of gated delta nets every sequence's state is read and written.
+        // The state of every sequence in gated delta nets is read and written.
         let state_s = 2.0 * rows * state_page_bytes(spec, tp, Kind::BFloat16, self.state_dtype, Device::Cpu) as f64
             / rates.memory_bytes_per_s;
         let step_s = weights_s.max(product_s(blocks + head, rows)) + cache_s + state_s;
@@ -75,8 +75,8 @@ impl TheoreticalStep<'_> {
         product_s(blocks, prompt_tokens) + rule_s + steps * step_s
     }
 
-    /// Products, the head's of scored tokens alone, and causal attention: twice for the gradients of inputs and weights what it
-    /// is forward; of frozen weights only once.
+    /// Minimum seconds of forward and backward: GEMMs, the head only for scored tokens, and causal attention. The backward takes twice the forward,
+    /// or once with frozen weights.
     fn forward_backward_s(&self) -> f64 {
         let Self { spec, trained_tokens, .. } = *self;
         let (prompt_len, passes) = (self.prompt_len as f64, self.num_iterations as f64);
@@ -95,7 +95,7 @@ impl TheoreticalStep<'_> {
     }
 }
 
-/// Weights that a token meets in the blocks, and in the head.
+/// Number of weights that a token is multiplied with in the blocks, and in the head.
 fn products(spec: &ModelSpec) -> (f64, f64) {
     let head = spec.vocab_size * spec.hidden_size;
     let embedded = if spec.tie_word_embeddings { head } else { 2 * head };
@@ -107,7 +107,7 @@ mod tests {
     use super::*;
     use crate::bench::limits::of_h200;
 
-    /// A step of 32 prompts x 8 of 512 + 1,024 tokens on H200 GPUs that share an engine, its optimizer left out.
+    /// A step of 32 prompts x 8 completions, with 512 + 1,024 tokens, on H200 GPUs that share an engine; without the optimizer.
     fn of_32_prompts(spec: &ModelSpec, num_gpus: usize) -> TheoreticalStep<'_> {
         TheoreticalStep {
             spec,
@@ -126,14 +126,14 @@ mod tests {
         }
     }
 
-    /// 32 prompts x 8 of 512 + 1,024 tokens on four GPUs, by hand: 6.53e9 weights in the blocks, 0.545e9 in the head.
+    /// Computed by hand for 32 prompts x 8 completions, with 512 + 1,024 tokens, on four GPUs: 6.53e9 weights in the blocks, 0.545e9 in the head.
     #[test]
     fn lower_bounds_of_step_time_for_a_7b_model_match_hand_counts() {
         let spec = ModelSpec::preset("qwen2.5-7b").unwrap();
         let work = TheoreticalStep { optimizer_bytes: Some(42_500_000_000), ..of_32_prompts(&spec, 4) };
         let floors = work.floors(false);
         let is_about = |phase, seconds: f64| (floors[&phase] / seconds - 1.0_f64).abs() < 0.02;
-        // Prompts 0.067 s; 1,023 steps of 1.135 ms for products and 0.497 ms for 147,456 tokens of 14,336 bytes in the cache.
+        // Prompts 0.067 s; 1,023 steps of 1.135 ms for GEMMs and 0.497 ms for 147,456 tokens of 14,336 bytes in the cache.
         assert!(is_about(Phase::Generate, 1.737), "{floors:?}");
         // Blocks 1.0906e16, head 0.0858e16 and attention 0.0328e16 operations.
         assert!(is_about(Phase::ForwardBackward, 3.786), "{floors:?}");
@@ -147,7 +147,7 @@ mod tests {
         assert!(adapters.floors(false)[&Phase::ForwardBackward] < floors[&Phase::ForwardBackward] * 0.7);
     }
 
-    /// A token of Qwen3-30B-A3B meets 3.35e9 weights, and 256 tokens all but a few: 61 GB but for the embedding's 0.6.
+    /// A token of Qwen3-30B-A3B uses 3.35e9 weights; 256 tokens use nearly all of the 61 GB, except the embedding's 0.6 GB.
     #[test]
     fn lower_bound_counts_only_experts_that_some_token_uses() {
         let spec = ModelSpec::preset("qwen3-30b-a3b").unwrap();
@@ -164,8 +164,8 @@ mod tests {
         );
     }
 
-    /// Qwen3.5-9B decodes 256 sequences on one GPU: 24 states of 32 heads of 128 x 128 float32 and three rows of 8,192 channels each are
-    /// read and written at every step, beside 16.0 GB of weights.
+    /// Qwen3.5-9B decodes 256 sequences on one GPU. Every step reads and writes, in 24 layers, states of 32 heads of 128 x 128 float32 and three rows
+    /// of 8,192 channels, besides reading 16.0 GB of weights.
     #[test]
     fn lower_bound_counts_reads_and_writes_of_delta_net_states() {
         let hybrid = ModelSpec::preset("qwen3.5-9b").unwrap();
@@ -180,7 +180,7 @@ mod tests {
         let rounded = TheoreticalStep { state_dtype: StateDtype::Bfloat16, ..of_32_prompts(&hybrid, 1) }.floors(false);
         let saved_s = step_s - rounded[&Phase::Generate] / 1023.0;
         assert!((saved_s / moved_s - 0.5).abs() < 0.03, "{saved_s} of {moved_s}");
-        // 3 x 7 operations for each of 24 x 32 x 128 x 128 elements.
+        // 3 x 7 FLOPs for each of 24 x 32 x 128 x 128 elements.
         assert_eq!(hybrid.training_flop_per_token(), 21 * 24 * 32 * 128 * 128);
         assert_eq!(attention_alone.training_flop_per_token(), 0);
     }

@@ -1,5 +1,5 @@
-//! The generation engine on random weights and prompts, completions of one exact length or spread over a range, and the times
-//! of decode steps against the chip's floor.
+//! The generation engine on random weights and prompts, with completions of one exact length or a range of lengths, and the times of decode steps
+//! compared with the GPU's theoretical minimum.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -26,25 +26,25 @@ use crate::types::{Prompt, SamplingParams};
 
 /// Tokens per KV block.
 const BLOCK_SIZE: usize = 16;
-/// Most tokens a completion of the run that is not timed, which loads every library and touches all memory once.
+/// Maximum tokens per completion in the untimed warm-up run, which loads every library and touches all memory once.
 const WARM_UP_TOKENS: usize = 64;
 
 /// The benchmark of generation.
 #[derive(Debug, Clone)]
 pub struct GenerateBench {
-    /// Name in the output.
+    /// Name of the model in the output.
     pub model: String,
     /// The model; its end-of-sequence ids are ignored.
     pub spec: Arc<ModelSpec>,
-    /// Type of weights, activations and cache.
+    /// Dtype of weights, activations and cache.
     pub kind: Kind,
-    /// Type of the residual stream.
+    /// Dtype of the residual stream.
     pub residual: Kind,
-    /// How products read the weights of blocks.
+    /// Format of the blocks' weights in GEMMs.
     pub quantization: RolloutQuantization,
-    /// How keys and values are stored.
+    /// Dtype of keys and values in the cache.
     pub kv_cache_dtype: KvCacheDtype,
-    /// How states of gated delta nets are stored.
+    /// Dtype of the states of gated delta nets.
     pub state_dtype: StateDtype,
     /// Prompts per rank.
     pub prompts: usize,
@@ -54,42 +54,42 @@ pub struct GenerateBench {
     pub prompt_len: usize,
     /// Tokens per completion.
     pub completion_len: usize,
-    /// Tokens of each completion, drawn one by one, instead.
+    /// Random completion lengths, instead of `completion_len`.
     pub completion_spread: Option<LengthSpread>,
-    /// Most sequences decoded at once; all of them where it is 0.
+    /// Maximum number of sequences decoded at once; 0 means all.
     pub max_num_seqs: usize,
-    /// Ranks of one engine.
+    /// Numbers of ranks and stages of one engine.
     pub engine: EngineShape,
-    /// Layers of each of its stages; empty: cut by planned time.
+    /// Number of layers in each pipeline stage; if empty, split by predicted time.
     pub pipeline_partition: Vec<usize>,
-    /// Rank of adapters on every linear projection, if there are any.
+    /// Rank of LoRA adapters on every linear projection, if any.
     pub lora_r: Option<usize>,
-    /// One algorithm of products and attention for every batch size.
+    /// Whether GEMMs and attention use one algorithm for every batch size.
     pub strict: bool,
-    /// Rows whose bits are those of training; the engine is strict, too.
+    /// Whether rows have the same bits as in training; the engine is strict, too.
     pub exact: bool,
-    /// How tokens are drafted.
+    /// Source and number of draft tokens.
     pub speculation: SpeculationOptions,
-    /// Share of draft tokens that are taken for drawn, as if texts were those of a run that drew as many.
+    /// Share of draft tokens that count as accepted, to simulate a run with this acceptance rate.
     pub replayed_acceptance: Option<f64>,
-    /// Also time each operation of a decode step, and of the largest one what energy it takes.
+    /// Whether to time each operation of a decode step, and to measure the energy of the largest step.
     pub profile: bool,
-    /// Decode steps over made-up batches alone: nothing is generated, so that long contexts cost no prefill.
+    /// Whether to run only decode steps over synthetic batches, so that long contexts need no prefill.
     pub steps_only: bool,
-    /// Timed repetitions.
+    /// Number of timed repetitions.
     pub repeats: usize,
 }
 
-/// Runs it; collective over the world.
+/// Runs the benchmark; collective over the world.
 ///
 /// # Errors
-/// Out of memory, or a model that cannot be split so.
+/// Errors of insufficient memory, or a model that cannot be split this way.
 pub fn bench_generate(bench: &GenerateBench, world: Arc<World>) -> Result<Value> {
     let num_stages = bench.engine.pipeline_parallel_size;
     if bench.profile && num_stages > 1 {
         return Err(Error::invalid_value("--profile", true, "false when --pipeline_parallel_size is above 1"));
     }
-    // What strict and exact steps cost is told by an engine without them, gone before the other comes.
+    // The cost of strict and exact modes is measured against an engine without them, which is dropped before the other is created.
     let is_strict = bench.strict || bench.exact;
     let mesh = world.mesh(bench.engine, world.size())?;
     if bench.steps_only {
@@ -158,20 +158,20 @@ pub fn bench_generate(bench: &GenerateBench, world: Arc<World>) -> Result<Value>
     Ok(result)
 }
 
-/// One engine's generations.
+/// The times of one engine's generations.
 struct EngineTimes {
     /// Median seconds of the slowest rank.
     seconds: f64,
-    /// Median seconds of the slowest rank up to the first token of every completion.
+    /// Median seconds of the slowest rank until the first token of every completion.
     prefill_seconds: f64,
-    /// Tokens of all ranks.
+    /// Number of tokens on all ranks.
     tokens: f64,
     steps: Steps,
-    /// By rank, of an engine in stages.
+    /// For each rank of an engine with stages, the share of time that it waited.
     idle_shares: Option<Vec<f64>>,
 }
 
-/// Share of its time that each rank's stage waited for others, to a thousandth. Collective.
+/// The share of time that each rank's stage waited for others, rounded to a thousandth. Collective.
 fn idle_shares(world: &World, own: StageTimes) -> Result<Vec<f64>> {
     let own = [own.waiting, own.computing + own.waiting].map(|time| time.as_secs_f64());
     let all = all_gather_f64(&*world.group(), &own)?;
@@ -179,14 +179,14 @@ fn idle_shares(world: &World, own: StageTimes) -> Result<Vec<f64>> {
 }
 
 impl GenerateBench {
-    /// Tokens per second of a fresh engine, and the engine.
+    /// Creates an engine, measures its tokens per second, and returns both.
     pub(super) fn rate(&self, world: &Arc<World>) -> Result<(f64, Served)> {
         let mesh = world.mesh(self.engine, world.size())?;
         let (run, served) = self.measure(world, &mesh, self.strict || self.exact)?;
         Ok((run.tokens / run.seconds, served))
     }
 
-    /// Decode steps of a fresh engine over made-up batches.
+    /// Measures decode steps of a new engine over synthetic batches.
     fn steps_alone(&self, world: &Arc<World>, mesh: &Mesh) -> Result<Value> {
         let limits = GpuLimits::of(world.device())?.filter(|_| self.engine.pipeline_parallel_size == 1);
         let Some(limits) = limits else {
@@ -212,7 +212,7 @@ impl GenerateBench {
         }))
     }
 
-    /// A fresh engine.
+    /// Creates an engine.
     fn served(&self, world: &Arc<World>, mesh: &Mesh, strict: bool) -> Result<Served> {
         let spec = Arc::new(ModelSpec { eos_token_ids: Vec::new(), ..(*self.spec).clone() });
         let (kind, device) = (self.kind, world.device());
@@ -230,7 +230,7 @@ impl GenerateBench {
         let table = Arc::new(ParamTable::new(spec, 1));
         let mut served = Served::new(world.clone(), table, engine, &source)?;
         if let Some(r) = self.lora_r {
-            // Values everywhere, where B of fresh adapters is 0.
+            // Random values everywhere, because B of new adapters would be 0.
             let source = |layout: &UnitLayout| {
                 tch::manual_seed(SEED as i64);
                 Ok(Tensor::f_randn([layout.len as i64], (kind, device))?.f_mul_scalar(0.02)?)
@@ -240,7 +240,7 @@ impl GenerateBench {
         Ok(served)
     }
 
-    /// A fresh engine's times, and the engine.
+    /// Creates an engine, measures its times, and returns both.
     fn measure(&self, world: &Arc<World>, mesh: &Mesh, strict: bool) -> Result<(EngineTimes, Served)> {
         let mut served = self.served(world, mesh, strict)?;
         let (mut seconds, mut prefill_seconds, mut tokens) = (Vec::new(), Vec::new(), 0.0);
@@ -308,7 +308,7 @@ impl GenerateBench {
         }
     }
 
-    /// One generation: seconds of the slowest rank, tokens of all, and this rank's steps.
+    /// Runs one generation: returns the slowest rank's seconds, the tokens of all ranks, and this rank's steps.
     fn run(&self, world: &World, served: &mut Served, repeat: usize, longest: usize) -> Result<(f64, f64, Steps)> {
         let prompts: Vec<Prompt> = (0..self.prompts).map(|index| prompt(self, world, index)).collect();
         let params = SamplingParams {
@@ -339,7 +339,7 @@ impl GenerateBench {
     }
 }
 
-/// Milliseconds between the results of successive steps, by tokens that the later one gave.
+/// Milliseconds between the results of successive steps, by the number of tokens of the later step.
 #[derive(Debug, Default)]
 struct Steps(BTreeMap<usize, Vec<f64>>);
 
@@ -350,7 +350,7 @@ impl Steps {
         }
     }
 
-    /// Median times of the batch sizes that were seen at least ten times.
+    /// Median times of the batch sizes that occurred at least ten times.
     fn medians(&self) -> BTreeMap<usize, f64> {
         let often = self.0.iter().filter(|(_, times)| times.len() >= 10);
         often.map(|(&batch, times)| (batch, median(times.clone()))).collect()

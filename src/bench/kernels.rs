@@ -1,6 +1,6 @@
-//! The decode step's kernels alone, each against the bytes that it must move: graphs of one launch a layer are replayed, every
-//! layer on a cache of its own, so that nothing is found in the GPU's caches that would not be there in a step. And what bounds a
-//! step: the rate and the energy at which the GPU reads weights, and multiplies many rows with them, for as long as one likes.
+//! The kernels of a decode step measured separately, compared with the bytes that each must move. Graphs with one launch per layer are replayed, with
+//! a separate cache for every layer, so the GPU's caches hold nothing that they would not hold in a real step. Also the limits of a step: rate and
+//! energy of reading weights, and of multiplying many rows with them, in sustained operation.
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
@@ -19,39 +19,39 @@ use crate::cuda::{Context, EnergyMeter, Graph, Sustained, TorchStream};
 use crate::error::{Error, Result};
 use crate::model::{AttentionSpec, ModelSpec};
 
-/// Launches of a graph.
+/// Number of launches in a graph.
 const LAYERS: usize = 8;
 const REPLAYS: usize = 7;
 /// Tokens per KV block.
 const BLOCK_SIZE: usize = 16;
-/// Bytes of the weights that bounds are measured with: far more than the GPU's caches hold.
+/// Bytes of the weights for measuring limits: far more than the GPU's caches hold.
 const LIMIT_BYTES: usize = 2 << 30;
-/// Rows of a product that is as efficient as they come.
+/// Number of rows of a GEMM with the highest efficiency.
 const LIMIT_ROWS: usize = 8192;
 
 /// The benchmark of kernels.
 #[derive(Debug, Clone)]
 pub struct KernelsBench {
-    /// Name in the output.
+    /// Name of the model in the output.
     pub model: String,
     /// The model.
     pub spec: Arc<ModelSpec>,
-    /// Type of weights, activations and cache.
+    /// Dtype of weights, activations and cache.
     pub kind: Kind,
-    /// Sequences of a step.
+    /// Number of sequences in a step.
     pub rows: usize,
-    /// Tokens of every sequence.
+    /// Number of tokens of every sequence.
     pub context: usize,
-    /// Sequences that share a prompt.
+    /// Number of sequences that share a prompt.
     pub group: usize,
-    /// Tokens of the prompt that they share.
+    /// Number of tokens of the shared prompt.
     pub prompt_len: usize,
 }
 
-/// Runs all kernels and gives one JSON object for each, and for each limit.
+/// Runs all kernels; returns one JSON object for each kernel and for each limit.
 ///
 /// # Errors
-/// [`Error::Environment`] without a GPU, or for one that does not count its energy; out of memory.
+/// [`Error::Environment`] without a GPU, or if the GPU does not measure its energy; errors of insufficient memory.
 pub fn bench_kernels(bench: &KernelsBench, device: Device) -> Result<Vec<Value>> {
     let (Device::Cuda(ordinal), Some(limits)) = (device, GpuLimits::of(device)?) else {
         return Err(Error::Environment {
@@ -85,7 +85,7 @@ pub(super) struct DecodeStep<'a> {
 }
 
 impl KernelsBench {
-    /// Width of an MLP, or of an expert where all layers have experts.
+    /// Width of an MLP, or of an expert if all layers have experts.
     fn mlp_width(&self) -> usize {
         let expert = || self.spec.experts().map(|experts| experts.expert);
         self.spec.dense().or_else(expert).map_or(0, |mlp| mlp.intermediate)
@@ -93,7 +93,7 @@ impl KernelsBench {
 }
 
 impl DecodeStep<'_> {
-    /// Times `work` of every layer and notes it beside the time that its bytes take at the memory's speed.
+    /// Times `work` on every layer, and records it with the time that its bytes take at the memory's rate.
     fn time(&mut self, kernel: &str, bytes: usize, mut work: impl FnMut(usize) -> Result<()>) -> Result<()> {
         let mut graph = self.record(LAYERS, &mut work)?;
         let mut times = Vec::with_capacity(REPLAYS);
@@ -121,7 +121,7 @@ impl DecodeStep<'_> {
         Ok(())
     }
 
-    /// A graph of `work` with every number below `count`, after the first that warms up.
+    /// Captures a graph of `work` with every number below `count`, after one warm-up call.
     pub(super) fn record(&self, count: usize, mut work: impl FnMut(usize) -> Result<()>) -> Result<Graph> {
         {
             let _current = self.stream.make_current()?;
@@ -130,9 +130,8 @@ impl DecodeStep<'_> {
         Graph::capture(&self.stream, || (0..count).try_for_each(&mut work))
     }
 
-    /// Measures the GPU's limits in the long run, with weights as large as gate's and up's: reading them, and multiplying many
-    /// rows with
-    /// them; by libtorch.
+    /// Measures the GPU's limits in sustained operation with libtorch, on weights as large as those of gate and up: reading them, and multiplying
+    /// many rows with them.
     fn limits(&mut self, meter: &EnergyMeter) -> Result<()> {
         let KernelsBench { spec, kind, .. } = self.bench;
         let (features, hidden) = (2 * self.bench.mlp_width(), spec.hidden_size);
@@ -148,7 +147,7 @@ impl DecodeStep<'_> {
         self.limit(meter, ("product", "flop"), flop, weights.len(), multiply)
     }
 
-    /// Notes how many of a unit `work` does in a second, and what each takes, where every one of `count` calls does so `many`.
+    /// Records units per second, and the energy per unit, where each of `count` calls of `work` does `many` units.
     fn limit(
         &mut self,
         meter: &EnergyMeter,
@@ -187,7 +186,7 @@ impl DecodeStep<'_> {
         Tensor::from_slice(&values).to_device(self.device)
     }
 
-    /// Kernels that treat every row by itself.
+    /// Times kernels that process every row independently.
     fn rows_alone(&mut self) -> Result<()> {
         let KernelsBench { spec, rows, .. } = self.bench;
         let (rows, hidden, mlp) = (*rows, spec.hidden_size, self.bench.mlp_width());
@@ -254,7 +253,7 @@ impl DecodeStep<'_> {
         Ok(())
     }
 
-    /// Times the step of gated delta nets, which reads and writes their states; nothing for models without them.
+    /// Times the step of gated delta nets, which reads and writes their states. Does nothing for models without them.
     fn delta_step(&mut self) -> Result<()> {
         let KernelsBench { spec, rows, context, .. } = self.bench;
         let (Some(heads), rows) = (spec.delta_net().map(|delta_net| delta_net.heads), *rows) else {
@@ -292,7 +291,7 @@ impl DecodeStep<'_> {
         Ok(())
     }
 
-    /// Keys or values of every layer. [LAYERS, blocks, Hkv, BLOCK_SIZE, hd]
+    /// Allocates keys or values for every layer. [LAYERS, blocks, Hkv, BLOCK_SIZE, hd]
     fn cache(&self) -> Result<Tensor> {
         let KernelsBench { spec, rows, .. } = self.bench;
         self.tensor(&[
@@ -304,17 +303,18 @@ impl DecodeStep<'_> {
         ])
     }
 
-    /// Blocks of a sequence.
+    /// Number of KV blocks of a sequence.
     fn max_blocks(&self) -> usize {
         self.bench.context.div_ceil(BLOCK_SIZE)
     }
 
-    /// Blocks of the prompt that a group shares.
+    /// Number of KV blocks of the prompt that a group shares.
     fn shared_blocks(&self) -> usize {
         (self.bench.prompt_len / BLOCK_SIZE).min((self.bench.context - 1) / BLOCK_SIZE)
     }
 
-    /// Rows of a group name their leader's blocks for their first `shared_blocks`; all lie scattered. [rows, blocks] i32
+    /// Block tables with scattered blocks. Rows of a group use the blocks of its first row for their first `shared_blocks` entries. [rows, blocks]
+    /// i32
     fn block_tables(&self, shared_blocks: usize) -> Tensor {
         let (rows, group, max_blocks) = (self.bench.rows, self.bench.group.max(1), self.max_blocks());
         let block = |place: usize| {

@@ -1,4 +1,4 @@
-//! Limits of the GPU at hand: utilisation and floors are told against it.
+//! Limits of the present GPU, as a reference for utilisation and theoretical minima.
 
 use std::time::Instant;
 
@@ -10,33 +10,32 @@ use crate::cuda::{Chip, Context, Rates, chip};
 use crate::error::Result;
 use crate::torch;
 
-/// Side of the square product that is measured.
+/// Side of the square GEMM that is measured.
 const PRODUCT_SIDE: i64 = 8192;
-/// Bytes that are copied for a measurement.
+/// Bytes of the copy that is measured.
 const COPY_BYTES: i64 = 1 << 30;
-/// Measurements of each; the median counts.
+/// Number of measurements; the median is used.
 const REPEATS: usize = 9;
 
 /// Limits of a GPU.
 #[derive(Debug, Clone)]
 pub(super) struct GpuLimits {
-    /// The driver's name of it.
+    /// The driver's name of the GPU.
     name: String,
-    /// Data sheet of the GPU, if it is known.
+    /// The GPU's data sheet, if known.
     chip: Option<&'static Chip>,
-    /// Rates that products and copies reach.
+    /// Rates that GEMMs and copies reach.
     pub rates: Rates,
-    /// Where `rates` were measured.
+    /// Where `rates` come from.
     source: &'static str,
 }
 
 impl GpuLimits {
-    /// Limits of a GPU that was measured for docs/benchmarks.md, else by short measurements, after which libtorch's cache is
-    /// released; none
-    /// of a CPU.
+    /// The limits of a GPU: as measured for docs/benchmarks.md or, for other GPUs, by short measurements, after which libtorch's cache is released.
+    /// `None` for a CPU.
     ///
     /// # Errors
-    /// [`Error::Cuda`](crate::Error::Cuda); out of memory.
+    /// [`Error::Cuda`](crate::Error::Cuda); errors of insufficient memory.
     pub(super) fn of(device: Device) -> Result<Option<Self>> {
         let Device::Cuda(ordinal) = device else { return Ok(None) };
         let name = Context::retain(ordinal)?.name()?;
@@ -48,17 +47,17 @@ impl GpuLimits {
         Ok(Some(limits))
     }
 
-    /// The share of the data sheet's dense bfloat16 rate that this is; of a GPU without one, of what its products reach.
+    /// This rate as a share of the data sheet's dense bfloat16 rate or, without a data sheet, of the measured GEMM rate.
     pub(super) fn utilisation(&self, flop_per_s: f64) -> f64 {
         flop_per_s / self.chip.map_or(self.rates.product_flop_per_s, |chip| chip.bf16_flop_per_s)
     }
 
-    /// The least time for both, in seconds.
+    /// The minimum time for these bytes and FLOPs, in seconds.
     pub(super) fn floor_s(&self, bytes: f64, flop: f64) -> f64 {
         (bytes / self.rates.memory_bytes_per_s).max(flop / self.rates.product_flop_per_s)
     }
 
-    /// Describes the GPU in results, and says which rate utilisation is a share of.
+    /// Describes the GPU for results, including which rate utilisation refers to.
     pub(super) fn to_json(&self) -> Value {
         json!({
             "name": self.name,
@@ -72,7 +71,7 @@ impl GpuLimits {
     }
 }
 
-/// Rates of a large product and a large copy.
+/// Measures the rates of a large GEMM and a large copy.
 fn measure(device: Device) -> Result<Rates> {
     let [a, b, out] = {
         let square = || Tensor::f_randn([PRODUCT_SIDE; 2], (Kind::BFloat16, device));
@@ -104,7 +103,7 @@ fn seconds(device: Device, mut work: impl FnMut() -> Result<()>) -> Result<f64> 
     Ok(median(times.split_off(1)))
 }
 
-/// An H200's.
+/// The limits of an H200.
 #[cfg(test)]
 pub(super) fn of_h200() -> GpuLimits {
     let chip = chip("NVIDIA H200");

@@ -1,4 +1,4 @@
-//! Peak memory of a rank while something ran.
+//! Peak memory of a rank while some work runs.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -17,28 +17,28 @@ use crate::ranks::{Collective, World, all_gather_json};
 use crate::torch;
 use crate::train::{TrainedModel, WORKSPACE_BYTES};
 
-/// How often the driver is asked.
+/// Interval at which the driver is queried.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// Most bytes at once, by who holds them; peaks of different holders need not fall together.
+/// Maximum bytes by holder; the peaks of different holders need not coincide.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
 pub(super) struct Peak {
-    /// libtorch's tensors on the GPU.
+    /// Bytes of libtorch's tensors on the GPU.
     pub tensor_bytes: usize,
-    /// Bytes of tensors, and those that libtorch keeps for later ones.
+    /// Bytes of tensors, and of free blocks in libtorch's cache.
     pub libtorch_bytes: usize,
-    /// Arenas on the device.
+    /// Bytes of arenas on the device.
     pub arena_bytes: usize,
-    /// Host pools.
+    /// Bytes of host pools.
     pub host_pool_bytes: usize,
-    /// All of the GPU that is not free, as the driver counts it, looked at every 20 ms.
+    /// Used bytes of the whole GPU as reported by the driver, polled every 20 ms.
     pub used_bytes: usize,
-    /// Physical memory of the process.
+    /// Physical memory of the process, in bytes.
     pub resident_bytes: usize,
 }
 
-/// Bytes of a model in training that libtorch holds at most, `at_once` of them at its fullest moment; optimizer state lies in an
-/// arena.
+/// Predicted maximum bytes of libtorch's tensors for a model in training, of which `at_once` are needed at its peak. Optimizer state is in an arena,
+/// so it is not included.
 pub(super) fn predicted_tensor_bytes(model: &TrainedModel<'_>, at_once: usize) -> usize {
     model.bytes().weights + at_once + WORKSPACE_BYTES
 }
@@ -46,17 +46,17 @@ pub(super) fn predicted_tensor_bytes(model: &TrainedModel<'_>, at_once: usize) -
 /// Memory that a rank needs to train.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct TrainingNeeds {
-    /// Bytes of libtorch's tensors at training's fullest moment.
+    /// Bytes of libtorch's tensors at training's peak.
     pub tensor_bytes: usize,
-    /// Bytes of master weights and moments, which lie in an arena, not in libtorch's tensors.
+    /// Bytes of master weights and moments, which are in an arena.
     pub optimizer_bytes: usize,
 }
 
 impl TrainingNeeds {
-    /// Refuses to begin where a rank has less; collective over the world.
+    /// Refuses to start if any rank has less memory; collective over the world.
     ///
     /// # Errors
-    /// [`Error::Environment`]; the errors of [`Room::common`].
+    /// [`Error::Environment`] if the memory is too small; the errors of [`Room::common`].
     pub(super) fn check(self, kind: Kind, world: &World) -> Result<()> {
         let placement = Placement { on_cuda: world.device().is_cuda(), kind };
         self.check_within(Room::common(placement, world)?.available_bytes)
@@ -80,7 +80,7 @@ impl TrainingNeeds {
     }
 }
 
-/// Watches this rank's memory from its start on.
+/// Measures this rank's peak memory from its creation on.
 #[derive(Debug)]
 pub(super) struct MemoryWatch {
     device: Device,
@@ -99,7 +99,7 @@ impl MemoryWatch {
         Ok(watch)
     }
 
-    /// The peaks so far, of every rank of `group`, by rank; collective over it.
+    /// The peaks so far of every rank in `group`, by rank; collective over it.
     pub(super) fn of_all(self, group: &dyn Collective) -> Result<Vec<Value>> {
         all_gather_json(group, "gather memory peaks", &self.take()?)
     }
@@ -117,7 +117,7 @@ impl MemoryWatch {
     }
 }
 
-/// A thread that asks the driver how much of the GPU is taken.
+/// A thread that polls the driver for the GPU's used memory.
 #[derive(Debug)]
 struct DriverWatch {
     most: Arc<AtomicUsize>,

@@ -1,4 +1,5 @@
-//! Benchmarks on random weights and tokens, but for that of speculation, which is about text. Each returns one JSON object; medians of several repetitions after a warm-up.
+//! Benchmarks on random weights and tokens, except the benchmark of speculation, which needs real text. Each returns one JSON object with medians of
+//! several repetitions after a warm-up.
 
 mod collectives;
 mod compare;
@@ -39,24 +40,24 @@ use crate::error::Result;
 use crate::model::LoraSpec;
 use crate::ops::random::RandomKey;
 
-/// Key of weights and tokens.
+/// Random key of weights and tokens.
 const SEED: u64 = 42;
-/// Keeps the tokens' random numbers apart from those of the weights.
+/// Separates the tokens' random numbers from those of the weights.
 const STREAM: u64 = u64::from_be_bytes(*b"\0\0\0bench");
 
-/// The middle value; of an even number the mean of the two.
+/// The median; for an even number of values, the mean of the two in the middle.
 fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     let middle = values.len() / 2;
     if values.len() % 2 == 1 { values[middle] } else { (values[middle - 1] + values[middle]) / 2.0 }
 }
 
-/// Adapters of rank `r` on every linear projection.
+/// LoRA adapters of rank `r` on every linear projection.
 fn adapters(r: usize) -> LoraSpec {
     LoraSpec { r, alpha: 32.0, dropout: 0.0, targets: TargetModule::ALL.to_vec() }
 }
 
-/// How long `work` takes.
+/// Measures the time of `work`.
 fn seconds(work: impl FnOnce() -> Result<()>) -> Result<f64> {
     let start = Instant::now();
     work()?;
@@ -71,17 +72,17 @@ fn synchronize(device: Device) -> Result<()> {
     }
 }
 
-/// A device as results name it.
+/// The name of a device in results.
 fn device_name(device: Device) -> &'static str {
     if device.is_cuda() { "cuda" } else { "cpu" }
 }
 
-/// A type of weights as results name it.
+/// The name of a dtype in results.
 fn dtype_name(kind: Kind) -> &'static str {
     if kind == Kind::BFloat16 { "bfloat16" } else { "float32" }
 }
 
-/// Token `index` of a random text, the same every time.
+/// Token `index` of a random text, equal in every run.
 fn token(index: usize, vocab_size: usize) -> u32 {
     (RandomKey::new(SEED, STREAM).word(0, index as u64) % vocab_size as u64) as u32
 }

@@ -1,4 +1,5 @@
-//! The products of a block, each way that serves them: cuBLASLt's and this crate's, in bfloat16 and FP8, alone and under lasting load.
+//! The GEMMs of a block by every implementation that supports them: cuBLASLt's and this crate's, in bfloat16 and FP8, single and in sustained
+//! operation.
 #![allow(unsafe_code)]
 
 use serde_json::json;
@@ -12,11 +13,11 @@ use crate::error::Result;
 use crate::model::{LinearSpec, Matrix};
 use crate::ops::fp8;
 
-/// Bytes of the copies of a weight that a graph multiplies by in turn: far more than the GPU's caches hold.
+/// Bytes of the weight copies that a graph multiplies with in turn: far more than the GPU's caches hold.
 const COPIES_BYTES: usize = 800 << 20;
 const REPLAYS: usize = 7;
 
-/// One product, with all that any way of it needs.
+/// One GEMM, with the operands of all its implementations.
 struct Operands {
     x: Tensor,            // [R, K] bf16
     weights: Vec<Tensor>, // [N, K] bf16 each
@@ -106,7 +107,7 @@ impl DecodeStep<'_> {
         Ok(Operands { x, weights, out: out?, act: act?, fp8 })
     }
 
-    /// Notes the time of one launch of `work` in a graph over all copies, and its time and energy when that graph is repeated.
+    /// Records the time of one launch of `work` in a graph over all copies, and time and energy when that graph is repeated.
     fn way(
         &mut self,
         meter: &EnergyMeter,

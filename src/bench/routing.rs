@@ -1,4 +1,4 @@
-//! Experts that a benchmark's tokens go to, in place of those of a random router.
+//! Simulated routing to experts for benchmarks, instead of that of a random router.
 
 use serde::Deserialize;
 
@@ -8,20 +8,20 @@ use crate::model::{ExpertsSpec, ModelSpec};
 use crate::ops::random::RandomKey;
 use crate::types::RoutedExperts;
 
-/// Keeps draws of experts apart from tokens and lengths.
+/// Separates the random numbers of experts from those of tokens and lengths.
 const EXPERTS: u64 = u64::from_be_bytes(*b"\0experts");
-/// How many places a layer's most popular expert is behind that of the layer before.
+/// By how many places the most popular expert moves from one layer to the next.
 const TURN: usize = 7;
 
-/// How tokens choose among experts.
+/// How tokens choose experts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum BenchRouting {
-    /// By the random router.
+    /// The random-weight router decides.
     Own,
     /// All experts are equally probable.
     Uniform,
-    /// The n-th most popular expert of a layer is drawn with a probability in proportion to 1 / n.
+    /// The n-th most popular expert of a layer has a probability proportional to 1 / n.
     Zipf,
 }
 
@@ -35,7 +35,7 @@ impl BenchRouting {
         }
     }
 
-    /// Whether experts of this model can be drawn.
+    /// Checks that this model has experts to choose.
     ///
     /// # Errors
     /// [`Error::InvalidValue`] on `--routing` for a model without experts.
@@ -46,7 +46,7 @@ impl BenchRouting {
         Err(Error::invalid_value("--routing", self.name(), "own (the other values need a model with experts)"))
     }
 
-    /// The experts of the tokens with these numbers in all layers, without repetition among those of one layer; none with `Own`.
+    /// The experts of these tokens in all layers, without repetition within a layer; empty for `Own`.
     pub(super) fn of_tokens(self, spec: &ModelSpec, tokens: impl Iterator<Item = usize>) -> RoutedExperts {
         let mut routed = RoutedExperts::default();
         let (Some(experts), false) = (spec.experts(), self == Self::Own) else { return routed };
@@ -59,7 +59,7 @@ impl BenchRouting {
         routed
     }
 
-    /// A token's experts in one layer: the greatest of logarithms of probabilities with Gumbel noise are a draw without repetition.
+    /// Samples a token's experts in one layer without repetition: those with the largest log probability plus Gumbel noise.
     fn draw(self, experts: ExpertsSpec, (place, token): (usize, usize), noise: &mut [f32]) -> Vec<u16> {
         let all = experts.num_experts;
         RandomKey::new(SEED, STREAM).fold(EXPERTS).fold(place as u64).fill_gumbel(token as u64, 0, noise);
@@ -75,7 +75,7 @@ impl BenchRouting {
     }
 }
 
-/// The share of its layer's choices that the most chosen expert has, the mean of all layers; `None` without recorded choices.
+/// The most chosen expert's share of its layer's choices, averaged over the layers; `None` without recorded choices.
 pub(super) fn busiest_expert_share<'a>(
     spec: &ModelSpec,
     routed: impl Iterator<Item = &'a RoutedExperts>,
@@ -111,7 +111,7 @@ mod tests {
             assert!(routed.experts.chunks(2).all(|pair| pair[0] != pair[1] && pair.iter().all(|expert| *expert < 8)));
             for place in 0..4 {
                 let popular = (8 - TURN * place % 8) % 8;
-                // Of each token's first choice nothing is taken out.
+                // The first choice of each token is not affected by sampling without repetition.
                 let first = routed.experts.iter().skip(2 * place).step_by(8);
                 let share = first.filter(|expert| usize::from(**expert) == popular).count() as f64 / 4000.0;
                 assert!((share - expected).abs() < 0.03, "{routing:?}, layer {place}: {share}, expected {expected}");

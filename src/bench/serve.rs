@@ -1,4 +1,4 @@
-//! The endpoint beside the bare engine: as many streams over HTTP as sequences of a closed batch, tokens per second of both, and the
+//! Compares the HTTP endpoint with the engine alone: as many HTTP streams as sequences in a closed batch. Measures tokens per second of both, and the
 //! time to the first token.
 
 use std::io::{Read, Write};
@@ -22,34 +22,34 @@ use crate::rollout::SpeculationOptions;
 use crate::serve::Served;
 use crate::types::SamplingParams;
 
-/// Where the server listens.
+/// Address on which the server listens.
 const HOST: &str = "127.0.0.1";
 
 /// The benchmark of the HTTP server.
 #[derive(Debug, Clone)]
 pub struct ServeBench {
-    /// Name in the output.
+    /// Name of the model in the output.
     pub model: String,
     /// The model; its end-of-sequence ids are ignored.
     pub spec: Arc<ModelSpec>,
-    /// Type of weights, activations and cache.
+    /// Dtype of weights, activations and cache.
     pub kind: Kind,
-    /// Type of the residual stream.
+    /// Dtype of the residual stream.
     pub residual: Kind,
-    /// Streams at once, one measurement for each.
+    /// Numbers of concurrent streams; one measurement for each.
     pub streams: Vec<usize>,
     /// Tokens per prompt.
     pub prompt_len: usize,
     /// Tokens per completion.
     pub completion_len: usize,
-    /// Timed repetitions; medians are returned.
+    /// Number of timed repetitions; medians are returned.
     pub repeats: usize,
 }
 
-/// Runs it, in a world of one rank.
+/// Runs the benchmark in a world of one rank.
 ///
 /// # Errors
-/// Out of memory; [`Error::InvalidValue`] for a world of several ranks.
+/// Errors of insufficient memory; [`Error::InvalidValue`] for a world with several ranks.
 pub fn bench_serve(bench: &ServeBench, world: Arc<World>) -> Result<Value> {
     if world.size() > 1 {
         return Err(Error::invalid_value("--nproc", world.size(), "1"));
@@ -68,7 +68,7 @@ pub fn bench_serve(bench: &ServeBench, world: Arc<World>) -> Result<Value> {
     }))
 }
 
-/// Times that the clients of one repetition measured.
+/// Times measured by the clients in one repetition.
 struct ClientTimes {
     seconds: f64,
     tokens: f64,
@@ -76,7 +76,7 @@ struct ClientTimes {
 }
 
 impl ServeBench {
-    /// The bare engine first, then the same engine through the endpoint.
+    /// Measures the engine alone first, then through the endpoint.
     fn measure(&self, world: &Arc<World>, streams: usize) -> Result<Value> {
         let bare = GenerateBench {
             model: self.model.clone(),
@@ -153,7 +153,7 @@ impl ServeBench {
         })
     }
 
-    /// All streams at once.
+    /// Runs all streams concurrently.
     fn clients(&self, address: SocketAddr, streams: usize) -> Result<ClientTimes> {
         let start = Barrier::new(streams);
         let client = |index: usize| {
@@ -192,7 +192,7 @@ impl ServeBench {
     }
 }
 
-/// When the first event came, and all of the answer.
+/// Reads a streamed response; returns the time of the first event and the whole response.
 fn read_stream(address: SocketAddr, body: &str) -> std::io::Result<(Instant, String)> {
     let mut stream = TcpStream::connect(address)?;
     stream.set_nodelay(true)?;

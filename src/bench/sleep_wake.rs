@@ -1,5 +1,5 @@
-//! An engine's memory put to sleep and woken on all ranks at once, other data in it between, a CUDA graph over it kept; and
-//! an optimizer's way to the host pool and back.
+//! Puts an engine's memory to sleep and wakes it on all ranks at once, with other data in it in between and a CUDA graph that must stay valid. Also
+//! copies optimizer state to the host pool and back.
 #![allow(unsafe_code)]
 
 use std::thread;
@@ -15,28 +15,28 @@ use crate::memory::{self, Arena, HostPool, Ledger};
 use crate::ranks::{ReduceOp, World, all_reduce_f64};
 use crate::torch;
 
-/// Elements of what the graph reads, at the arena's start, and of what it writes, at its end.
+/// Number of elements that the graph reads at the arena's start, and writes at its end.
 const NUMEL: usize = 1 << 16;
-/// Copies each way, of which the median counts.
+/// Number of copies in each direction; the median is used.
 const COPIES: usize = 3;
 
 /// The benchmark of sleeping and waking.
 #[derive(Debug, Clone, Copy)]
 pub struct SleepWakeBench {
-    /// Memory that goes and comes on each rank.
+    /// Bytes that are unmapped and mapped on each rank.
     pub bytes: usize,
-    /// State that is copied to the host and back on each rank.
+    /// Bytes that are copied to the host and back on each rank.
     pub offload_bytes: usize,
-    /// Timed cycles.
+    /// Number of timed cycles.
     pub cycles: usize,
-    /// How long freed memory lies idle before each wake. A driver clears it in this time, else within the wake.
+    /// How long freed memory is idle before each wake. The driver clears it during this time, or else during the wake.
     pub rest: Duration,
 }
 
-/// Runs it; collective over the world.
+/// Runs the benchmark; collective over the world.
 ///
 /// # Errors
-/// Out of memory; [`Error::NonFinite`] if memory, the graph or a copy gives other numbers than expected.
+/// Errors of insufficient memory; [`Error::NonFinite`] if memory, the graph or a copy has unexpected values.
 pub fn bench_sleep_wake(bench: &SleepWakeBench, world: &World) -> Result<Value> {
     let device = world.device();
     let mut engine = EngineMemory::new(bench.bytes, device)?;
@@ -67,15 +67,15 @@ pub fn bench_sleep_wake(bench: &SleepWakeBench, world: &World) -> Result<Value> 
     Ok(result)
 }
 
-/// Seconds of one cycle, in the order of their names.
+/// Seconds of one cycle, in the order of `NAMES`.
 struct Cycle([f64; 4]);
 
 impl Cycle {
-    /// Until the engine may queue work; until that work finds zeros; until an arena may map the memory; until anybody may.
+    /// Times until: the engine may queue work; that work finds zeroed memory; an arena may map the memory; any process may use it.
     const NAMES: [&str; 4] = ["wake_ms", "wake_zeroed_ms", "sleep_ms", "sleep_free_ms"];
 }
 
-/// An arena and a graph over its first and last elements.
+/// An arena, and a graph over its first and last elements.
 struct EngineMemory {
     graph: Option<(Graph, TorchStream)>, // goes before the arena
     arena: Arena,
@@ -105,7 +105,7 @@ impl EngineMemory {
         Ok(Cycle([wake, wake + zeroed, sleep, sleep + free]))
     }
 
-    /// Computes y = 2 x + 1, through the graph where there is one, and looks at the result.
+    /// Computes y = 2 x + 1, by the graph once captured, and checks the result.
     fn use_it(&mut self, cycle: usize) -> Result<()> {
         let end = self.arena.reserved_bytes() - NUMEL * 4;
         // SAFETY: the views end with this call, before the arena is unmapped.
@@ -133,7 +133,7 @@ impl EngineMemory {
         unsafe { graph.replay(stream) }
     }
 
-    /// Fills most of what is free with other data.
+    /// Fills most of the free memory with other data.
     fn let_others_have_it(&self) -> Result<()> {
         let numel = (self.arena.reserved_bytes() / 4 / 10 * 9) as i64;
         drop(Tensor::f_full([numel], f64::NAN, (Kind::Float, self.device))?);
@@ -141,14 +141,14 @@ impl EngineMemory {
     }
 }
 
-/// Allocates nothing, so that a graph can record it.
+/// The captured computation, which allocates nothing.
 fn work(x: &Tensor, y: &mut Tensor) -> Result<()> {
     y.f_copy_(x)?;
     let _ = y.f_multiply_scalar_(2)?.f_add_scalar_(1)?;
     Ok(())
 }
 
-/// Rates of copies of all ranks at once, checked bit for bit.
+/// Measures copies on all ranks at once, and checks them bit for bit.
 fn copies(bytes: usize, world: &World) -> Result<Value> {
     let device = world.device();
     let mut pool = None;
@@ -176,7 +176,7 @@ fn copies(bytes: usize, world: &World) -> Result<Value> {
     Ok(json!({ "gib": gib, "pin_s": pin_s, "out_gb_s": rate(0), "in_gb_s": rate(1) }))
 }
 
-/// All of the GPU that is taken, by whomever; 0 on a CPU.
+/// Used bytes of the whole GPU, by all processes; 0 on a CPU.
 fn used_bytes(device: Device) -> Result<usize> {
     let Device::Cuda(ordinal) = device else { return Ok(0) };
     let FreeMemory { free_bytes: free, total_bytes: total } = Context::retain(ordinal)?.memory()?;

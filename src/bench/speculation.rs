@@ -1,4 +1,4 @@
-//! Whole rollouts of a model's own text with draft tokens and without: what they take, drafting included, and what differs.
+//! Whole rollouts of a model's own text with and without draft tokens: their times, including drafting, and differences in their results.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -16,32 +16,32 @@ use crate::rollout::{EngineFormats, EngineStats, SpeculationOptions};
 use crate::serve::{EngineDivision, ModelService, ServeOptions};
 use crate::types::{Prompt, RolloutGroup, SamplingParams};
 
-/// The benchmark of speculation. All ranks share one engine.
+/// The benchmark of speculative decoding. All ranks share one engine.
 #[derive(Debug, Clone)]
 pub struct SpeculationBench {
     /// The model's folder.
     pub model: PathBuf,
-    /// Rows with prompts.
+    /// File of rows with prompts.
     pub rows: PathBuf,
-    /// Type of weights, activations and cache.
+    /// Dtype of weights, activations and cache.
     pub kind: Kind,
-    /// Type of the residual stream.
+    /// Dtype of the residual stream.
     pub residual: Kind,
-    /// Ways to draft, side by side; the first is what the others are compared with.
+    /// Drafting methods to compare; the first is the reference.
     pub methods: Vec<Speculation>,
-    /// Most draft tokens of a completion in a step.
+    /// Maximum number of draft tokens of a completion in a step.
     pub num_tokens: usize,
-    /// Completions of a rollout, each number measured apart.
+    /// Numbers of completions in a rollout; each is measured separately.
     pub sequences: Vec<usize>,
     /// Completions per prompt.
     pub group: usize,
-    /// Longest completion.
+    /// Maximum completion length in tokens.
     pub max_completion_length: usize,
     /// Softmax temperature.
     pub temperature: f32,
-    /// Every rollout has the same rows, as later epochs have: completions of earlier ones are drafted from.
+    /// Whether every rollout has the same rows, as in later epochs: draft tokens then come from completions of earlier rollouts.
     pub same_rows: bool,
-    /// Timed rollouts, after one that is not.
+    /// Number of timed rollouts, after an untimed one.
     pub repeats: usize,
 }
 
@@ -54,7 +54,7 @@ struct Rollouts {
     completions: Vec<Vec<u32>>,
 }
 
-/// Runs it; collective over the world.
+/// Runs the benchmark; collective over the world.
 ///
 /// # Errors
 /// The errors of reading the model folder and the rows; [`Error::OutOfMemory`](crate::Error::OutOfMemory).
@@ -86,7 +86,7 @@ pub fn bench_speculation(bench: &SpeculationBench, world: &Arc<World>) -> Result
 }
 
 impl SpeculationBench {
-    /// One engine's rollouts, by number of sequences.
+    /// Runs one engine's rollouts, by number of sequences.
     fn rollouts(&self, world: &Arc<World>, method: Speculation) -> Result<Vec<Rollouts>> {
         let options = ServeOptions {
             model: &self.model,
@@ -139,7 +139,7 @@ impl SpeculationBench {
         Ok(all)
     }
 
-    /// The rows of one rollout, others for every repetition unless they are to be the same.
+    /// The prompts of one rollout; different for every repetition unless `same_rows` is set.
     fn prompts(&self, dataset: &Dataset, sequences: usize, repeat: usize) -> Result<Vec<Prompt>> {
         let group = self.group.min(sequences);
         if !sequences.is_multiple_of(group) {

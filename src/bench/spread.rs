@@ -1,25 +1,25 @@
-//! Lengths of completions on random weights, whose tokens have no end of their own.
+//! Completion lengths for random weights, whose completions never end by themselves.
 
 use crate::rollout::CompletionLimit;
 
-/// A range of completion lengths, both ends included.
+/// A range of completion lengths, including both ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 pub struct LengthSpread {
-    /// Fewest tokens, at least 1.
+    /// Minimum length in tokens, at least 1.
     pub shortest: usize,
-    /// Most tokens.
+    /// Maximum length in tokens.
     pub longest: usize,
-    /// Draws as many lengths from every doubling (few long ones), rather than from every number of tokens.
+    /// Whether lengths are distributed evenly on a log scale (few long ones), instead of evenly.
     pub long_tailed: bool,
 }
 
 impl LengthSpread {
-    /// Draws the length of each completion, counter-based as its tokens are.
+    /// A limit that samples the length of each completion, counter-based like its tokens.
     pub fn limit(self) -> CompletionLimit {
         CompletionLimit::new(move |key| self.length(key.word(0, u64::MAX)))
     }
 
-    /// Maps a uniform word to a length.
+    /// Maps a uniformly random word to a length.
     pub(super) fn length(self, word: u64) -> usize {
         let Self { shortest, longest, long_tailed } = self;
         if !long_tailed {

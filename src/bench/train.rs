@@ -1,5 +1,4 @@
-//! Forward, log-probabilities of the completions, backward, clipping and AdamW on packed random sequences; or the forward
-//! alone.
+//! Training on packed random sequences: forward, log-probabilities of the completions, backward, clipping and optimizer; or only the forward.
 
 mod report;
 #[cfg(test)]
@@ -29,63 +28,63 @@ use crate::train::{
     Policy, PolicyOptions, PolicyStart, Sequence, TokenGradients, TrainedModel, Transitions, UpdateCourse, pack,
 };
 
-/// Untimed: the first compiles and allocates, the second plans attention for shapes that come again.
+/// Untimed steps: the first compiles and allocates, the second plans attention for recurring shapes.
 const WARM_UP_STEPS: usize = 2;
 
 /// The benchmark of training.
 #[derive(Debug, Clone)]
 pub struct TrainBench {
-    /// Name in the output.
+    /// Name of the model in the output.
     pub model: String,
     /// The model.
     pub spec: Arc<ModelSpec>,
-    /// Type of weights and activations.
+    /// Dtype of weights and activations.
     pub kind: Kind,
-    /// Type of the residual stream.
+    /// Dtype of the residual stream.
     pub residual: Kind,
-    /// Sequences per rank and step, or per group of ranks that share micro-batches.
+    /// Number of sequences per step, per rank or per group of ranks that share micro-batches.
     pub sequences: usize,
     /// Tokens per prompt.
     pub prompt_len: usize,
-    /// Tokens per completion, all of them scored.
+    /// Tokens per completion; all are scored.
     pub completion_len: usize,
-    /// Tokens of each completion, drawn one by one, instead.
+    /// Random completion lengths, instead of `completion_len`.
     pub completion_spread: Option<LengthSpread>,
-    /// Draw lengths anew for every step, and drop gradients before it, as a GRPO step does.
+    /// Whether to choose new lengths for every step, and to drop gradients before it, as in a GRPO step.
     pub redraw: bool,
-    /// Neighbouring sequences that have one prompt.
+    /// Number of neighbouring sequences that share a prompt.
     pub group: usize,
-    /// Run the prompt of a group once.
+    /// Whether the prompt of a group is computed once.
     pub share_prompts: bool,
     /// Token budget of a micro-batch.
     pub max_tokens_per_micro_batch: usize,
     /// ZeRO stage.
     pub zero_stage: u8,
-    /// Ranks that share one copy of what the stage shards; all where it is `None`.
+    /// Number of ranks that together hold one copy of the sharded state; `None` means all.
     pub shard_group_size: Option<usize>,
-    /// Ranks that share each micro-batch.
+    /// Number of ranks that share each micro-batch.
     pub sequence_parallel_size: usize,
-    /// How gradients are added up.
+    /// Dtypes for accumulating and reducing gradients.
     pub gradients: GradientOptions,
     /// The optimizer.
     pub optim: OptimizerName,
-    /// Rank of adapters on every linear projection; `None` trains all weights.
+    /// Rank of LoRA adapters on every linear projection; `None` trains all weights.
     pub lora_r: Option<usize>,
-    /// How the adapters' base is stored.
+    /// Storage format of the base under adapters.
     pub quantization: Quantization,
-    /// The precision of products of blocks.
+    /// The precision of the blocks' GEMMs.
     pub mixed_precision: MixedPrecision,
-    /// How tokens choose among experts.
+    /// How tokens choose experts.
     pub routing: BenchRouting,
-    /// Recomputation.
+    /// Which activations backward recomputes.
     pub gradient_checkpointing: GradientCheckpointing,
-    /// Kept tensors of blocks wait for backward in host memory.
+    /// Whether tensors that blocks keep for backward are offloaded to the host.
     pub activation_offload: bool,
-    /// Scores alone: no backward, no step.
+    /// Whether to only score, without backward and optimizer step.
     pub score: bool,
-    /// Times of one step's operations by family.
+    /// Whether to report the times of one step's operations by family.
     pub profile: bool,
-    /// Timed steps.
+    /// Number of timed steps.
     pub steps: usize,
 }
 
@@ -94,7 +93,7 @@ impl TrainBench {
         Optim::new(self.optim, &MuonConfig::default())
     }
 
-    /// Sequences of a step. Neighbours of a group have one prompt; all other tokens are their own.
+    /// The sequences of a step. Neighbours of a group share one prompt; all other tokens differ.
     fn all_sequences(&self, step: u64) -> Vec<Sequence> {
         let longest = self.completion_spread.map_or(self.completion_len, |spread| spread.longest);
         let (prompt_len, stride) = (self.prompt_len, self.prompt_len + longest);
@@ -119,7 +118,7 @@ impl TrainBench {
         pack(sequences, &PackOptions { max_tokens, share_prompts, device })
     }
 
-    /// Predicted peak of libtorch's tensors, in bytes. Whole gradients keep their memory from step to step, unless they are dropped.
+    /// Predicted peak of libtorch's tensors, in bytes. Whole gradients keep their memory between steps unless they are dropped.
     fn predicted_bytes(&self, table: &ParamTable, micro_batches: &[MicroBatch]) -> usize {
         let shapes: Vec<_> = micro_batches.iter().map(MicroBatch::shape).collect();
         let recorded = micro_batches.iter().filter_map(|micro_batch| micro_batch.routed_experts.as_ref());
@@ -127,7 +126,7 @@ impl TrainBench {
         self.bytes_at_most(table, &shapes) + recorded
     }
 
-    /// Predicted peak for micro-batches that all fill their budget and whose tokens are all scored, as a run's plan takes them.
+    /// Predicted peak if all micro-batches fill their budget and all tokens are scored, as a run's memory plan assumes.
     fn planned_bytes(&self, table: &ParamTable, num_micro_batches: usize) -> usize {
         let tokens = self.max_tokens_per_micro_batch;
         let shares_prompts = self.share_prompts && self.group > 1;
@@ -146,7 +145,7 @@ impl TrainBench {
         predicted_tensor_bytes(&model, model.fullest(&course).total())
     }
 
-    /// Bytes of the host for kept tensors of the longest micro-batch.
+    /// Host bytes for offloaded tensors of the largest micro-batch.
     fn offloaded_bytes(&self, table: &ParamTable) -> usize {
         let longest = self.prompt_len + self.completion_spread.map_or(self.completion_len, |spread| spread.longest);
         let tokens = self.max_tokens_per_micro_batch.max(longest);
@@ -173,10 +172,10 @@ impl TrainBench {
     }
 }
 
-/// Runs it; collective over the world.
+/// Runs the benchmark; collective over the world.
 ///
 /// # Errors
-/// Less memory than is predicted to be needed, before anything is allocated; out of memory, or a sharding that does not fit.
+/// An error before anything is allocated if the memory is less than predicted; errors of insufficient memory, or of a sharding that does not fit.
 pub fn bench_train(bench: &TrainBench, world: &World) -> Result<Value> {
     let device = world.device();
     let limits = GpuLimits::of(device)?;
@@ -211,19 +210,19 @@ struct TimedRun<'a> {
     num_steps: u64,
 }
 
-/// One step.
+/// Measurements of one step.
 struct Timed {
-    /// Seconds, of the slowest rank.
+    /// Seconds on the slowest rank.
     seconds: f64,
     /// Seconds of the step in which computation waited for collectives.
     exposed_s: f64,
-    /// Seconds in which it waited for the exchange of heads, where ranks share micro-batches.
+    /// Seconds in which it waited for the exchange of heads, if ranks share micro-batches.
     exchange_s: Option<f64>,
-    /// Kept tensors of blocks that moved to the host and back.
+    /// Offloaded tensors copied to the host and back.
     offloaded: Transitions,
-    /// Tokens of this rank's sequences.
+    /// Number of tokens of this rank's sequences.
     tokens: usize,
-    /// Floating-point operations of those tokens, as model FLOP utilisation counts them.
+    /// FLOPs of these tokens, as counted for model FLOP utilisation.
     flop: f64,
     /// Predicted peak of libtorch's tensors, in bytes.
     predicted_bytes: usize,
@@ -286,7 +285,7 @@ impl<'a> TimedRun<'a> {
         Ok(run)
     }
 
-    /// The next step's sequences, equal on all ranks.
+    /// Prepares the next step's sequences, equal on all ranks.
     fn draw(&mut self, device: Device) -> Result<()> {
         let sequences = self.bench.all_sequences(self.num_steps);
         self.micro_batches = self.bench.pack(&sequences, device)?;
@@ -296,8 +295,8 @@ impl<'a> TimedRun<'a> {
         Ok(())
     }
 
-    /// Forward and backward of all micro-batches and the optimizer's step; or their scores alone. Where memory lacks, the message tells who
-    /// holds it, as the policy still does.
+    /// Runs forward and backward of all micro-batches and the optimizer step; or only scores. If memory is insufficient, the message lists who holds
+    /// it, which includes the policy.
     fn step(&mut self) -> Result<()> {
         let scores = self.bench.score;
         let pass = phase::scope(if scores { Phase::Score } else { Phase::ForwardBackward }, || self.pass());
@@ -308,7 +307,7 @@ impl<'a> TimedRun<'a> {
         pass.and_then(update).map_err(explain_out_of_memory)
     }
 
-    /// Forward and backward of all micro-batches, or their scores alone.
+    /// Runs forward and backward of all micro-batches, or only scores them.
     fn pass(&mut self) -> Result<()> {
         if self.bench.redraw {
             self.policy.drop_gradients();

@@ -1,4 +1,4 @@
-//! The folders that a run may go on from, or begin in.
+//! Checks of folders that a run may resume from or start in.
 
 use std::path::Path;
 
@@ -8,7 +8,7 @@ use crate::console;
 use crate::error::{Error, Result};
 use crate::model::is_model_folder;
 
-/// Refuses a fresh run beside another run's checkpoints: a later `latest` could not tell the two apart.
+/// Refuses to start a new run in a folder with another run's checkpoints, because a later `latest` could not tell them apart.
 pub fn refuse_earlier_run(output_dir: &Path) -> Result<()> {
     let Some(newest) = list(output_dir)?.pop() else {
         let model = output_dir.join(FINAL);
@@ -29,7 +29,7 @@ pub fn refuse_earlier_run(output_dir: &Path) -> Result<()> {
     Err(Error::invalid_value("output_dir", output_dir.display(), expected))
 }
 
-/// Refuses a run's folder and a model's, with what to name.
+/// Refuses folders that are not checkpoints, such as a run's output folder or a model folder; the error says what to pass instead.
 pub fn refuse_what_is_no_checkpoint(folder: &Path) -> Result<()> {
     if written(folder).is_some() || TrainerState::file(folder).exists() {
         return Ok(()); // damaged it may be
@@ -49,7 +49,7 @@ pub fn refuse_what_is_no_checkpoint(folder: &Path) -> Result<()> {
     Err(Error::invalid_value("resume_from_checkpoint", folder.display(), expected))
 }
 
-/// Refuses a folder that is not there, with those beside it that are.
+/// Refuses a missing folder; the error lists the checkpoints beside it.
 pub fn refuse_what_is_missing(folder: &Path) -> Result<()> {
     let beside = folder.parent().and_then(|run| list(run).ok()).filter(|_| !folder.exists()).unwrap_or_default();
     let names: Vec<_> = beside.iter().filter_map(|path| path.file_name()).map(|name| name.to_string_lossy()).collect();

@@ -6,11 +6,10 @@ use serde_json::Value;
 
 use crate::config::{Config, LrSchedulerType, OptimizerConfig, SftConfig, Speculation, key_pattern, toml_value};
 
-/// Keys that say where, how fast or how often, but not what is computed. Layout keys are among them: sums may be
-/// rounded differently, the samples and the algorithm are the same. So are the keys that spread a batch over ranks:
-/// what they come to together is in [`BatchPlan`](crate::config::BatchPlan). Where groups are carried, keys of the engine's size and of evaluations
-/// also decide which are complete first and, with `carried_kv = keep`, which lose their keys and values and have them of newer
-/// weights; so does every resume, which begins with an empty cache.
+/// Keys that affect placement, speed or frequency, but not what is computed. They include layout keys: sums may be rounded differently, but samples
+/// and algorithm are the same. They also include the keys that distribute a batch over ranks, whose combined effect is checked as
+/// [`BatchPlan`](crate::config::BatchPlan). If groups are carried, keys of the engine's size and of evaluations also affect which groups are complete
+/// first and, with `carried_kv = keep`, which are computed again with newer weights; so does every resume, because it starts with an empty cache.
 const SAFE_KEYS: &[&str] = &[
     "eval_file",
     "dataset_test_split",
@@ -84,10 +83,10 @@ const SAFE_KEYS: &[&str] = &[
     "fault",
 ];
 
-/// Tables all of whose keys are safe.
+/// Tables in which every key is safe.
 const SAFE_TABLES: &[&str] = &["heartbeat."];
 
-/// Keys that only move the end of the run, unless the learning rate falls towards that end.
+/// Keys that only move the end of the run. They are safe unless the learning rate decays towards that end.
 const LENGTH_KEYS: &[&str] = &["max_steps", "num_train_epochs"];
 
 /// A key that differs between two configurations.
@@ -95,11 +94,11 @@ const LENGTH_KEYS: &[&str] = &["max_steps", "num_train_epochs"];
 pub struct KeyChange {
     /// The key.
     pub key: String,
-    /// The value before, as written in a file.
+    /// The old value, as written in a file.
     pub old: String,
-    /// The value now.
+    /// The new value.
     pub new: String,
-    /// Whether training would go on otherwise than before: refused on resume unless forced.
+    /// Whether the change would affect training. If so, a resume is refused unless forced.
     pub changes_result: bool,
 }
 
@@ -113,7 +112,7 @@ impl fmt::Display for KeyChange {
     }
 }
 
-/// The keys that changed from `old` to `new`, in declaration order; what only `old` has comes last.
+/// The keys that changed from `old` to `new`, in declaration order; keys that only `old` has come last.
 pub fn changes(new: &Config, old: &Config) -> Vec<KeyChange> {
     let schedules = [&new.optimizer, &old.optimizer];
     differences(new.entries(), old.entries(), Config::keys(), schedules)

@@ -1,4 +1,4 @@
-//! One run a folder: two that write into the same one would take each other's files.
+//! Ensures that only one run writes to an output folder; two would overwrite each other's files.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -13,10 +13,10 @@ use crate::error::{Error, Result};
 use crate::ranks::World;
 use crate::untrusted::Folder;
 
-/// The file that is locked, with the number of the process that did.
+/// The lock file, which contains the id of the locking process.
 const LOCK: &str = ".lock";
 
-/// The right to write into an output folder, until it is dropped or its process ends, however that happens.
+/// The exclusive right to write to an output folder, until it is dropped or its process ends in any way.
 #[derive(Debug)]
 pub struct Claim {
     path: PathBuf,
@@ -24,10 +24,10 @@ pub struct Claim {
 }
 
 impl Claim {
-    /// Claims the folder again if it was deleted or moved since. Returns whether it was.
+    /// Claims the folder again if it was deleted or moved. Returns whether it was.
     ///
     /// # Errors
-    /// Returns the errors of [`claim`]: another run may have the folder's name by now.
+    /// The errors of [`claim`], because another run may have created the folder again.
     pub fn renew(&mut self) -> Result<bool> {
         let own = self.lock.metadata().map_err(Error::io(&self.path))?;
         let output_dir = self.path.parent().unwrap_or(Path::new("."));
@@ -42,11 +42,11 @@ impl Claim {
     }
 }
 
-/// Claims `output_dir` for this run, on its first rank, or with `on_each_node` on the first of each node. Where the disk knows no locks,
-/// that is said and nothing is claimed.
+/// Claims `output_dir` for this run, on rank 0 or, with `on_each_node`, on the first rank of each node. If the file system does not support locks,
+/// this is logged and nothing is claimed.
 ///
 /// # Errors
-/// [`Error::InvalidValue`] with the number of the process that writes there already; [`Error::Io`].
+/// [`Error::InvalidValue`] with the id of the process that already writes there; [`Error::Io`].
 pub fn claim(output_dir: &Path, world: &World, on_each_node: bool) -> Result<Option<Claim>> {
     if writes_folder(world, on_each_node) { lock(output_dir) } else { Ok(None) }
 }

@@ -1,4 +1,4 @@
-//! The checkpoint to go on from where every node has a folder of its own: one that all nodes have a whole copy of.
+//! Finds the checkpoint to resume from if every node has its own folder: one that all nodes have a whole copy of.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -12,12 +12,12 @@ use crate::console;
 use crate::error::{Error, Result};
 use crate::ranks::{World, all_gather_json, first_text};
 
-/// The checkpoint that `resume_from_checkpoint` of rank 0 names, or the newest one that all nodes have a copy of, verified on each. A
-/// newer one that a node lacks was not complete everywhere when the run ended. Collective over the world.
+/// The checkpoint that `resume_from_checkpoint` on rank 0 names, or the newest one that all nodes have, verified on each node. A newer one that some
+/// node lacks was incomplete when the run ended. Collective over the world.
 ///
 /// # Errors
-/// [`Error::Checkpoint`] on all ranks if no checkpoint is on all nodes, with what each node has; on a node's first rank, what
-/// [`super::open_output`] returns.
+/// [`Error::Checkpoint`] on all ranks if no checkpoint is on all nodes, with a list of what each node has; on the first rank of a node, also the
+/// errors of [`super::open_output`].
 pub fn common_checkpoint(output: &OutputConfig, world: &World) -> Result<Option<PathBuf>> {
     let group = world.group();
     let leads = world.local_rank() == 0;
@@ -50,7 +50,7 @@ pub fn common_checkpoint(output: &OutputConfig, world: &World) -> Result<Option<
     Err(refuse(&output.output_dir, &told))
 }
 
-/// Names of the checkpoints on each node, and those that all nodes have, newest first.
+/// A description of the checkpoints on each node, and the names of those that all nodes have, newest first.
 fn shared_steps(all: &[Option<Vec<String>>], world: &World) -> (Vec<String>, Vec<String>) {
     let of_nodes: Vec<(usize, &Vec<String>)> =
         all.iter().enumerate().filter_map(|(rank, names)| Some((rank, names.as_ref()?))).collect();
@@ -71,7 +71,7 @@ fn names(output_dir: &Path) -> Result<Vec<String>> {
     Ok(folder::list(output_dir)?.into_iter().filter_map(name).collect())
 }
 
-/// Why the copies of a checkpoint cannot be gone on from, by node; nothing where all are whole and alike. Collective over the world.
+/// Why the copies of a checkpoint cannot be used, by node; empty if all are whole and equal. Collective over the world.
 fn faults(folder: &Path, world: &World) -> Result<Vec<String>> {
     let verify = |moved: &mut dyn FnMut()| {
         refuse_what_is_no_checkpoint(folder)?;

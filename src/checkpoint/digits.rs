@@ -1,6 +1,6 @@
 //! Hashes as text.
 
-/// The digits of a hash.
+/// A hash as hexadecimal digits.
 pub fn hexadecimal(hash: &[u8]) -> String {
     hash.iter().map(|byte| format!("{byte:02x}")).collect()
 }

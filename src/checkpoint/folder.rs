@@ -1,4 +1,4 @@
-//! Checkpoint folders as a whole: names, free space, and the renames that make one appear and disappear at once.
+//! Operations on whole checkpoint folders: names, free space, and renames that make a folder appear and disappear atomically.
 
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
@@ -12,22 +12,22 @@ use crate::console;
 use crate::error::{Error, Result};
 use crate::model::sync;
 
-/// The trained model's folder.
+/// Name of the trained model's folder.
 pub const FINAL: &str = "final";
 const PREFIX: &str = "checkpoint-";
 const TEMPORARY_SUFFIX: &str = ".tmp";
 
-/// The checkpoint of a step.
+/// The folder of a step's checkpoint.
 pub fn path(output_dir: &Path, step: u64) -> PathBuf {
     output_dir.join(format!("{PREFIX}{step}"))
 }
 
-/// Where a checkpoint is written before it has its name.
+/// The temporary folder in which a checkpoint is written.
 pub fn temporary(complete: &Path) -> PathBuf {
     hidden(complete, TEMPORARY_SUFFIX)
 }
 
-/// Checkpoints by step, ascending.
+/// All checkpoints, ascending by step.
 ///
 /// # Errors
 /// [`Error::Io`].
@@ -39,7 +39,7 @@ pub fn list(output_dir: &Path) -> Result<Vec<PathBuf>> {
     Ok(found.into_iter().map(|(_, path)| path).collect())
 }
 
-/// Makes an empty temporary folder on a disk with room for `needed_bytes`; what a crash left behind is removed first.
+/// Creates an empty temporary folder, after checking for `needed_bytes` of free space and removing the remains of a crash.
 pub fn prepare(temporary: &Path, needed_bytes: u64) -> Result<()> {
     let output_dir = parent(temporary);
     std::fs::create_dir_all(output_dir).map_err(Error::io(output_dir))?;
@@ -65,7 +65,7 @@ pub fn remove(temporary: &Path) {
     }
 }
 
-/// Makes the temporary folder durable and gives it its name, in place of what has it.
+/// Makes the temporary folder durable on disk and gives it its final name, replacing what has that name.
 pub fn publish(temporary: &Path, complete: &Path) -> Result<()> {
     sync_tree(temporary)?;
     if !complete.is_symlink() && !complete.exists() {
@@ -77,7 +77,7 @@ pub fn publish(temporary: &Path, complete: &Path) -> Result<()> {
     remove_whole(temporary).map_err(Error::io(temporary))
 }
 
-/// Removes a folder with all that is in it, or whatever else has its name; links are not followed.
+/// Removes a folder with its contents, or a file or link; links are not followed.
 fn remove_whole(path: &Path) -> io::Result<()> {
     match std::fs::symlink_metadata(path)?.is_dir() {
         true => std::fs::remove_dir_all(path),
@@ -85,11 +85,10 @@ fn remove_whole(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Makes a folder that appears as a whole, by the name of `complete`, which the user gave as `option`: new, or in place of an
-/// empty one.
+/// Creates the folder `complete` atomically, new or in place of an empty one. `option` is the name under which the user gave it.
 ///
 /// # Errors
-/// [`Error::InvalidValue`] if something is there; those of `write`; [`Error::Io`].
+/// [`Error::InvalidValue`] if the name is taken; the errors of `write`; [`Error::Io`].
 pub fn write_new(option: &str, complete: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
     if complete.file_name().is_none() || complete.is_file() || !entries(complete)?.is_empty() {
         let expected = "a folder that does not exist yet or is empty";
@@ -108,7 +107,7 @@ pub fn write_new(option: &str, complete: &Path, write: impl FnOnce(&Path) -> Res
     written
 }
 
-/// Refuses a folder that is, or lies within, a checkpoint: with files that its manifest does not record it is none any more.
+/// Refuses a folder that is a checkpoint or is inside one, because files that the manifest does not record would invalidate it.
 ///
 /// # Errors
 /// [`Error::InvalidValue`] with the checkpoint.
@@ -127,8 +126,8 @@ pub fn refuse_within_checkpoint(option: &str, folder: &Path) -> Result<()> {
     }
 }
 
-/// Removes all but the newest `limit` checkpoints. Those that are `spared`, the one just written and the best, stay whatever their
-/// steps. An old checkpoint that cannot be removed is no reason to end a run.
+/// Removes all but the newest `limit` checkpoints. The ones in `spared`, which are the one just written and the best, are always kept. If removal
+/// fails, it only prints a warning.
 pub fn keep_newest(output_dir: &Path, spared: [Option<&PathBuf>; 2], limit: Option<usize>) {
     let Some(limit) = limit else { return };
     let removed = list(output_dir).and_then(|mut others| {
@@ -142,7 +141,7 @@ pub fn keep_newest(output_dir: &Path, spared: [Option<&PathBuf>; 2], limit: Opti
     }
 }
 
-/// Swaps two folders' names: at once where the file system can, else (NFS) with a moment in which neither has `b`.
+/// Exchanges the names of two folders: atomically where the file system supports it, else (NFS) with a moment in which `b` does not exist.
 fn exchange(a: &Path, b: &Path) -> io::Result<()> {
     match renameat_with(CWD, a, CWD, b, RenameFlags::EXCHANGE) {
         Err(Errno::INVAL | Errno::NOSYS) => {
@@ -155,7 +154,7 @@ fn exchange(a: &Path, b: &Path) -> io::Result<()> {
     }
 }
 
-/// Removes a checkpoint: first its name, so that a crash leaves no half of it under that name.
+/// Removes a checkpoint, renaming it first, so that a crash leaves no partial checkpoint under its name.
 fn discard(complete: &Path) -> Result<()> {
     let doomed = doomed(complete);
     std::fs::rename(complete, &doomed).map_err(Error::io(complete))?;
@@ -163,7 +162,7 @@ fn discard(complete: &Path) -> Result<()> {
 }
 
 /// # Errors
-/// [`Error::Io`] with both numbers if less than `needed_bytes` are free for us.
+/// [`Error::Io`] with both numbers if fewer than `needed_bytes` are free for this user.
 pub fn check_space(folder: &Path, needed_bytes: u64) -> Result<()> {
     let disk =
         rustix::fs::statvfs(folder).map_err(|error| Error::Io { path: folder.to_owned(), source: error.into() })?;
@@ -182,7 +181,7 @@ fn doomed(complete: &Path) -> PathBuf {
     hidden(complete, &format!(".old{TEMPORARY_SUFFIX}"))
 }
 
-/// A name beside `complete` that [`list`] does not see and [`prepare`] removes.
+/// A name beside `complete` that [`list`] ignores and [`prepare`] removes.
 fn hidden(complete: &Path, suffix: &str) -> PathBuf {
     let name = complete.file_name().unwrap_or_default().to_string_lossy();
     complete.with_file_name(format!(".{name}{suffix}"))
@@ -192,7 +191,7 @@ fn parent(folder: &Path) -> &Path {
     folder.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// Names and paths in a folder; none if there is no such folder.
+/// Names and paths of a folder's entries; empty if the folder does not exist.
 fn entries(folder: &Path) -> Result<Vec<(String, PathBuf)>> {
     let read = match std::fs::read_dir(folder) {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
@@ -239,7 +238,7 @@ mod tests {
         assert_eq!(names, [".checkpoint-11.tmp", "checkpoint-10", "checkpoint-9", "checkpoint-x"]);
     }
 
-    /// Files and links by the names of folders neither end a save nor outlast it.
+    /// Files and links with the names of folders must neither fail a save nor survive it.
     #[test]
     fn files_and_links_named_like_checkpoints_do_not_block_a_save() {
         let folder = tempfile::tempdir().unwrap();

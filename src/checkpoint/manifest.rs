@@ -1,4 +1,4 @@
-//! Sizes and hashes of a checkpoint's files, and making them durable.
+//! The manifest of a checkpoint, with sizes and hashes of its files, and making files durable on disk.
 
 use std::collections::BTreeSet;
 use std::io::{self, Read};
@@ -19,7 +19,7 @@ use crate::untrusted::{self, MAX_INDEX_BYTES};
 const FILE: &str = "manifest.json";
 const FORMAT: u32 = 1;
 
-/// Every file of a checkpoint but the manifest itself.
+/// Records of all files in a checkpoint except the manifest itself.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Manifest {
     format: u32,
@@ -29,16 +29,16 @@ pub struct Manifest {
 /// Size and hash of a file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileRecord {
-    /// Path below the checkpoint's folder.
+    /// Path relative to the checkpoint's folder.
     pub path: String,
-    /// Size.
+    /// Size in bytes.
     pub bytes: u64,
     /// SHA-256 in hexadecimal digits.
     pub sha256: String,
 }
 
 impl FileRecord {
-    /// Reads and hashes a file; `moved` is told the bytes of every part.
+    /// Reads and hashes a file; `moved` is called with the number of bytes of each part.
     fn of(folder: &Path, path: &str, moved: &mut dyn FnMut(u64)) -> io::Result<Self> {
         let mut file = untrusted::open(&folder.join(path))?;
         let (mut hasher, mut bytes, mut buffer) = (Sha256::new(), 0, vec![0; 1 << 20]);
@@ -55,7 +55,7 @@ impl FileRecord {
         Ok(Self { path: path.to_owned(), bytes, sha256: hexadecimal(&hasher.finalize()) })
     }
 
-    /// Whether there is a file of this size, within the folder.
+    /// Checks that the file exists within the folder and has this size.
     fn check_size(&self, folder: &Path) -> Result<(), String> {
         if !Path::new(&self.path).components().all(|part| matches!(part, Component::Normal(_))) {
             return Err("the recorded path leads out of the checkpoint's folder".to_owned());
@@ -71,7 +71,7 @@ impl FileRecord {
     }
 }
 
-/// Why the manifest of `folder` cannot be read.
+/// Explains why the manifest of `folder` cannot be read.
 fn unread(folder: &Path, error: &io::Error) -> String {
     match error.kind() {
         io::ErrorKind::NotFound if folder.is_dir() => {
@@ -85,7 +85,7 @@ fn unread(folder: &Path, error: &io::Error) -> String {
 }
 
 impl Manifest {
-    /// Records every file below `folder`; `known` ones were hashed by the ranks that wrote them.
+    /// Records every file below `folder`; the ranks that wrote the `known` ones have already hashed them.
     pub fn write(folder: &Path, known: Vec<FileRecord>) -> Result<()> {
         let mut files = known;
         for path in files_below(folder)? {
@@ -104,7 +104,7 @@ impl Manifest {
     /// Checks every file's size, then every hash; `moved` is called for every MiB that is read.
     ///
     /// # Errors
-    /// [`Error::Checkpoint`] naming the first file that is missing or differs.
+    /// [`Error::Checkpoint`] with the first file that is missing or differs.
     pub fn verify(folder: &Path, moved: &mut dyn FnMut()) -> Result<Self> {
         let bad = |file: &str, message: String| Error::Checkpoint {
             path: folder.to_owned(),
@@ -153,8 +153,7 @@ impl Manifest {
         Ok(manifest)
     }
 
-    /// A hash of all files but those of optimizer state, each of which one rank wrote: copies of one checkpoint on several nodes have the
-    /// same.
+    /// A hash of all files except optimizer state, which is written by one rank each. It is equal for copies of one checkpoint on several nodes.
     pub fn digest(&self) -> String {
         let shared = self.files.iter().filter(|record| !Path::new(&record.path).starts_with(SHARDS));
         let hash = shared.fold(Sha256::new(), |hash, FileRecord { path, sha256, .. }| {
@@ -163,7 +162,7 @@ impl Manifest {
         hexadecimal(&hash.finalize())
     }
 
-    /// A file that a resumed run would read but that was not recorded; the trainer's state must be there and recorded.
+    /// Finds a file that a resume would read but that is not recorded. The trainer's state must exist and be recorded.
     fn unrecorded(&self, folder: &Path) -> Result<Option<String>> {
         let recorded: BTreeSet<&str> = self.files.iter().map(|record| record.path.as_str()).collect();
         let is_read =
@@ -176,12 +175,12 @@ impl Manifest {
     }
 }
 
-/// When a checkpoint was written; `None` of a folder that is none.
+/// When a checkpoint was written; `None` if the folder is not a checkpoint.
 pub fn written(folder: &Path) -> Option<SystemTime> {
     std::fs::metadata(folder.join(FILE)).and_then(|manifest| manifest.modified()).ok()
 }
 
-/// Relative paths of all files, in order. Links to folders are refused: two that lead back would make a tree without end.
+/// Relative paths of all files, in order. Links to folders are refused, because they could form cycles.
 fn files_below(folder: &Path) -> Result<Vec<String>> {
     fn walk(root: &Path, folder: &Path, found: &mut Vec<String>) -> std::io::Result<()> {
         for entry in std::fs::read_dir(folder)? {
@@ -205,7 +204,7 @@ fn files_below(folder: &Path) -> Result<Vec<String>> {
     Ok(found)
 }
 
-/// Makes everything below a folder durable, and the folder's own entries.
+/// Makes everything below a folder durable on disk, including the folder's own entries.
 pub fn sync_tree(folder: &Path) -> Result<()> {
     let files = files_below(folder)?;
     let folders: BTreeSet<&Path> = files.iter().flat_map(|file| Path::new(file).ancestors().skip(1)).collect();
@@ -248,7 +247,7 @@ mod tests {
         assert_eq!(num_told, 4);
     }
 
-    /// A manifest that records nothing, or not what is read, vouches for nothing.
+    /// A manifest that does not record the files to read must be refused.
     #[test]
     fn files_missing_from_the_manifest_are_refused() {
         let folder = tempfile::tempdir().unwrap();

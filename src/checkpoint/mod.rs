@@ -1,31 +1,32 @@
-//! Save, validate, resume and export. A checkpoint is a folder `checkpoint-N`:
+//! Saving, validating, resuming and exporting. A checkpoint is a folder `checkpoint-N`:
 //!
 //! | file | what it is |
 //! |---|---|
-//! | `config.json`, `*.safetensors`, `tokenizer*` | the policy as a Hugging Face model; of a LoRA run, adapters as PEFT's |
-//! | `reference/` | the reference model in the same form, where it follows the policy (`sync_ref_model`) |
-//! | `optimizer/rank_00000_of_00004.safetensors` | one rank's master weights and Adam moments, by parameter and range, and the run and step that they are of |
+//! | `config.json`, `*.safetensors`, `tokenizer*` | the policy as a Hugging Face model; for a LoRA run, adapters in PEFT's format |
+//! | `reference/` | the reference model in the same format, if it follows the policy (`sync_ref_model`) |
+//! | `optimizer/rank_00000_of_00004.safetensors` | one rank's master weights and Adam moments, by parameter and range, with the run and step that
+//! they belong to |
 //! | `trainer_state.json` | step, data position, history, configuration |
-//! | `manifest.json` | sizes and SHA-256 of all of them; written last |
+//! | `manifest.json` | sizes and SHA-256 of all files; written last |
 //!
-//! It is written to a temporary folder, made durable and renamed, and renamed away before it is removed, so that a folder
-//! by that name is complete. Any world size, ZeRO stage or shard group can resume from it. Knows nothing of generation.
+//! It is written to a temporary folder, made durable and renamed; before it is removed, it is renamed again. So a folder with this name is always
+//! complete. Any world size, ZeRO stage or shard group can resume from it. The module knows nothing of generation.
 //!
 //! | file | what it does |
 //! |---|---|
-//! | `resume` | opens the output folder: which checkpoint a run goes on from, and whether it may |
-//! | `candidates` | folders that a run may go on from, or begin in |
-//! | `waiting` | long work of some ranks, for which the others wait |
-//! | `changes` | which keys differ from a saved configuration, and which of those change the result |
-//! | `claim` | one run a folder |
+//! | `resume` | opens the output folder: which checkpoint a run resumes from, and whether it may |
+//! | `candidates` | checks of folders that a run may resume from or start in |
+//! | `waiting` | long work on some ranks while the others wait |
+//! | `changes` | which keys differ from a saved configuration, and which of them change the result |
+//! | `claim` | one run per folder |
 //! | `shared` | whether all nodes see one output folder, or each its own |
 //! | `writers` | the ranks that write a checkpoint together |
 //! | `copies` | the checkpoint that all nodes have a copy of |
-//! | `folder` | temporary folders, their names, free space |
-//! | `saver` | one save at a time, beside training |
-//! | `write` | a checkpoint's files |
+//! | `folder` | temporary folders, names, free space |
+//! | `saver` | one save at a time, during training |
+//! | `write` | writes a checkpoint's files |
 //! | `manifest` | sizes and hashes |
-//! | `shard_file`, `shards` | optimizer state: a rank's file; all files, read by range |
+//! | `shard_file`, `shards` | optimizer state: one rank's file; reading all files by range |
 //! | `state` | `trainer_state.json` |
 
 mod candidates;
@@ -67,23 +68,23 @@ use crate::train::Policy;
 use manifest::Manifest;
 use shards::ShardFiles;
 
-/// Where checkpoints go and how many stay.
+/// Where checkpoints are saved and how many are kept.
 #[derive(Debug, Clone)]
 pub struct CheckpointOptions {
     /// The run's output folder.
     pub output_dir: PathBuf,
-    /// Model folder whose tokenizer files are copied, and the base that adapters name.
+    /// Model folder whose tokenizer files are copied, and which adapters refer to as their base.
     pub base_dir: PathBuf,
-    /// Newest checkpoints kept; `None` keeps all.
+    /// Number of newest checkpoints to keep; `None` keeps all.
     pub save_total_limit: Option<usize>,
-    /// Write beside training, from copies in host memory.
+    /// Whether to write during training, from copies in host memory.
     pub save_async: bool,
-    /// Every node writes whole checkpoints to a folder of its own.
+    /// Whether every node writes whole checkpoints to its own folder.
     pub on_each_node: bool,
 }
 
 impl CheckpointOptions {
-    /// Checkpoints in the output folder, of a model whose tokenizer is in `base_dir`.
+    /// Options for checkpoints in the output folder, of a model whose tokenizer is in `base_dir`.
     pub fn new(output: &OutputConfig, saving: &SavingConfig, base_dir: PathBuf) -> Self {
         Self {
             output_dir: output.output_dir.clone(),
@@ -100,20 +101,20 @@ pub fn folder_of_step(output_dir: &Path, step: u64) -> PathBuf {
     folder::path(output_dir, step)
 }
 
-/// Whether the disk has room for the trained model, and for a checkpoint beside it if the run `saves` any; asked before training, by
-/// the first rank, on which the model is, or with `on_each_node` the first of each node.
+/// Checks before training that the disk has space for the trained model and, if the run `saves` any, for a checkpoint. Only rank 0, which has the
+/// model, checks; with `on_each_node` the first rank of each node.
 ///
 /// # Errors
-/// [`Error::Io`] with what is needed and what is free.
+/// [`Error::Io`] with the needed and the free bytes.
 pub fn check_room(options: &CheckpointOptions, world: &World, models: Option<Models<'_>>, saves: bool) -> Result<()> {
     let Some(models) = models.filter(|_| writes_folder(world, options.on_each_node)) else { return Ok(()) };
     let checkpoint = if saves { write::first_bytes(models) } else { 0 };
     folder::check_space(&options.output_dir, write::model_bytes(models.policy) + checkpoint)
 }
 
-/// Writes the policy as a Hugging Face model folder, or its adapters as PEFT does: whole and durable, or not at all; collective
-/// over the world, the first ranks of which have it. Returns the folder, [`FINAL`] of the output folder; one of that name makes
-/// room for it. With `on_each_node` every node writes it.
+/// Writes the policy as a Hugging Face model folder, or its adapters in PEFT's format, completely and durably or not at all. Collective over the
+/// world, whose first ranks have the policy. Returns the folder, [`FINAL`] in the output folder, which replaces an existing one. With `on_each_node`
+/// every node writes it.
 ///
 /// # Errors
 /// The first failure of any rank, on every rank.
@@ -135,11 +136,10 @@ pub fn export(options: &CheckpointOptions, world: &World, policy: Option<&Policy
     agreed.map(|()| complete)
 }
 
-/// The newest checkpoint of a run that is complete; damaged ones are named loudly and passed over. `moved` is called for every
-/// MiB that is read.
+/// The newest complete checkpoint of a run. Damaged ones are skipped with a warning. `moved` is called for every MiB that is read.
 ///
 /// # Errors
-/// [`Error::Checkpoint`] if there are checkpoints and none is valid.
+/// [`Error::Checkpoint`] if there are checkpoints but none is valid.
 pub fn find_latest(output_dir: &Path, moved: &mut dyn FnMut()) -> Result<Option<PathBuf>> {
     let all = folder::list(output_dir)?;
     let mut faults = Vec::new();
@@ -166,15 +166,15 @@ pub fn find_latest(output_dir: &Path, moved: &mut dyn FnMut()) -> Result<Option<
 pub struct Checkpoint {
     /// The folder.
     pub folder: PathBuf,
-    /// Where training was.
+    /// The trainer's state.
     pub state: TrainerState,
 }
 
 impl Checkpoint {
-    /// Opens a folder; with `verify`, every size and hash is checked first (one rank is enough).
+    /// Opens a folder. With `verify`, every size and hash is checked first, which is only necessary on one rank.
     ///
     /// # Errors
-    /// [`Error::Checkpoint`] naming the damaged file.
+    /// [`Error::Checkpoint`] with the damaged file.
     pub fn open(folder: &Path, verify: bool) -> Result<Self> {
         if verify {
             Manifest::verify(folder, &mut phase::beat)?;
@@ -182,19 +182,19 @@ impl Checkpoint {
         Ok(Self { folder: folder.to_owned(), state: TrainerState::read(folder)? })
     }
 
-    /// The folder of the reference model, if the run that made it mixed the policy into one.
+    /// The folder of the reference model, if the checkpoint's run updates it from the policy.
     pub fn reference(&self) -> Option<PathBuf> {
         Some(self.folder.join(write::REFERENCE)).filter(|folder| folder.is_dir())
     }
 
-    /// The metrics of the run that made it.
+    /// The metrics of the run that wrote it.
     pub fn earlier_log(&self) -> EarlierLog {
         let TrainerState { global_step, log_history, unlogged, .. } = &self.state;
         let (history, unlogged) = (log_history.clone(), unlogged.clone());
         EarlierLog { folder: self.folder.clone(), step: *global_step, history, unlogged }
     }
 
-    /// Refuses a run over another number of training rows, and positions outside of them.
+    /// Refuses a different number of training rows, and positions beyond it.
     ///
     /// # Errors
     /// [`Error::Checkpoint`] with both numbers.
@@ -202,7 +202,7 @@ impl Checkpoint {
         self.state.check_rows(num_rows).map_err(|message| self.bad(message))
     }
 
-    /// Refuses carried groups that a run with so many completions a prompt and token ids below `vocab_size` cannot go on with.
+    /// Refuses carried groups that a run with `num_generations` completions per prompt and token ids below `vocab_size` cannot continue.
     ///
     /// # Errors
     /// [`Error::Checkpoint`] with the row.
@@ -210,7 +210,7 @@ impl Checkpoint {
         self.state.check_carried(num_generations, vocab_size).map_err(|message| self.bad(message))
     }
 
-    /// Whether it carries groups that are begun with another number of completions than `num_generations`.
+    /// Whether it has carried groups with another number of completions than `num_generations`.
     pub fn carries_others(&self, num_generations: usize) -> bool {
         !self.state.carried.iter().all(|group| group.suits(num_generations))
     }
@@ -219,7 +219,7 @@ impl Checkpoint {
         Error::Checkpoint { path: self.folder.clone(), message }
     }
 
-    /// The error of a configuration that cannot be read back: another command's, or another version's.
+    /// The error for a saved configuration that cannot be read, because it is of another command or another version.
     pub fn of_another_program(&self, error: &Error) -> Error {
         let entries = || self.state.config.entries([]);
         let folder = self.folder.display();
@@ -239,11 +239,11 @@ impl Checkpoint {
         self.bad(message)
     }
 
-    /// Puts weights and optimizer state into a policy of the same model, whatever its sharding; collective over the world.
+    /// Loads weights and optimizer state into a policy of the same model, with any sharding; collective over the world.
     ///
     /// # Errors
-    /// [`Error::Checkpoint`] if the state is not that of this model, naming the file; what
-    /// [`Policy::import_state`] returns. The policy is undefined then.
+    /// [`Error::Checkpoint`] with the file if the state does not belong to this model; the errors of [`Policy::import_state`]. The policy is
+    /// undefined after an error.
     pub fn restore(&self, policy: &mut Policy) -> Result<()> {
         let mark = Some(self.state.mark()).filter(|_| !self.state.run_id.is_empty());
         let form = |param: &_| policy.state_form(param);

@@ -1,4 +1,4 @@
-//! Which checkpoint a run goes on from, and whether it may.
+//! Which checkpoint a run resumes from, and whether it may.
 
 use std::path::{Path, PathBuf};
 
@@ -17,22 +17,22 @@ use crate::console::redact;
 use crate::error::{Error, Result};
 use crate::ranks::{World, first_text};
 
-/// A run's claim on its output folder, and the checkpoint that it goes on from.
+/// A run's claim on its output folder, and the checkpoint that it resumes from.
 #[derive(Debug)]
 pub struct OpenedFolder {
-    /// The claim, on the first rank (with `save_on_each_node` of every node).
+    /// The claim, on rank 0 (with `save_on_each_node` on the first rank of every node).
     pub claim: Option<Claim>,
-    /// The checkpoint, if the run does not begin anew.
+    /// The checkpoint, unless the run starts from the beginning.
     pub checkpoint: Option<Checkpoint>,
 }
 
-/// Claims the output folder for a run of `world` whose optimizer state is shared out over `shard_group_size` ranks, and finds the
-/// checkpoint that the run goes on from; `changes` names what differs from the run that made it and would change the result. Collective
-/// over the world; the ranks are to agree on what it returns.
+/// Claims the output folder for a run of `world` whose optimizer state is sharded over `shard_group_size` ranks, and finds the checkpoint to resume
+/// from. `changes` lists the differences from the checkpoint's run that would change the result. Collective over the world; ranks must agree on the
+/// returned result.
 ///
 /// # Errors
-/// [`Error::Checkpoint`] for a checkpoint that is damaged; [`Error::InvalidValue`] for changes, unless the resume is forced, for a fresh
-/// run beside another run's checkpoints, and for a folder that nodes do not share as `save_on_each_node` says.
+/// [`Error::Checkpoint`] for a damaged checkpoint; [`Error::InvalidValue`] for changes unless the resume is forced, for a new run in a folder with
+/// another run's checkpoints, and for a folder that is not shared between nodes as `save_on_each_node` says.
 pub fn open_output(
     output: &OutputConfig,
     saving: &SavingConfig,
@@ -47,7 +47,7 @@ pub fn open_output(
     Ok(OpenedFolder { claim, checkpoint: resume(output, on_each_node, world, changes)? })
 }
 
-/// The checkpoint to resume from, chosen and verified by the first rank (with `on_each_node` of every node), the same on all.
+/// The checkpoint to resume from, chosen and verified by rank 0 (with `on_each_node` by the first rank of every node), equal on all ranks.
 fn resume(
     output: &OutputConfig,
     on_each_node: bool,
@@ -88,23 +88,23 @@ fn checkpoint_of_first_rank(output: &OutputConfig, world: &World) -> Result<Opti
     Ok(first_text(&*world.group(), text)?.map(PathBuf::from))
 }
 
-/// A number that follows from several keys, before a resume and after.
+/// A number that is derived from several keys, before and after a resume.
 #[derive(Debug, Clone, Copy)]
 pub struct NumberChange {
-    /// The name of the number, as errors tell it.
+    /// The name of the number in errors.
     pub name: &'static str,
-    /// In the checkpoint, on the ranks that wrote it.
+    /// Its value in the checkpoint, on the ranks that wrote it.
     pub old: usize,
-    /// In the run that resumes, on its ranks.
+    /// Its value in the resumed run, on the ranks of that.
     pub new: usize,
 }
 
 impl Checkpoint {
-    /// Changes since it was made as they are told: keys that change the result, and numbers that several keys come to on the old number of
-    /// ranks and on `world_size`.
+    /// Describes changes since the checkpoint was written: keys that change the result, and derived numbers on the old number of ranks and on
+    /// `world_size`.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`] for another `lora.r`, which no resume can be forced over: the optimizer's state is of other parameters.
+    /// [`Error::InvalidValue`] for another `lora.r`. Such a resume cannot be forced, because the optimizer state belongs to other parameters.
     pub fn unsafe_changes(
         &self,
         keys: &[KeyChange],
@@ -123,7 +123,7 @@ impl Checkpoint {
         Ok(keys.chain(numbers.map(told)).collect())
     }
 
-    /// The error of a run that trains full weights in place of adapters, adapters in place of full weights, or adapters of another rank.
+    /// The error for a run that changes between full weights and adapters, or changes the rank of adapters.
     fn of_other_parameters(&self, rank: &KeyChange) -> Error {
         let KeyChange { key, old, new, .. } = rank;
         let folder = self.folder.display();
@@ -144,7 +144,7 @@ impl Checkpoint {
     }
 }
 
-/// Refuses changes, or names them where a resume is forced.
+/// Refuses changes, or prints them if the resume is forced.
 fn check_changes(checkpoint: &Checkpoint, changes: Vec<String>, is_forced: bool, is_first: bool) -> Result<()> {
     if changes.is_empty() {
         return Ok(());

@@ -1,4 +1,4 @@
-//! Saving beside training: tensors are copied to the host, a thread writes them while training goes on.
+//! Saves checkpoints during training: tensors are copied to the host, and a thread writes them while training continues.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::path::PathBuf;
@@ -19,10 +19,10 @@ use crate::phase::{self, Phase};
 use crate::ranks::{World, first_text};
 use crate::train::{ParamState, Policy, Reference};
 
-/// How often a wait looks whether the writer is done.
+/// Interval at which a wait checks whether the writer is done.
 const LOOK: Duration = Duration::from_millis(2);
 
-/// Saves checkpoints, one at a time. A failed write is returned by the next [`Saver::save`] or [`Saver::finish`].
+/// Saves checkpoints, one at a time. The error of a failed write is returned by the next [`Saver::save`] or [`Saver::finish`].
 #[derive(Debug)]
 pub struct Saver {
     options: CheckpointOptions,
@@ -33,25 +33,25 @@ pub struct Saver {
 }
 
 impl Saver {
-    /// A saver that has not written anything yet, of a new run or of one that goes on from a checkpoint.
+    /// Creates a saver for a new run, or for one that resumes from a checkpoint.
     pub fn new(options: CheckpointOptions, resumed: Option<&Checkpoint>) -> Self {
         let run_id = resumed.map(|checkpoint| checkpoint.state.run_id.clone()).unwrap_or_default();
         Self { options, run_id, is_under_way: false, in_flight: None, old: None }
     }
 
-    /// Where it saves.
+    /// Where it saves, and how many checkpoints it keeps.
     pub fn options(&self) -> &CheckpointOptions {
         &self.options
     }
 
-    /// Saves the models, the optimizer and the trainer's state as `checkpoint-{global_step}`; collective over the world, the first
-    /// ranks of which have the models. The write of the one before is awaited first. With `save_async`, this returns as soon as everything is copied to host
-    /// memory: on each rank its share of the optimizer state, on the first rank the weights too. Otherwise one parameter
-    /// is copied at a time, and the checkpoint is complete on return.
+    /// Saves the models, the optimizer and the trainer's state as `checkpoint-{global_step}`; collective over the world, whose first ranks have the
+    /// models. It waits for the previous write first. With `save_async`, it returns as soon as everything is copied to host memory: on each rank its
+    /// share of the optimizer state, on rank 0 also the weights. Otherwise one parameter is copied at a time, and the checkpoint is complete on
+    /// return.
     ///
     /// # Errors
-    /// The first failure of any rank, on every rank: [`Error::Io`] where the disk is too small, with the bytes needed and
-    /// free; the error of the save before. Nothing partial is left behind and earlier checkpoints stay.
+    /// The first failure of any rank, on every rank: [`Error::Io`] with needed and free bytes if the disk is too small; the error of the previous
+    /// save. No partial checkpoint remains, and earlier checkpoints stay.
     pub fn save(&mut self, world: &World, models: Option<Models<'_>>, mut state: TrainerState) -> Result<PathBuf> {
         self.finish(world)?;
         if self.run_id.is_empty() {
@@ -99,7 +99,7 @@ impl Saver {
         Ok(complete)
     }
 
-    /// Waits until the checkpoint under way, if there is one, is complete; collective over the world.
+    /// Waits until the checkpoint under way, if any, is complete; collective over the world.
     ///
     /// # Errors
     /// The first failure of any rank, on every rank.
@@ -114,7 +114,7 @@ impl Saver {
     }
 }
 
-/// A write under way. Dropped unawaited (the run failed), it is ended: what it has written is no checkpoint and is removed.
+/// A write under way. If it is dropped without waiting, because the run failed, it is aborted and its files are removed.
 #[derive(Debug)]
 struct InFlight {
     thread: Option<JoinHandle<Result<()>>>,
@@ -131,7 +131,7 @@ impl Drop for InFlight {
 }
 
 impl InFlight {
-    /// A thread that writes nothing yet: ranks begin once each has one.
+    /// Starts the thread without work. Ranks start writing once each has its thread.
     fn ready() -> Result<Self> {
         let abandoned = Arc::new(AtomicBool::new(false));
         let seen = abandoned.clone();
@@ -178,7 +178,7 @@ struct RankSnapshot {
 }
 
 impl RankSnapshot {
-    /// Collective where weights are sharded.
+    /// Copies everything to the host. Collective if weights are sharded.
     fn take(models: Models<'_>, writers: &Writers) -> Result<Self> {
         let (mut shard, is_first) = (Vec::new(), writers.is_first());
         if models.policy.saves_state(&writers.ranks()) {
@@ -208,7 +208,7 @@ fn write_now(part: RankPart, models: Models<'_>) -> Result<()> {
     part.write(&mut states(models.policy), units, &AtomicBool::new(false)).inspect_err(|_| part.give_up())
 }
 
-/// Whole units of what trains, one at a time; collective where weights are sharded.
+/// Whole units of the trained weights, one at a time; collective if weights are sharded.
 fn units(policy: &Policy) -> impl Iterator<Item = Result<Tensor>> + '_ {
     policy.trained_table().units.iter().map(|layout| {
         phase::beat();

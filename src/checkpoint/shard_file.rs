@@ -1,4 +1,4 @@
-//! A rank's optimizer state on its way to its file, which is hashed as it is written.
+//! Writes a rank's optimizer state to its file, and hashes it while writing.
 #![allow(unsafe_code)]
 
 use std::fs::File;
@@ -18,17 +18,17 @@ use crate::model::encode_header;
 use crate::torch::{self, accumulation_kind};
 use crate::train::{ParamState, Policy, StateRange};
 
-/// A rank's optimizer state, as its file has it.
+/// A rank's optimizer state in the format of its file.
 #[derive(Debug)]
 pub struct ShardFile {
     name: String,
     header: Vec<u8>,
-    /// Without the header.
+    /// Bytes without the header.
     pub bytes: u64,
 }
 
 impl ShardFile {
-    /// Writes it, one parameter after the other.
+    /// Writes the file, one parameter after the other.
     pub fn write(
         &self,
         folder: &Path,
@@ -49,7 +49,7 @@ impl ShardFile {
         file.finish()
     }
 
-    /// That of a rank's part of a policy, with a mark that tells its checkpoint.
+    /// The file of a rank's part of a policy; `mark` identifies its checkpoint.
     pub fn of(policy: &Policy, name: String, mark: String) -> Self {
         let wide = accumulation_kind(policy.kind());
         let mut end = 0;
@@ -66,7 +66,7 @@ impl ShardFile {
     }
 }
 
-/// The type of a state's tensor on disk.
+/// The safetensors dtype of a state's tensor.
 fn dtype_of(kind: Kind) -> Dtype {
     match kind {
         Kind::Double => Dtype::F64,
@@ -75,7 +75,7 @@ fn dtype_of(kind: Kind) -> Dtype {
     }
 }
 
-/// A file that is hashed as it is written.
+/// A file that is hashed while it is written.
 struct HashedFile {
     full: PathBuf,
     path: String,

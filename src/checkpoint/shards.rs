@@ -1,4 +1,4 @@
-//! Optimizer state on disk: one safetensors file a rank, whose tensors are named `unit/param/first-last/part`.
+//! Optimizer state on disk: one safetensors file per rank, with tensors named `unit/param/first-last/part`.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -12,41 +12,41 @@ use crate::error::{Error, Result};
 use crate::model::{MappedFile, Param, ParamName, ParamTable, Unit};
 use crate::train::{ParamState, StateForm, StatePart};
 
-/// Where the files are within a checkpoint.
+/// The folder of these files within a checkpoint.
 pub const FOLDER: &str = "optimizer";
-/// The metadata that says which run and step a file is of.
+/// The metadata key that says which run and step a file belongs to.
 pub const MARK: &str = "checkpoint";
-/// Advice where a run trains other parameters than the one that wrote a checkpoint.
+/// Advice for a run that trains other parameters than the one that wrote a checkpoint.
 const RESUME_ALIKE: &str = "resume with the same model, lora.target_modules and speculation as the run that wrote the \
                             checkpoint";
 
-/// The name of one part of some consecutive elements of a parameter.
+/// The name of one part of the state of consecutive elements of a parameter.
 pub fn tensor_name(unit: Unit, name: ParamName, elements: &Range<usize>, part: &str) -> String {
     format!("{}/{}-{}/{part}", param_key(unit, name), elements.start, elements.end)
 }
 
-/// All ranks' files of a checkpoint, read by range.
+/// The files of all ranks in a checkpoint, read by range.
 #[derive(Debug)]
 pub struct ShardFiles {
     folder: PathBuf,
     files: Vec<MappedFile>,
-    /// By parameter, in order of elements.
+    /// Pieces by parameter, in order of elements.
     pieces: BTreeMap<String, Vec<ShardPiece>>,
 }
 
-/// Consecutive elements of a parameter, all parts of them in one file.
+/// Consecutive elements of a parameter, whose state parts are all in one file.
 #[derive(Debug)]
 struct ShardPiece {
     elements: Range<usize>,
     /// Index in `files`.
     file: usize,
     form: StateForm,
-    /// Kind of its master weights.
+    /// Dtype of the master weights.
     wide: Kind,
 }
 
 impl ShardPiece {
-    /// Elements of this piece that are among `elements`.
+    /// The elements of this piece that are in `elements`.
     fn shared(&self, elements: &Range<usize>) -> Range<usize> {
         let start = elements.start.max(self.elements.start);
         start..elements.end.min(self.elements.end).max(start)
@@ -54,11 +54,11 @@ impl ShardPiece {
 }
 
 impl ShardFiles {
-    /// Maps all files and checks that each is of the checkpoint that `mark` names (of none in particular before there were marks), and that
-    /// together they hold every element of the model's parameters once and nothing else, in the `form` that this run's optimizer has.
+    /// Maps all files. Checks that each belongs to the checkpoint named by `mark` (`None` for checkpoints from before marks), and that together they
+    /// hold every element of the model's parameters exactly once, in the `form` of this run's optimizer.
     ///
     /// # Errors
-    /// [`Error::Checkpoint`] naming the file or the parameter.
+    /// [`Error::Checkpoint`] with the file or the parameter.
     pub fn open(
         folder: &Path,
         mark: Option<&str>,
@@ -77,10 +77,10 @@ impl ShardFiles {
         Ok(files)
     }
 
-    /// State of some elements of a parameter, put together from the pieces that overlap them.
+    /// The state of a range of a parameter's elements, assembled from the overlapping pieces.
     ///
     /// # Errors
-    /// [`Error::Checkpoint`] for elements that begin or end within a block of 8-bit moments.
+    /// [`Error::Checkpoint`] for a range that begins or ends within a block of 8-bit moments.
     pub fn read(&self, unit: Unit, name: ParamName, elements: Range<usize>) -> Result<ParamState> {
         let pieces = self.pieces.get(&param_key(unit, name)).map_or(&[][..], Vec::as_slice);
         let overlapping: Vec<_> = pieces.iter().filter(|piece| !piece.shared(&elements).is_empty()).collect();
@@ -92,7 +92,7 @@ impl ShardFiles {
         Ok(ParamState { form, tensors: form.parts().iter().map(whole).collect::<Result<_>>()? })
     }
 
-    /// One part of some elements of a piece.
+    /// One part of the state, for some elements of a piece.
     fn read_piece(
         &self,
         piece: &ShardPiece,
@@ -164,7 +164,7 @@ impl ShardFiles {
         Ok(())
     }
 
-    /// The pieces of every parameter of the model, and of no other, follow one another without gap or overlap.
+    /// Checks that the pieces cover every parameter of the model without gap or overlap, and no other parameter.
     fn check(&mut self, table: &ParamTable) -> Result<()> {
         let params = table.units.iter().flat_map(|layout| layout.params.iter().map(|param| (layout.unit, param)));
         let expected: BTreeMap<String, usize> =
@@ -186,7 +186,7 @@ impl ShardFiles {
         Ok(())
     }
 
-    /// All parameters have the state of this run's optimizer.
+    /// Checks that all parameters have the state of this run's optimizer.
     fn check_forms(&self, table: &ParamTable, form: &dyn Fn(&Param) -> StateForm) -> Result<()> {
         let parts = |form: StateForm| form.parts().iter().map(|part| part.name()).collect::<Vec<_>>().join(", ");
         for (unit, param) in
@@ -226,7 +226,7 @@ fn param_key(unit: Unit, name: ParamName) -> String {
     format!("{unit}/{name:?}")
 }
 
-/// `unit/param/first-last/part` into `unit/param/first-last`, `unit/param`, elements and part.
+/// Parses `unit/param/first-last/part` into `unit/param/first-last`, `unit/param`, elements and part.
 fn parse(name: &str) -> Option<(&str, &str, Range<usize>, StatePart)> {
     let (stem, part) = name.rsplit_once('/')?;
     let part = StatePart::ALL.into_iter().find(|known| known.name() == part)?;

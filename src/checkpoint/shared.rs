@@ -1,5 +1,5 @@
-//! Whether nodes see the output folder as the run needs it: all of them one, in which ranks leave parts of a checkpoint that the first
-//! rank looks for, or with `save_on_each_node` each its own.
+//! Checks that nodes see the output folder as the run requires: all nodes one shared folder, where ranks leave parts of a checkpoint for rank 0, or
+//! with `save_on_each_node` each node its own folder.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -11,16 +11,16 @@ use crate::error::{Error, Result};
 use crate::phase;
 use crate::ranks::{World, all_gather_json};
 
-/// How long a shared disk may take to show what another node wrote.
+/// Maximum time until a shared disk shows what another node wrote.
 const PATIENCE: Duration = Duration::from_secs(5);
 const LOOK: Duration = Duration::from_millis(50);
 
-/// Checks by files with names that nobody had before what the first rank of every node sees of other nodes' folders. Collective over the
-/// world, whose ranks are to agree on what it returns; nothing on one node.
+/// Checks, by writing files with unique names, which nodes see each other's folders. Collective over the world; ranks must agree on the returned
+/// result. Does nothing on one node.
 ///
 /// # Errors
-/// [`Error::InvalidValue`] on a node that does not see rank 0's file, or with `on_each_node` sees another node's; [`Error::Io`] where a
-/// file cannot be written.
+/// [`Error::InvalidValue`] on a node that does not see rank 0's file or, with `on_each_node`, sees another node's; [`Error::Io`] if a file cannot be
+/// written.
 pub fn check_shared(output_dir: &Path, world: &World, on_each_node: bool) -> Result<()> {
     if world.num_nodes() == 1 {
         return Ok(());

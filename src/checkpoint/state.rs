@@ -1,4 +1,4 @@
-//! Where training was: everything a resumed run needs beside weights and optimizer state.
+//! The trainer's state in a checkpoint: everything a resumed run needs besides weights and optimizer state.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -20,40 +20,40 @@ use crate::types::Trajectory;
 use crate::untrusted::{self, MAX_LOG_BYTES};
 
 pub(super) const FILE: &str = "trainer_state.json";
-/// Above every count of steps and tokens: sums of such numbers do not wrap.
+/// Upper bound for counts of steps and tokens, so that sums of them do not overflow.
 const MAX_COUNT: u64 = 1 << 53;
 
-/// `trainer_state.json`; names are those of transformers' `TrainerState` where one exists.
+/// The contents of `trainer_state.json`; names are those of transformers' `TrainerState` where one exists.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct TrainerState {
-    /// The run that made it, kept when the run is resumed; empty in checkpoints from before shards named theirs.
+    /// Id of the run, which is kept when the run is resumed. Empty in old checkpoints, whose shards have no mark.
     #[serde(default)]
     pub run_id: String,
-    /// Optimizer updates made or skipped.
+    /// Optimizer updates, including skipped ones.
     pub global_step: u64,
     /// Updates that changed the weights: the exponent of Adam's bias corrections.
     pub num_updates: u64,
-    /// Batches sampled, the step in every random key; of a supervised run, those drawn.
+    /// Number of sampled batches, which is the step in every random key; for a supervised run, number of drawn batches.
     pub generation_step: u64,
     /// Passes over the training rows.
     pub epoch: f64,
-    /// Updates in all.
+    /// Total updates of the run.
     pub max_steps: u64,
     /// Tokens trained on, over all ranks.
     pub num_input_tokens_seen: u64,
-    /// Ranks that trained.
+    /// Number of ranks in the run.
     pub world_size: usize,
-    /// Training rows, after filtering.
+    /// Number of training rows, after filtering.
     pub num_rows: usize,
     /// Position in the training rows.
     pub sampler: SamplerState,
-    /// Groups that the next step goes on with, those of all ranks.
+    /// Unfinished groups of all ranks that the next step continues.
     #[serde(default)]
     pub carried: Vec<CarriedGroup>,
-    /// Batches that were sampled before the steps that train on them, the next one first.
+    /// Batches sampled ahead of the steps that train on them, the next one first.
     #[serde(default)]
     pub ahead: Vec<SavedBatch>,
-    /// Weight of the entropy bonus, which an adaptive one moves.
+    /// Coefficient of the entropy bonus, which changes if it is adaptive.
     #[serde(default)]
     pub entropy_control: Option<EntropyControl>,
     /// Step of the best evaluation, if the run is to end with its weights.
@@ -61,47 +61,47 @@ pub struct TrainerState {
     pub best_global_step: Option<u64>,
     /// The run's configuration.
     pub config: SavedConfig,
-    /// The lines of metrics.jsonl; the first rank's are the ones that are saved.
+    /// The lines of metrics.jsonl, as saved by rank 0.
     pub log_history: LogHistory,
-    /// Metrics of the steps since its newest line, which the next one averages too; bit patterns keep them exact, NaN among them.
+    /// Metrics of the steps since the newest line, which the next line also averages. Stored as bit patterns, which are exact, also for NaN.
     #[serde(default)]
     pub unlogged: Vec<BTreeMap<String, u64>>,
 }
 
-/// A group that was not complete when its step ended.
+/// A group that was unfinished when its step ended.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct CarriedGroup {
     /// Training row of the group's prompt.
     pub row: usize,
-    /// Step at which it was first scheduled, in the random keys of all its tokens.
+    /// The step in which it was first scheduled; it is in the random keys of all its tokens.
     pub first_step: u64,
-    /// In sample order; empty if nothing is sampled yet.
+    /// The completions in sample order; empty if nothing has been sampled yet.
     pub completions: Vec<Trajectory>,
 }
 
 /// A batch that was sampled before the step that trains on it.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct SavedBatch {
-    /// Updates that are made before it is trained on.
+    /// Number of updates before the one that trains on it.
     pub global_step: u64,
     /// Position in the training rows before it was drawn.
     pub before: SamplerState,
-    /// The groups of all ranks in the order of the data, complete or under way.
+    /// The groups of all ranks in the order of the data, complete or not.
     pub groups: Vec<CarriedGroup>,
 }
 
 impl CarriedGroup {
-    /// A row that is still to be begun.
+    /// A new group of a row, without samples.
     pub fn new(row: usize) -> Self {
         Self { row, first_step: 0, completions: Vec::new() }
     }
 
-    /// Tokens sampled so far.
+    /// Number of tokens sampled so far.
     pub fn num_tokens(&self) -> usize {
         self.completions.iter().map(|completion| completion.token_ids.len()).sum()
     }
 
-    /// Whether a run with so many completions a prompt can go on with it: it is new, or has that many.
+    /// Whether a run with `num_generations` completions per prompt can continue the group: it is new or has that many.
     pub fn suits(&self, num_generations: usize) -> bool {
         [0, num_generations].contains(&self.completions.len())
     }
@@ -111,25 +111,25 @@ impl CarriedGroup {
         !self.completions.is_empty() && self.completions.iter().all(|completion| completion.finish_reason.is_some())
     }
 
-    /// The step of its newest weights, or the one at which it was first scheduled.
+    /// The newest weight version of its tokens, or the step in which it was first scheduled.
     fn newest_step(&self) -> u64 {
         let versions = self.completions.iter().flat_map(|completion| completion.weight_versions.iter().copied());
         versions.fold(self.first_step, u64::max)
     }
 }
 
-/// A configuration without its secrets, which can be told apart nevertheless.
+/// A configuration without secret values, which can still be compared.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct SavedConfig {
-    /// Every key with its value, secrets redacted.
+    /// Every key with its value; secrets are redacted.
     values: BTreeMap<String, Value>,
-    /// SHA-256 of salt, key and value of the keys that were redacted.
+    /// SHA-256 of salt, key and value for the redacted keys.
     digests: BTreeMap<String, String>,
     salt: u64,
 }
 
 impl SavedConfig {
-    /// The keys and values of a configuration that may be written.
+    /// Stores a configuration with secrets redacted.
     pub fn of(entries: impl IntoIterator<Item = (String, Value)>) -> Self {
         let salt = RandomState::new().build_hasher().finish();
         let mut saved = Self { salt, ..Self::default() };
@@ -144,7 +144,7 @@ impl SavedConfig {
         saved
     }
 
-    /// Keys and values again; a redacted one is `current`'s where that is the same.
+    /// The saved keys and values. A redacted value is replaced by that of `current` if it is the same.
     pub fn entries(&self, current: impl IntoIterator<Item = (String, Value)>) -> BTreeMap<String, Value> {
         let mut entries = self.values.clone();
         for (key, value) in current {
@@ -161,7 +161,7 @@ fn digest(salt: u64, key: &str, value: &Value) -> String {
 }
 
 impl TrainerState {
-    /// Where a checkpoint has it.
+    /// The path of the file in a checkpoint.
     pub(super) fn file(folder: &Path) -> PathBuf {
         folder.join(FILE)
     }
@@ -175,7 +175,7 @@ impl TrainerState {
         Ok(state)
     }
 
-    /// Refuses counts that no run comes to.
+    /// Refuses counts that no run can reach.
     fn check_counts(&self) -> Result<(), String> {
         let counts = [
             ("global_step", self.global_step),
@@ -202,17 +202,17 @@ impl TrainerState {
         }
     }
 
-    /// Every group of which something may be sampled: those carried, and those of batches ahead.
+    /// All groups that may have samples: carried ones, and those of batches sampled ahead.
     pub(super) fn groups(&self) -> impl Iterator<Item = &CarriedGroup> {
         self.carried.iter().chain(self.ahead.iter().flat_map(|batch| &batch.groups))
     }
 
-    /// The mark of its shards: the run and the step that they are of.
+    /// The mark of this checkpoint's shard files, with run and step.
     pub(super) fn mark(&self) -> String {
         format!("run {} step {}", self.run_id, self.global_step)
     }
 
-    /// Refuses positions outside of `num_rows` training rows.
+    /// Refuses positions beyond `num_rows` training rows.
     pub(super) fn check_rows(&self, num_rows: usize) -> Result<(), String> {
         if self.num_rows != num_rows {
             let own = self.num_rows;
@@ -233,7 +233,7 @@ impl TrainerState {
         }
     }
 
-    /// Refuses carried groups that are neither new nor `num_generations` completions of token ids below `vocab_size`.
+    /// Refuses carried groups that are neither new nor have `num_generations` completions of token ids below `vocab_size`.
     pub(super) fn check_carried(&self, num_generations: usize, vocab_size: usize) -> Result<(), String> {
         for group in self.groups() {
             let bad = |expected: String| {
@@ -290,7 +290,7 @@ mod tests {
         assert_eq!(changes.iter().map(|change| change.key.as_str()).collect::<Vec<_>>(), ["system_prompt"]);
     }
 
-    /// A state over ten rows, as a file has it, with one value changed.
+    /// Reads a state over ten rows from a file, with one value changed.
     fn read_with(pointer: &str, value: Value) -> Result<TrainerState> {
         let folder = tempfile::tempdir().unwrap();
         let completion = serde_json::json!({"token_ids": "00000007", "rollout_logprobs": "00000000",

@@ -1,4 +1,4 @@
-//! Long work on some ranks, for which the others wait.
+//! Long work on some ranks while the others wait.
 
 use std::panic::resume_unwind;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,11 +9,11 @@ use crate::error::Result;
 use crate::phase;
 use crate::ranks::{World, any_rank};
 
-/// How often ranks that read meet those that wait for them.
+/// Interval at which working ranks synchronise with the waiting ones.
 const MEET: Duration = Duration::from_millis(20);
 
-/// Runs `work` in a thread on the ranks that have some; the others wait while it reports progress, and return the default: reading all of a
-/// checkpoint may take longer than a collective's time limit. Collective over the world.
+/// Runs `work` in a thread on the ranks that pass it. The others wait while it reports progress, and return the default. Needed because reading a
+/// whole checkpoint may take longer than a collective's time limit. Collective over the world.
 pub fn while_others_wait<T: Send + Default>(
     world: &World,
     work: Option<impl FnOnce(&mut dyn FnMut()) -> Result<T> + Send>,
@@ -28,7 +28,7 @@ pub fn while_others_wait<T: Send + Default>(
         let is_done = || working.as_ref().is_none_or(ScopedJoinHandle::is_finished);
         let mut seen = 0;
         loop {
-            // Only a rank that moves meets the others: they have a time limit for a disk that stands still.
+            // Synchronise only after progress, so that the others' time limit applies if the disk hangs.
             while !is_done() && moves.load(Ordering::Relaxed) == seen {
                 std::thread::sleep(MEET);
             }

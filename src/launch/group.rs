@@ -1,4 +1,4 @@
-//! The workers of one attempt: started, watched, ended together.
+//! The workers of one attempt: started, watched and ended together.
 #![allow(unsafe_code)]
 
 use std::os::fd::OwnedFd;
@@ -17,11 +17,11 @@ use crate::phase::{Pulse, SharedPage, Stall, Watch, awake_now};
 use crate::process::{ended, kill_group};
 use crate::ranks::{RESTART_COUNT_VARIABLE, SharedSegment};
 
-/// Longest wait for a signal or the end of a process before heartbeats are looked at.
+/// Maximum wait for a signal or the end of a process before heartbeats are checked.
 const LOOK: Duration = Duration::from_millis(50);
-/// How long the others may go on after one has failed, to say what they know.
+/// How long the other workers may continue after one has failed, to report what they know.
 const GRACE: Duration = Duration::from_millis(700);
-/// How long they may while nobody has told the cause: those that ended have only heard of another rank's failure.
+/// How long they may continue while no worker has reported the cause: those that ended only know of another rank's failure.
 const LONG_GRACE: Duration = Duration::from_secs(5);
 
 struct RankProcess {
@@ -36,7 +36,7 @@ struct RankProcess {
 struct ProcessEnd {
     status: ExitStatus,
     at: SystemTime,
-    /// The launcher ended it: its death says nothing.
+    /// Whether the launcher killed it, so that its end is not a failure of its own.
     killed: bool,
 }
 
@@ -46,35 +46,35 @@ impl ProcessEnd {
     }
 }
 
-/// All workers. Dropping it kills those that are left.
+/// All workers. Dropping it kills the remaining ones.
 pub(super) struct Workers {
     workers: Vec<RankProcess>,
     watch: Watch,
     hang: Option<FailureReport>,
-    /// The signal that was passed on.
+    /// The signal that was passed on to the workers.
     signal: Option<i32>,
 }
 
-/// How an attempt ended.
+/// The outcome of an attempt.
 pub(super) struct AttemptOutcome {
     pub(super) code: ExitCode,
-    /// In the order in which they are to be told.
+    /// Messages, in the order in which to print them.
     pub(super) messages: Vec<String>,
     was_asked_to_stop: bool,
 }
 
 impl AttemptOutcome {
-    /// Tells the failures, the first in time first.
+    /// Prints the failures, the earliest first.
     pub(super) fn print(&self) {
         self.messages.iter().for_each(console::say);
     }
 
-    /// Whether a person or a scheduler ended it.
+    /// Whether a user or a scheduler stopped the run.
     pub(super) fn was_stopped(&self) -> bool {
         self.was_asked_to_stop && matches!(self.code, ExitCode::Preempted | ExitCode::Interrupted)
     }
 
-    /// Whether the same run may succeed when it is started again.
+    /// Whether the same run may succeed when restarted.
     pub(super) fn is_worth_a_restart(&self) -> bool {
         !self.was_asked_to_stop && matches!(self.code, ExitCode::RankDied | ExitCode::Hang)
     }
@@ -110,7 +110,7 @@ impl Workers {
         self.workers.iter().filter(|worker| worker.end.is_none())
     }
 
-    /// Waits for all workers; true if a second request ended them.
+    /// Waits for all workers; returns true if a second stop request ended them.
     pub(super) fn wait(&mut self, inbox: &mut SignalInbox, on_stop: OnStop) -> bool {
         let mut failed_at: Option<Instant> = None;
         while self.running().next().is_some() {
@@ -144,11 +144,11 @@ impl Workers {
         false
     }
 
-    /// How long ranks may go on after the first failure.
+    /// How long ranks may continue after the first failure.
     fn grace(&self) -> Duration {
         let tells_cause = |worker: &RankProcess| {
             let is_failure = worker.end.as_ref().is_some_and(ProcessEnd::is_failure);
-            // A failure of another node is its launcher's to tell, and a process that is stopped tells nothing.
+            // A failure on another node is reported by that node's launcher, and a suspended process reports nothing.
             let may_tell = |rank: usize| {
                 let peer = self.workers.iter().find(|worker| worker.rank == rank);
                 peer.is_some_and(|peer| peer.end.is_some() || !is_stopped(&peer.child))
@@ -159,12 +159,12 @@ impl Workers {
         if self.workers.iter().any(tells_cause) { GRACE } else { LONG_GRACE }
     }
 
-    /// Whether a rank stands still for too long; what every rank is doing is told at once.
+    /// Whether a rank has made no progress for too long. If so, prints at once what every rank is doing.
     fn hangs(&mut self) -> bool {
         let pulses: Vec<Option<Pulse>> =
             self.workers.iter().map(|worker| worker.end.is_none().then(|| worker.pulse.read())).collect();
         let stalls = self.watch.look(&pulses, awake_now());
-        // A process that is stopped keeps its peers waiting, whatever it was doing.
+        // A suspended process blocks its peers, whatever it was doing.
         let of_stopped = |stall: &&Stall| is_stopped(&self.workers[stall.rank].child);
         let Some(cause) = stalls.iter().find(of_stopped).or(stalls.first()) else { return false };
         let rank = self.workers[cause.rank].rank;
@@ -181,7 +181,7 @@ impl Workers {
         true
     }
 
-    /// Tells what every rank is doing when one of them has died without a word.
+    /// Prints what every rank is doing if one of them has died without an error message.
     fn tell_deaths(&self) {
         let is_silent = |worker: &&RankProcess| {
             let is_failure = worker.end.as_ref().is_some_and(ProcessEnd::is_failure);
@@ -205,18 +205,18 @@ impl Workers {
 
     fn forward(&self, signal: i32) {
         for worker in self.running() {
-            // SAFETY: the child is not yet reaped, so that its id is its own.
+            // SAFETY: the child has not been reaped, so its process id is still valid.
             unsafe { libc::kill(worker.child.id() as i32, signal) };
         }
     }
 
-    /// Kills what is left, with all descendants.
+    /// Kills the remaining workers with all their descendants.
     fn kill(&mut self) {
         self.running().for_each(|worker| kill_group(&worker.child));
         self.reap(true);
     }
 
-    /// Books the workers that have ended; `killed` waits for all.
+    /// Records the workers that have ended; `killed` waits for all of them.
     fn reap(&mut self, killed: bool) {
         for worker in self.workers.iter_mut().filter(|worker| worker.end.is_none()) {
             if !killed && ended(worker.child.id()).is_none() {
@@ -278,7 +278,7 @@ impl Workers {
         tells.then(|| FailureReport::of_death(worker.rank, end.at, how, code, &worker.pulse.read()))
     }
 
-    /// Whether a signal that was passed on came before the worker could take it as a request.
+    /// Whether the worker died of a signal that was passed on before it could handle it as a request.
     fn died_of_our_signal(&self, worker: &RankProcess) -> bool {
         let signal = worker.end.as_ref().and_then(|end| end.status.signal());
         signal.is_some() && signal == self.signal
@@ -291,7 +291,7 @@ impl Drop for Workers {
     }
 }
 
-/// The kernel's word for what a process is doing: `S (sleeping)`, `T (stopped)`.
+/// The kernel's description of a process's state, like `S (sleeping)` or `T (stopped)`.
 fn process_state(child: &Child) -> String {
     let status = std::fs::read_to_string(format!("/proc/{}/status", child.id())).unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("State:"));

@@ -1,21 +1,21 @@
-//! Processes: the launcher that starts one worker a rank, passes their output and signals on, ends them all when one fails
-//! or stands still, and starts them again; and what a worker tells its launcher.
+//! Processes: the launcher starts one worker per rank, forwards their output and signals, ends all of them when one fails or hangs, and restarts
+//! them. Also what a worker reports to its launcher.
 //!
-//! A worker that fails leaves its error in memory that the launcher gave it ([`report_failure`]); the launcher prints the one that came first and takes
-//! its exit code. What a worker is doing it says on a page that the launcher shares ([`crate::phase::SharedPage`]).
+//! A failing worker writes its error to memory provided by the launcher ([`report_failure`]); the launcher prints the earliest error and exits with
+//! its code. A worker reports its current activity on a page shared with the launcher ([`crate::phase::SharedPage`]).
 //!
 //! | file | what it does |
 //! |---|---|
-//! | `supervise` | a run: attempts and restarts |
+//! | `supervise` | a run with its attempts and restarts |
 //! | `group` | the workers of one attempt |
 //! | `worker` | how one worker is started |
-//! | `signals` | signals and ends of processes |
-//! | `report`, `output` | what a worker leaves and says |
-//! | `threads` | how workers' threads share the processors |
-//! | `watchdog` | a worker without a launcher of ours watches itself |
-//! | `way_on` | what a person is told who stops a run |
-//! | `program` | the beginning and the end of a process, and a program's `main` |
-//! | `exit` | the end of a process with a GPU's libraries |
+//! | `signals` | signals, and notification when processes end |
+//! | `report`, `output` | a worker's error, and its output |
+//! | `threads` | distributes the processors among the workers' threads |
+//! | `watchdog` | lets a worker without this crate's launcher watch itself |
+//! | `way_on` | messages to a user who stops a run |
+//! | `program` | start and end of a process, and a program's `main` |
+//! | `exit` | ends a process with loaded GPU libraries |
 
 mod exit;
 mod group;

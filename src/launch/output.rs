@@ -1,4 +1,4 @@
-//! Output of the workers but the first, passed on line by line under their ranks.
+//! Forwards the output of the workers line by line, with the rank as prefix for all but rank 0.
 
 use std::io::{BufRead, BufReader, Read};
 use std::process::{Child, Command, Stdio};
@@ -7,13 +7,13 @@ use std::time::{Duration, Instant};
 
 use crate::console;
 
-/// Readers of the workers' pipes.
+/// Threads that read the workers' pipes.
 #[derive(Debug, Default)]
 pub(super) struct PipeReaders(Vec<JoinHandle<()>>);
 
 impl PipeReaders {
-    /// The launcher reads all that would go to a terminal line by line, so that it alone writes there. Rank 0 keeps the launcher's
-    /// streams that are files or pipes: its results can be piped on.
+    /// Makes the launcher read everything that would go to a terminal, so that only the launcher writes there. Rank 0 keeps streams of the launcher
+    /// that are files or pipes, so that its results can be piped.
     pub(super) fn prepare(command: &mut Command, rank: usize) {
         command.env_remove(console::RELAY_VARIABLE);
         if rank > 0 || console::shows_output() {
@@ -23,12 +23,12 @@ impl PipeReaders {
             command.stderr(Stdio::piped());
         }
         if rank == 0 && console::is_shown() {
-            // Its bars come through the launcher.
+            // Its progress bars are shown by the launcher.
             command.env(console::RELAY_VARIABLE, if console::shows_output() { console::RELAY_ALL } else { "messages" });
         }
     }
 
-    /// Passes a started worker's pipes on.
+    /// Forwards a started worker's pipes.
     pub(super) fn follow(&mut self, child: &mut Child, rank: usize) {
         if let Some(pipe) = child.stdout.take() {
             self.0.push(std::thread::spawn(move || {
@@ -40,7 +40,7 @@ impl PipeReaders {
         }
     }
 
-    /// Waits until everything written has been passed on; not for ever, as a stray descendant may hold a pipe open.
+    /// Waits until everything written has been forwarded, for a limited time, because a stray descendant may hold a pipe open.
     pub(super) fn finish(self, patience: Duration) {
         let deadline = Instant::now() + patience;
         while Instant::now() < deadline && !self.0.iter().all(JoinHandle::is_finished) {
@@ -54,7 +54,7 @@ fn prefix(rank: usize) -> String {
     if rank == 0 { String::new() } else { format!("[rank {rank}] ") }
 }
 
-/// Hands every line to `write`, whose failures must not stop the worker.
+/// Passes every line to `write`; failures to write must not stop the worker.
 fn pass_on(pipe: impl Read, write: impl Fn(&str)) {
     let mut reader = BufReader::new(pipe);
     let mut line = Vec::new();

@@ -1,4 +1,4 @@
-//! The beginning and the end of a process: its log, what its failure prints, and its exit code.
+//! Start and end of a process: its log, the message of its failure, and its exit code.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -11,12 +11,12 @@ use crate::process::sweep;
 use crate::ranks::WorkerEnv;
 use crate::torch;
 
-/// Warnings, the engine's size and long waits for the compiler unless `COLO_GRPO_LOG` says otherwise.
+/// The default log filter: warnings, the engine's size and long waits for the compiler; `COLO_GRPO_LOG` overrides it.
 const LOG_FILTER: &str = "warn,colo_grpo::rollout=info,colo_grpo::cuda=info";
 
-/// Runs `work` as the program of this process, and ends the process: with 0, or with the message and the exit code of its error, as
-/// `colo-grpo` itself would. TERM, INT, USR1 and HUP ask a run to save, which ends it with 75. Call it first in `main`: the
-/// process may be loaded again, with settings for OpenMP and NCCL.
+/// Runs `work` as the program of this process, then ends the process: with 0, or with the message and exit code of the error, as `colo-grpo` does. On
+/// TERM, INT, USR1 and HUP a run saves and exits with 75. Call it first in `main`, because the process may execute itself again with settings for
+/// OpenMP and NCCL.
 ///
 /// ```no_run
 /// use std::sync::Arc;
@@ -48,7 +48,7 @@ pub fn main(work: impl FnOnce() -> Result<()>) -> ! {
     exit::exit_now(code as i32)
 }
 
-/// Prepares this process: log lines, limits of files, libtorch's memory, and the page that a launcher watches.
+/// Prepares this process: log, file size limits, libtorch's memory, and the page that a launcher watches.
 ///
 /// # Errors
 /// [`Error::Environment`] if there is no memory for the page.
@@ -59,8 +59,7 @@ pub fn begin_process() -> Result<()> {
     phase::publish()
 }
 
-/// Reports the failure of this process once: to a worker's launcher through the error file, to anyone else on stderr. Returns the exit
-/// code that it is to end with.
+/// Reports the failure of this process once: to a worker's launcher through the error file, otherwise on stderr. Returns the exit code to use.
 pub fn report_failure(error: &Error) -> ExitCode {
     let rank = std::env::var("RANK").ok().and_then(|rank| rank.parse().ok());
     console::clear_progress(); // of what is not gone on with
@@ -68,7 +67,7 @@ pub fn report_failure(error: &Error) -> ExitCode {
     error.exit_code()
 }
 
-/// Log lines go to stderr; `COLO_GRPO_LOG` filters them (`debug`, `colo_grpo::rollout=trace`).
+/// Writes the log to stderr, filtered by `COLO_GRPO_LOG` (`debug`, `colo_grpo::rollout=trace`).
 fn init_tracing() {
     let filter = tracing_subscriber::EnvFilter::try_from_env("COLO_GRPO_LOG")
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new(LOG_FILTER));

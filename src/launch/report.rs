@@ -1,4 +1,4 @@
-//! The error of a failing worker, passed to its launcher, which finds the failure that came first.
+//! The error of a failing worker, passed to its launcher, which finds the earliest failure.
 
 use std::collections::HashSet;
 use std::fs::File;
@@ -14,10 +14,10 @@ use crate::console::{self, redact};
 use crate::error::{Error, ExitCode, Result};
 use crate::phase::{self, Phase, Pulse};
 
-/// Variable with the file that a failing worker writes its error to: under a launcher, its `ReportFile`.
+/// Environment variable with the path of the file to which a failing worker writes its error; a launcher sets it to its `ReportFile`.
 pub const ERROR_FILE_VARIABLE: &str = "COLO_GRPO_ERROR_FILE";
 
-/// Tells the launcher, if there is one, or else standard error, why this process ends; `rank` is a worker's.
+/// Reports why this process ends, to the launcher or, without one, on standard error. `rank` is set for a worker.
 pub fn report_error(error: &Error, rank: Option<usize>) {
     let report = FailureReport::of(error, rank);
     let Some(path) = std::env::var_os(ERROR_FILE_VARIABLE).map(PathBuf::from) else {
@@ -34,19 +34,19 @@ pub fn report_error(error: &Error, rank: Option<usize>) {
     }
 }
 
-/// A failure as it is passed from worker to launcher.
+/// A failure, as passed from a worker to its launcher.
 #[derive(Debug, Clone, PartialEq, serde::Serialize, serde::Deserialize)]
 pub(super) struct FailureReport {
-    /// Seconds since 1970.
+    /// Time in seconds since 1970.
     pub time_s: f64,
-    /// The worker's; none of a process that is alone.
+    /// The worker's rank; `None` for a process without a world.
     pub rank: Option<usize>,
-    /// Empty where it is not known, or before any.
+    /// The phase; empty if it is not known.
     pub phase: String,
     pub step: u64,
     pub code: ExitCode,
     pub message: String,
-    /// The rank of which this one only heard that it failed.
+    /// The failed rank, if this rank only reports another rank's failure.
     pub peer: Option<usize>,
 }
 
@@ -67,12 +67,12 @@ impl FailureReport {
         }
     }
 
-    /// The end of a worker that left no word but its pulse.
+    /// The report for a worker that died without one, from its last known activity.
     pub(super) fn of_death(rank: usize, at: SystemTime, how: String, code: ExitCode, pulse: &Pulse) -> Self {
         Self { code, ..Self::of_rank(&Error::RankDied { rank, how }, rank, at, pulse) }
     }
 
-    /// A worker that stands still.
+    /// The report for a worker that hangs.
     pub(super) fn of_hang(error: &Error, rank: usize, pulse: &Pulse) -> Self {
         Self::of_rank(error, rank, SystemTime::now(), pulse)
     }
@@ -90,12 +90,12 @@ impl FailureReport {
     }
 }
 
-/// Memory without a name that a worker leaves its error in, so that no file outlives a launcher that was killed.
+/// Anonymous memory to which a worker writes its error, so that no file remains if the launcher is killed.
 #[derive(Debug)]
 pub(super) struct ReportFile(File);
 
 impl ReportFile {
-    /// An empty one.
+    /// Creates an empty report file.
     ///
     /// # Errors
     /// [`Error::Environment`] if the kernel has no memory for it.
@@ -112,12 +112,12 @@ impl ReportFile {
         self.0.as_raw_fd()
     }
 
-    /// The worker's name of it.
+    /// The path of the file in the worker process.
     pub(super) fn path(&self) -> PathBuf {
         format!("/proc/self/fd/{}", self.fd()).into()
     }
 
-    /// The worker's report; `None` before it has written all of it.
+    /// Reads the worker's report; `None` before it is completely written.
     pub(super) fn read(&self) -> Option<FailureReport> {
         let mut json = vec![0; self.0.metadata().ok()?.len() as usize];
         self.0.read_exact_at(&mut json, 0).ok()?;
@@ -125,7 +125,7 @@ impl ReportFile {
     }
 }
 
-/// `error: rank 1, step 3, wake: ` and the message; the place only as far as it says anything.
+/// Formats like `error: rank 1, step 3, wake: ` followed by the message; unknown parts of the place are left out.
 impl std::fmt::Display for FailureReport {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         if self.code != ExitCode::Preempted {
@@ -139,7 +139,7 @@ impl std::fmt::Display for FailureReport {
     }
 }
 
-/// Own failures in order of time, what several ranks say only once; if there are none, what ranks heard of others'.
+/// Sorts ranks' own failures by time, without repetitions. If there are none, returns the reports of other ranks' failures.
 pub(super) fn in_order(reports: Vec<FailureReport>) -> Vec<FailureReport> {
     let (mut heard, mut own): (Vec<_>, Vec<_>) = reports.into_iter().partition(|report| report.peer.is_some());
     let by_time = |a: &FailureReport, b: &FailureReport| a.time_s.total_cmp(&b.time_s);
@@ -177,7 +177,7 @@ mod tests {
         let file = ReportFile::new().unwrap();
         assert_eq!(file.read(), None);
         let error = Error::PeerFailed { rank: 1, code: ExitCode::Hang, message: "slow".into() };
-        // JSON does not keep the last bit of every number; of this one it does.
+        // JSON does not preserve the last bit of every number, but it does for this one.
         let report = FailureReport { time_s: 1.5, ..FailureReport::of(&error, Some(0)) };
         let json = serde_json::to_vec(&report).unwrap();
         std::fs::write(file.path(), &json[..9]).unwrap();

@@ -1,10 +1,10 @@
-//! Signals, as bytes in a pipe for the launcher and as a stop flag for a worker; ends of processes, as descriptors.
+//! Signals: as bytes in a pipe for the launcher, and as a stop flag for a worker. Also descriptors that signal the end of processes.
 //!
-//! Launcher and worker count in the same way ([`count`]): signals within a second of the first are one request to save and
-//! end; a later one ends everything at once.
+//! Launcher and worker count signals equally ([`count`]): those within a second of the first are one request to save and end; a later one ends
+//! everything at once.
 //!
-//! The program blocks these signals from its first instruction on ([`hold_signals`]), before libtorch initialises itself. They stay
-//! pending while the program is loaded again, and arrive once it is known what they mean ([`receive_signals`]).
+//! The program blocks these signals from its first instruction on ([`hold_signals`]), before libtorch initialises. They stay pending while the
+//! program executes itself again, and are delivered once their effect is known ([`receive_signals`]).
 #![allow(unsafe_code)]
 
 use std::io::Read;
@@ -20,22 +20,22 @@ use crate::error::{Error, ExitCode, Result};
 use crate::phase;
 use crate::process::detach;
 
-/// Signals that ask a run to save and end, and that a launcher passes on.
+/// Signals that request a run to save and end; a launcher forwards them.
 const REQUESTS: [i32; 4] = [libc::SIGTERM, libc::SIGINT, libc::SIGUSR1, libc::SIGHUP];
 
-/// Signals within this time of the first are the same request: `timeout` and terminals send it to a whole group.
+/// Signals within this time of the first are the same request, because `timeout` and terminals send one to a whole group.
 const SAME_REQUEST: Duration = Duration::from_secs(1);
-/// When the first came, in nanoseconds of the monotonic clock; 0 before any.
+/// Time of the first signal, in nanoseconds of the monotonic clock; 0 before any.
 static FIRST: AtomicU64 = AtomicU64::new(0);
-/// The byte in the launcher's pipe for a request that was not the first.
+/// The byte in the launcher's pipe for a request after the first.
 const AGAIN: u8 = u8::MAX;
 
-/// A signal that asks for an end.
+/// A request to end, by a signal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum StopRequest {
-    /// The first one, by its number.
+    /// The first request, with the signal's number.
     First(i32),
-    /// A later one, that is to end everything at once.
+    /// A later request, which ends everything at once.
     Again,
 }
 
@@ -48,13 +48,13 @@ fn count(signal: i32, first: &AtomicU64, now_ns: u64) -> Option<StopRequest> {
     }
 }
 
-/// Blocks TERM, INT, USR1 and HUP; those that come stay pending, over an exec, too. Async-signal-safe.
+/// Blocks TERM, INT, USR1 and HUP. Signals that arrive stay pending, even across an exec. Async-signal-safe.
 pub extern "C" fn hold_signals() {
     mask_requests(libc::SIG_BLOCK);
 }
 
-/// Unblocks what [`hold_signals`] holds. Until a run has handlers of its own, such a signal ends this process at once, as nothing is begun
-/// yet: with 75 where a run is to be saved, with 0 where requests are to be answered, else by its default action.
+/// Unblocks the signals that [`hold_signals`] blocks. Until a run installs its own handlers, such a signal ends this process at once, because nothing
+/// has begun yet: with 75 if a run would be saved, with 0 if requests would be answered, else by its default action.
 pub fn receive_signals(on_stop: OnStop) {
     extern "C" fn leave_preempted(_: i32) {
         // SAFETY: async-signal-safe; ends the process.
@@ -89,10 +89,9 @@ fn mask_requests(how: i32) {
     }
 }
 
-/// Makes TERM, INT, USR1 and HUP ask this worker for an orderly end ([`phase::request_stop`]); one that comes more
-/// than a second after the first ends it at once: with 130, or by the signal where a launcher of ours sees that. A HUP that was
-/// ignored from the start (`nohup`) stays so.
-/// With `tells`, a first one is answered on the terminal at once.
+/// Makes TERM, INT, USR1 and HUP request an orderly end of this worker ([`phase::request_stop`]). A signal more than a second after the first ends it
+/// at once: with 130 or, under this crate's launcher, by the signal. A HUP that was ignored from the start (`nohup`) stays ignored. With `tells`, the
+/// first request prints a message at once.
 pub fn stop_on_signals(on_stop: OnStop, tells: bool) {
     IS_ALONE.store(!phase::is_watched(), Ordering::Relaxed);
     if tells {
@@ -103,8 +102,8 @@ pub fn stop_on_signals(on_stop: OnStop, tells: bool) {
     }
 }
 
-/// Starts a thread that says what a request to stop does; a handler may not write to the terminal. Without the thread a run stops
-/// all the same.
+/// Starts a thread that prints what a stop request does, because a signal handler may not write to the terminal. If no thread can be started, the run
+/// still stops.
 fn tell_requests(on_stop: OnStop) {
     let Ok((mut told, writer)) = UnixStream::pair() else { return };
     let tell = move || {
@@ -142,8 +141,8 @@ fn end_by(signal: i32) {
     }
 }
 
-/// Makes a file that reaches the limit of `ulimit -f` an error of the write that does, as a full disk is, and not the end of
-/// this process. Programs that it starts are not affected.
+/// Makes a write that reaches the file size limit of `ulimit -f` return an error, like a full disk, instead of ending this process. Programs that it
+/// starts are not affected.
 pub fn outlive_file_limits() {
     extern "C" fn nothing(_: i32) {}
     set_handler(libc::SIGXFSZ, handler_address(nothing));
@@ -156,10 +155,10 @@ fn monotonic_ns() -> u64 {
     now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
 }
 
-/// A descriptor that can be read from once `pid`, a child not yet reaped, has ended.
+/// A descriptor that becomes readable once `pid`, a child that has not been reaped, has ended.
 ///
 /// # Errors
-/// [`Error::Environment`] where the kernel has no such descriptors (before Linux 5.3).
+/// [`Error::Environment`] if the kernel does not support this (before Linux 5.3).
 pub(super) fn process_end(pid: u32) -> Result<OwnedFd> {
     // SAFETY: plain system call.
     let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid as libc::pid_t, 0) } as RawFd;
@@ -171,21 +170,21 @@ pub(super) fn process_end(pid: u32) -> Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// Receives this process's forwarded signals until dropped. After a request the process is about to end: what belongs to that request has
-/// still no effect, and a later signal has its default action.
+/// Receives this process's signals until dropped. If there was a request, the process is about to end then: further signals of the same request still
+/// have no effect, and a later signal has its default action.
 #[derive(Debug)]
 pub(super) struct SignalInbox {
     pipe: UnixStream,
     before: Vec<(i32, libc::sigaction)>,
 }
 
-/// The writing end that the handler finds; -1 is none.
+/// The writing end of the pipe for the handler; -1 if there is none.
 static PIPE: AtomicI32 = AtomicI32::new(-1);
-/// The one that a worker's handler finds.
+/// The writing end for a worker's handler.
 static REQUESTED: AtomicI32 = AtomicI32::new(-1);
-/// Whether a worker has no launcher of ours.
+/// Whether a worker runs without this crate's launcher.
 static IS_ALONE: AtomicBool = AtomicBool::new(false);
-/// One inbox at a time.
+/// Ensures that only one inbox is open at a time.
 static OPEN: Mutex<()> = Mutex::new(());
 
 extern "C" fn write_to_pipe(signal: i32) {
@@ -198,7 +197,7 @@ extern "C" fn write_to_pipe(signal: i32) {
     put(&PIPE, byte);
 }
 
-/// Writes a byte to a descriptor, if it is open. Async-signal-safe.
+/// Writes a byte to a descriptor if it is open. Async-signal-safe.
 fn put(descriptor: &AtomicI32, byte: u8) {
     // SAFETY: write is async-signal-safe and takes one byte without blocking; errno is put back for whoever was interrupted.
     unsafe {
@@ -224,7 +223,7 @@ impl SignalInbox {
         Ok(Self { pipe, before })
     }
 
-    /// Waits for requests, at most `timeout`, and returns them; `ends` of processes cut the wait short.
+    /// Waits for requests, at most `timeout`, and returns them; it returns earlier if a process in `ends` has ended.
     pub(super) fn wait<'a>(&mut self, ends: impl Iterator<Item = &'a OwnedFd>, timeout: Duration) -> Vec<StopRequest> {
         let descriptors = std::iter::once(self.pipe.as_raw_fd()).chain(ends.map(AsRawFd::as_raw_fd));
         let mut polls: Vec<_> = descriptors.map(|fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 }).collect();
@@ -245,7 +244,7 @@ impl Drop for SignalInbox {
             unsafe { libc::sigaction(*signal, action, std::ptr::null_mut()) };
         }
         let writer = PIPE.swap(-1, Ordering::AcqRel);
-        // SAFETY: the descriptor was given up to the handler, which finds it no more.
+        // SAFETY: the descriptor was given to the handler, which can no longer find it.
         unsafe { libc::close(writer) };
     }
 }
@@ -254,7 +253,7 @@ fn handler_address(handler: extern "C" fn(i32)) -> libc::sighandler_t {
     handler as *const () as libc::sighandler_t
 }
 
-/// Installs a handler that restarts interrupted calls, and returns what was there. A HUP that is ignored stays ignored.
+/// Installs a handler that restarts interrupted calls, and returns the previous one. An ignored HUP stays ignored.
 fn set_handler(signal: i32, handler: libc::sighandler_t) -> libc::sigaction {
     // SAFETY: a zeroed sigaction is valid, the handlers are async-signal-safe, and the signals can be handled.
     unsafe {
@@ -274,7 +273,7 @@ fn set_handler(signal: i32, handler: libc::sighandler_t) -> libc::sigaction {
 mod tests {
     use super::*;
 
-    /// `timeout` and schedulers send several signals, of which one may come when the launch is over.
+    /// `timeout` and schedulers send several signals, and one may arrive when the launch is over.
     #[test]
     fn a_repeated_signal_within_a_second_does_not_end_the_program() {
         let mut inbox = SignalInbox::open().unwrap();

@@ -1,4 +1,4 @@
-//! A run: its workers from start to end, and again where restarts are left.
+//! Supervises a run: its workers from start to end, and restarts while any are left.
 
 use std::ffi::{OsStr, OsString};
 use std::path::PathBuf;
@@ -14,14 +14,14 @@ use crate::console;
 use crate::cuda;
 use crate::error::{ExitCode, Result};
 
-/// How long a dead group's GPU memory may take to be free again.
+/// Maximum time until the GPU memory of dead workers is free again.
 const GPU_PATIENCE: Duration = Duration::from_secs(15);
 
-/// Starts the workers, waits for all of them, and returns the exit code of the run: done; preempted, if a worker left so; or
-/// that of the failure that came first, which is printed. When a worker dies or stands still, the rest is killed within a
-/// second, and all are started again from the checkpoint written last while restarts are left.
+/// Starts the workers, waits for all of them, and returns the exit code of the run: done; preempted, if a worker exited so; or that of the earliest
+/// failure, which is printed. If a worker dies or hangs, the others are killed within a second and, while restarts are left, all are started again
+/// from the newest checkpoint.
 ///
-/// TERM, INT, USR1 and HUP are passed on; another one, more than a second later, kills.
+/// TERM, INT, USR1 and HUP are forwarded; a further one, more than a second later, kills the workers.
 pub fn run(options: &LaunchOptions) -> ExitCode {
     launch(options).unwrap_or_else(|error| {
         console::say(format_args!("error: {error}"));
@@ -58,7 +58,7 @@ fn launch(options: &LaunchOptions) -> Result<ExitCode> {
     unreachable!("the count has no end")
 }
 
-/// All workers, once.
+/// Runs all workers once.
 fn attempt(options: &LaunchOptions, num_restarts: usize, inbox: &mut SignalInbox) -> Result<AttemptOutcome> {
     let mut output = PipeReaders::default();
     let mut workers = Workers::start(options, num_restarts, &mut output)?;
@@ -68,11 +68,11 @@ fn attempt(options: &LaunchOptions, num_restarts: usize, inbox: &mut SignalInbox
     Ok(workers.outcome(interrupted))
 }
 
-/// Makes the workers resume from what was written last, if anything was since `before`. Returns whether it was. Checkpoints of
-/// later steps may lie beside it, of a run that this one was taken back from.
+/// Makes the workers resume from the newest checkpoint written since `before`. Returns whether there is one. Checkpoints of later steps may exist, if
+/// this run was itself resumed from an earlier one.
 ///
 /// # Errors
-/// [`Error::Io`] where that cannot be read: a start from the beginning would not be what was asked for.
+/// [`Error::Io`] if the checkpoints cannot be read, because starting from the beginning would be wrong.
 fn resume(options: &mut LaunchOptions, before: &[(PathBuf, SystemTime)]) -> Result<bool> {
     let saved = saved(options)?;
     let fresh = saved.iter().filter(|checkpoint| !before.contains(checkpoint));
@@ -94,7 +94,7 @@ fn saved(options: &LaunchOptions) -> Result<Vec<(PathBuf, SystemTime)>> {
     Ok(folders.into_iter().filter_map(written).collect())
 }
 
-/// Waits until nobody holds memory of the GPUs that the workers will take. Returns whether a signal ended the wait.
+/// Waits until the GPUs of the workers hold no memory of other processes. Returns whether a signal ended the wait.
 fn wait_for_gpus(inbox: &mut SignalInbox) -> Result<bool> {
     let deadline = Instant::now() + GPU_PATIENCE;
     loop {

@@ -1,4 +1,4 @@
-//! A completion as it is kept, and the columns of the Parquet files that it is kept in.
+//! A logged completion, and the columns of its Parquet file.
 
 use std::fs::File;
 use std::sync::Arc;
@@ -13,42 +13,42 @@ use parquet::schema::types::Type;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-/// One completion as it is kept.
+/// One completion in the file of completions.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct CompletionRow {
-    /// Step at which it was sampled.
+    /// Step in which it was sampled.
     pub step: u64,
     /// The prompt's text.
     pub prompt: String,
     /// The completion's text.
     pub completion: String,
-    /// The answer that the row gives; JSON where it is no text.
+    /// The reference answer of the row; as JSON if it is not text.
     pub reference_answer: Option<String>,
-    /// Name and value of each reward; `None` where it failed.
+    /// Name and value of each reward; `None` if the reward failed.
     pub rewards: Vec<(String, Option<f32>)>,
-    /// The weighted sum.
+    /// The weighted sum of the rewards.
     pub reward: Option<f32>,
     /// The advantage that it was trained with.
     pub advantage: f32,
-    /// Whether its group was left out of the update, where groups may be (`dynamic_sampling`).
+    /// Whether its group was left out of the update, if that is possible (`dynamic_sampling`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub dropped: Option<bool>,
-    /// Messages after the prompt, where completions may have several turns: `role`, `content`, `tool_calls` and `name` as rewards get
-    /// them; a turn of the policy has the text of its tokens in `sampled`, special tokens included, and their number in `num_tokens`.
+    /// Messages after the prompt, if completions may have several turns: `role`, `content`, `tool_calls` and `name` as passed to rewards. A turn of
+    /// the policy also has the text of its tokens, with special tokens, in `sampled`, and their number in `num_tokens`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub messages: Vec<Value>,
 }
 
-/// Columns that are always there; rewards stand between `reference_answer` and `reward` under their own names.
+/// Columns that are always written. Rewards are between `reference_answer` and `reward`, under their own names.
 pub(super) const COLUMNS: [&str; 6] = ["step", "prompt", "completion", REFERENCE, "reward", "advantage"];
-/// The column with the row's answer, which nothing has where the rows have none.
+/// The column with the row's reference answer; null if the rows have none.
 pub(super) const REFERENCE: &str = "reference_answer";
-/// The column that says which groups were left out of the update, where some may be.
+/// The column that says which groups were left out of the update, if some may be.
 pub(super) const DROPPED: &str = "dropped";
-/// The last column, where completions have several turns: their messages as JSON.
+/// The last column, if completions have several turns: their messages as JSON.
 pub(super) const MESSAGES: &str = "messages";
 
-/// The row of a file's columns.
+/// Parses a row from a file's columns.
 pub(super) fn parse_row<'a>(columns: impl Iterator<Item = (&'a String, &'a Field)>) -> Result<CompletionRow, String> {
     let mut row = CompletionRow::default();
     for (name, field) in columns {
@@ -128,12 +128,12 @@ fn schema(reward_names: &[String], tells_dropped: bool, has_messages: bool) -> R
     Type::group_type_builder("completions").with_fields(fields).build()
 }
 
-/// A row's messages as the text of their column.
+/// A row's messages as text for their column.
 fn messages_text(row: &CompletionRow) -> Option<ByteArray> {
     (!row.messages.is_empty()).then(|| ByteArray::from(json!(row.messages).to_string().as_str()))
 }
 
-/// Definition levels say which values of an optional column exist.
+/// Writes an optional column; definition levels say which values exist.
 fn write_optional<T: DataType>(
     group: &mut SerializedRowGroupWriter<'_, File>,
     values: impl Iterator<Item = Option<T::T>> + Clone,

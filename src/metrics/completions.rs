@@ -1,4 +1,4 @@
-//! Every step's completions as Parquet, with TRL's file names and columns.
+//! Writes every step's completions as Parquet, with TRL's file names and columns.
 
 use std::fs::File;
 use std::path::Path;
@@ -17,21 +17,21 @@ use crate::ranks::{Collective, all_gather_json};
 use crate::types::{RolloutGroup, Trajectory};
 use crate::untrusted::{self, Folder};
 
-/// The folder of completions in a run's output folder.
+/// Name of the folder of completions in a run's output folder.
 pub(crate) const FOLDER: &str = "completions";
 
-/// A group of which every completion is written.
+/// A group whose completions are all written.
 #[derive(Debug, Clone, Copy)]
 pub struct LoggedGroup<'a> {
-    /// The group, scored.
+    /// The scored group.
     pub group: &'a RolloutGroup,
-    /// Place of the group among those of all ranks; 0 everywhere is the order of ranks.
+    /// Place of the group among those of all ranks; if all are 0, groups are in the order of ranks.
     pub place: u32,
     /// Whether the group was left out of the update.
     pub is_dropped: bool,
 }
 
-/// Writes `completions/completions_00042.parquet` below the output folder.
+/// Writes files like `completions/completions_00042.parquet` in the output folder.
 #[derive(Debug)]
 pub struct CompletionsWriter {
     folder: Folder,
@@ -42,8 +42,8 @@ pub struct CompletionsWriter {
 }
 
 impl CompletionsWriter {
-    /// `reward_names` in the order of [`Trajectory::rewards`](crate::types::Trajectory::rewards). `tells_dropped` adds a column that
-    /// says which completions were left out of the update.
+    /// Creates a writer. `reward_names` are in the order of [`Trajectory::rewards`](crate::types::Trajectory::rewards). `tells_dropped` adds a column
+    /// that says which completions were left out of the update.
     ///
     /// # Errors
     /// [`Error::InvalidValue`] if a reward has the name of another column.
@@ -60,10 +60,10 @@ impl CompletionsWriter {
         Ok(Self { folder, reward_names, tells_dropped, tokenizer: None, has_failed: false })
     }
 
-    /// Writes the messages of completions of several turns, too, with the text of the tokens that were sampled.
+    /// Also writes the messages of completions with several turns, with the text of the sampled tokens.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`] if a reward has the name of their column.
+    /// [`Error::InvalidValue`] if a reward has the name of the column of messages.
     pub fn with_messages(mut self, tokenizer: &Arc<Tokenizer>) -> Result<Self> {
         if self.reward_names.iter().any(|name| name == MESSAGES) {
             let expected = "another name: completions that call tools have a column of this name";
@@ -73,8 +73,8 @@ impl CompletionsWriter {
         Ok(self)
     }
 
-    /// Gathers the completions of all ranks and writes them on the first, by the places of their groups, those of one place in the order
-    /// of ranks. Collective over `group`. A file that cannot be written is named once and does not end training.
+    /// Gathers the completions of all ranks and writes them on rank 0, sorted by the place of their groups and then by rank. Collective over `group`.
+    /// If a file cannot be written, this is reported once and training continues.
     ///
     /// # Errors
     /// The errors of the collective operation.
@@ -105,8 +105,8 @@ impl CompletionsWriter {
     }
 }
 
-/// The completions of all ranks, in the order of ranks, on the first; none on the others. With a tokenizer they have the messages of
-/// their turns. Collective over `group`.
+/// Gathers the completions of all ranks on rank 0, in the order of ranks; other ranks get none. With a tokenizer they include the messages of their
+/// turns. Collective over `group`.
 ///
 /// # Errors
 /// The errors of the collective operation and of the tokenizer.
@@ -145,10 +145,10 @@ fn rows(
     all.map(row).collect()
 }
 
-/// Refuses a file of samples that [`write_completions`] cannot write.
+/// Checks that [`write_completions`] will be able to write a file of samples.
 ///
 /// # Errors
-/// [`Error::InvalidValue`] for another extension, or a folder that is not there; [`Error::Io`] where it may not be written.
+/// [`Error::InvalidValue`] for another extension or a missing folder; [`Error::Io`] if the file may not be written.
 pub fn check_samples_file(path: &Path) -> Result<()> {
     let is_known = path.extension().is_some_and(|kind| kind == "jsonl" || kind == "parquet");
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
@@ -164,7 +164,7 @@ pub fn check_samples_file(path: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Writes samples as Parquet, or as JSON with one object a line, by the file's extension.
+/// Writes samples as Parquet or as JSON lines, depending on the file's extension.
 ///
 /// # Errors
 /// [`Error::Io`], [`Error::BadFile`] and [`Error::InvalidValue`] if it cannot be written.
@@ -202,7 +202,7 @@ fn check_names(reward_names: &[String]) -> Result<()> {
     }
 }
 
-/// An answer as text; null is none.
+/// A reference answer as text; `None` for null.
 fn answer_text(answer: &Value) -> Option<String> {
     match answer {
         Value::Null => None,
@@ -211,7 +211,7 @@ fn answer_text(answer: &Value) -> Option<String> {
     }
 }
 
-/// Reads a file that [`CompletionsWriter`] wrote.
+/// Reads a file written by [`CompletionsWriter`].
 ///
 /// # Errors
 /// [`Error::Io`] if it cannot be opened, [`Error::BadFile`] if it is not such a file.
@@ -219,7 +219,7 @@ pub fn read_completions(path: &Path) -> Result<Vec<CompletionRow>> {
     read_rows(untrusted::open(path).map_err(Error::io(path))?, path)
 }
 
-/// [`read_completions`] of an open file; `path` names it in errors.
+/// Like [`read_completions`], for an open file; `path` is for errors.
 pub(crate) fn read_rows(file: File, path: &Path) -> Result<Vec<CompletionRow>> {
     let bad = |error: ParquetError| Error::bad_file(path, error.to_string());
     check_schema(&file).map_err(|message| Error::bad_file(path, message))?;

@@ -1,4 +1,4 @@
-//! The lines of a run in little memory: eight bytes a value.
+//! The metric lines of a run in compact form: eight bytes per value.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -9,8 +9,8 @@ use serde_json::Value;
 
 use super::step::MetricValues;
 
-/// Metric lines in the order in which they were written. Lines with the same names share them. Serialised as a list of objects,
-/// `step` first, as transformers writes `log_history`. A clone shares the lines.
+/// Metric lines in the order in which they were written. Lines with equal names share the names. Serialised as a list of objects with `step` first,
+/// like transformers' `log_history`. A clone shares the lines.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct LogHistory {
     shapes: Vec<Arc<[String]>>,
@@ -44,7 +44,7 @@ impl LogHistory {
         self.lines.iter().flat_map(|line| line.names.iter().map(String::as_str).zip(line.values.iter().copied()))
     }
 
-    /// A metric's numbers, each with its step, oldest first. Lines without it, and those where it is not a number, are left out.
+    /// A metric's values with their steps, oldest first. Lines without it, or where it is NaN, are left out.
     pub fn points(&self, name: &str) -> impl DoubleEndedIterator<Item = (u64, f64)> {
         let of = move |line: &Arc<HistoryLine>| {
             let place = line.names.iter().position(|other| other == name)?;
@@ -53,19 +53,19 @@ impl LogHistory {
         self.lines.iter().filter_map(of)
     }
 
-    /// The lines with a metric whose name begins with `prefix`.
+    /// The lines that have a metric whose name begins with `prefix`.
     pub fn with(&self, prefix: &str) -> Self {
         let has = |line: &&Arc<HistoryLine>| line.names.iter().any(|name| name.starts_with(prefix));
         Self { shapes: self.shapes.clone(), lines: self.lines.iter().filter(has).cloned().collect() }
     }
 
-    /// The lines, each an object when it is serialised.
+    /// The lines; each is serialised as an object.
     pub fn lines(&self) -> impl Iterator<Item = &impl Serialize> {
         self.lines.iter().map(|line| &**line)
     }
 }
 
-/// Bit for bit, so that NaN equals itself.
+/// Compares bits, so that NaN equals itself.
 impl PartialEq for HistoryLine {
     fn eq(&self, other: &Self) -> bool {
         let bits = |line: &Self| line.values.iter().map(|value| value.to_bits()).collect::<Vec<_>>();
@@ -127,7 +127,7 @@ mod tests {
         assert!(matches!(of("kl")[..], [none, 1e-300] if none.is_nan()));
     }
 
-    /// A line of forty metrics as JSON objects took eight kilobytes on every rank.
+    /// A line of forty metrics must be much smaller than as JSON objects, which took eight kilobytes on every rank.
     #[test]
     fn metric_history_takes_eight_bytes_per_value() {
         let line: MetricValues = (0..40).map(|number| (format!("metric/{number}"), f64::from(number))).collect();

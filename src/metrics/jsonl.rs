@@ -1,4 +1,4 @@
-//! metrics.jsonl: one JSON object a line, `step` and `time` (Unix seconds) first, then metrics by name.
+//! The file metrics.jsonl: one JSON object per line, first `step` and `time` (Unix seconds), then metrics by name.
 
 use std::io;
 use std::path::Path;
@@ -8,7 +8,7 @@ use super::step::MetricValues;
 use crate::error::{Error, Result};
 use crate::untrusted::{self, Folder, MAX_LOG_BYTES};
 
-/// The file's name in the output folder of a run, and that of an earlier run's.
+/// Name of the file in a run's output folder; below, the name that an earlier run's file gets.
 pub(super) const FILE: &str = "metrics.jsonl";
 const EARLIER: &str = "metrics.jsonl.old";
 
@@ -17,13 +17,13 @@ const EARLIER: &str = "metrics.jsonl.old";
 pub struct MetricLine {
     /// Optimizer updates done.
     pub step: u64,
-    /// When it was written, in seconds since 1970.
+    /// Time of writing, in seconds since 1970.
     pub time: f64,
-    /// Metrics by name; what was not a number is left out.
+    /// Metrics by name, without those that are not numbers.
     pub values: MetricValues,
 }
 
-/// Reads a metrics.jsonl. Lines that do not parse (a crash while writing) are left out.
+/// Reads a metrics.jsonl. Lines that cannot be parsed, after a crash while writing, are skipped.
 ///
 /// # Errors
 /// [`Error::Io`] if the file cannot be read.
@@ -32,7 +32,7 @@ pub fn read_metrics(path: &Path) -> Result<Vec<MetricLine>> {
     Ok(lines(&bytes))
 }
 
-/// [`read_metrics`] of the file in a run's output folder.
+/// Like [`read_metrics`], for the file in a run's output folder.
 pub(crate) fn read_metrics_in(folder: &Folder) -> Result<Vec<MetricLine>> {
     Ok(lines(&read_bytes(folder)?))
 }
@@ -41,13 +41,13 @@ fn read_bytes(folder: &Folder) -> Result<Vec<u8>> {
     folder.read(FILE, MAX_LOG_BYTES).map_err(Error::io(folder.path().join(FILE)))
 }
 
-/// The lines that parse. One that a crash tore may have any bytes, and costs no other.
+/// The lines that can be parsed. A line torn by a crash may contain any bytes and does not affect others.
 fn lines(bytes: &[u8]) -> Vec<MetricLine> {
     String::from_utf8_lossy(bytes).lines().filter_map(MetricLine::parse).collect()
 }
 
 impl MetricLine {
-    /// Reads a line; `None` for one that was torn.
+    /// Parses a line; `None` for a torn one.
     pub fn parse(line: &str) -> Option<Self> {
         let object: serde_json::Map<String, serde_json::Value> = serde_json::from_str(line).ok()?;
         let step = object.get("step")?.as_u64()?;
@@ -57,7 +57,7 @@ impl MetricLine {
         Some(Self { step, time, values })
     }
 
-    /// The line with its newline. Values that are not finite become null.
+    /// The line as JSON with a newline. Non-finite values become null.
     pub(super) fn to_json(&self) -> String {
         let mut object = serde_json::Map::new();
         object.insert("step".into(), self.step.into());
@@ -67,7 +67,7 @@ impl MetricLine {
     }
 }
 
-/// The file open for appending.
+/// The file, open for appending.
 #[derive(Debug)]
 pub(super) struct JsonLines {
     file: LastingFile,
@@ -75,7 +75,7 @@ pub(super) struct JsonLines {
 }
 
 impl JsonLines {
-    /// Starts a new file, the old one moved aside; or, on resume, keeps the lines up to that step.
+    /// Starts a new file, renaming the old one, or on resume keeps the lines up to that step.
     pub fn open(folder: Folder, resume_step: Option<u64>) -> Result<Self> {
         let path = folder.path().join(FILE);
         if folder.has(FILE) {
@@ -91,14 +91,14 @@ impl JsonLines {
         Ok(Self { file, torn: false })
     }
 
-    /// Makes the file again where it was deleted or moved.
+    /// Creates the file again if it was deleted or moved.
     pub fn restore(&mut self) -> io::Result<()> {
         self.file.restore()
     }
 
-    /// Appends a line in one write and pushes it out.
+    /// Appends a line in one write and flushes it.
     pub fn append(&mut self, line: &MetricLine) -> io::Result<()> {
-        // After a failure half a line may stand there: end it, so that it costs no other.
+        // After a failed write, part of a line may be in the file: end that line, so that it does not damage the next.
         let separator = if std::mem::replace(&mut self.torn, true) { "\n" } else { "" };
         self.file.append(format!("{separator}{}", line.to_json()).as_bytes())?;
         self.torn = false;

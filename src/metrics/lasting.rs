@@ -1,4 +1,4 @@
-//! A file that is appended to for as long as a run lasts, and made again where someone has deleted or moved it meanwhile.
+//! A file that is appended to during a whole run, and created again if it is deleted or moved meanwhile.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -6,10 +6,10 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 
 use crate::untrusted::Folder;
 
-/// Bytes that are copied at once.
+/// Number of bytes copied at once.
 const CHUNK_BYTES: usize = 1 << 20;
 
-/// The file, open. What was written stays readable here after its name is gone.
+/// The open file. Its contents stay readable here after its name is gone.
 #[derive(Debug)]
 pub(super) struct LastingFile {
     folder: Folder,
@@ -18,18 +18,18 @@ pub(super) struct LastingFile {
 }
 
 impl LastingFile {
-    /// Opens a file for appending; it need not be there.
+    /// Opens a file for appending; creates it if it does not exist.
     pub fn open(folder: Folder, name: &str) -> io::Result<Self> {
         Ok(Self { name: name.to_owned(), file: folder.append(name)?, folder })
     }
 
-    /// Appends `bytes` in one write. Where the file's name is gone, a new file gets its name and all that was written.
+    /// Appends `bytes` in one write. If the file's name is gone, it first creates a new file with all earlier contents.
     pub fn append(&mut self, bytes: &[u8]) -> io::Result<()> {
         self.restore()?;
         self.file.write_all(bytes)
     }
 
-    /// Makes the file again, with all that was written, where its name is gone.
+    /// If the file's name is gone, creates the file again with all earlier contents.
     pub fn restore(&mut self) -> io::Result<()> {
         if self.has_its_name() { Ok(()) } else { self.make_again() }
     }

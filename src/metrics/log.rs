@@ -1,4 +1,4 @@
-//! A run's metrics: the first rank writes and shows the lines, and keeps them for checkpoints.
+//! A run's metrics. Rank 0 writes and shows the lines, and keeps them for checkpoints.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -17,9 +17,9 @@ use crate::console::RunDisplay;
 use crate::error::Result;
 use crate::untrusted::Folder;
 
-/// Names of metrics of evaluations begin with this.
+/// Prefix of the names of evaluation metrics.
 const EVALUATION: &str = "eval_";
-/// The report is written again after this time at the earliest, and takes at most one part in `REPORT_COST` of a run.
+/// Minimum time between two writes of the report. The report also takes at most a share of 1 / `REPORT_COST` of the run's time.
 const REPORT_INTERVAL: Duration = Duration::from_secs(20);
 const REPORT_COST: u32 = 200;
 
@@ -28,11 +28,11 @@ const REPORT_COST: u32 = 200;
 pub struct RunLog {
     output_dir: PathBuf,
     writer: Option<MetricsWriter>,
-    /// Empty on ranks that write nothing.
+    /// All lines; empty on ranks that write nothing.
     history: LogHistory,
-    /// The evaluations among the lines, on every rank.
+    /// The lines of evaluations, on every rank.
     evaluations: LogHistory,
-    /// A metric's first and newest number.
+    /// First and newest value of each metric.
     ends: BTreeMap<String, FirstAndNewest>,
     next_report: Instant,
     report_has_failed: bool,
@@ -43,30 +43,30 @@ pub struct RunLog {
     last_logged_step: u64,
 }
 
-/// The metrics of a run that a checkpoint keeps.
+/// The metrics of a run from a checkpoint.
 #[derive(Debug, Clone, Default)]
 pub struct EarlierLog {
     /// The checkpoint's folder.
     pub folder: PathBuf,
     /// Step of the checkpoint.
     pub step: u64,
-    /// Every line written.
+    /// All lines written before it.
     pub history: LogHistory,
-    /// Metrics of the steps since the newest line, as bits.
+    /// Metrics of the steps since the newest line, as bit patterns.
     pub unlogged: Vec<BTreeMap<String, u64>>,
 }
 
-/// How often a run writes a line, and how many steps it has.
+/// The logging interval and the length of a run.
 #[derive(Debug, Clone, Copy)]
 pub struct LogOptions {
     /// Steps between lines.
     pub logging_steps: usize,
-    /// Steps in all.
+    /// Total steps.
     pub max_steps: u64,
 }
 
 impl RunLog {
-    /// Opens the files of `output_dir` and shows the run's progress, if this rank `writes`. A resumed run goes on from `earlier`.
+    /// Opens the files in `output_dir` and shows the run's progress, if this rank `writes`. A resumed run continues from `earlier`.
     ///
     /// # Errors
     /// The errors of [`MetricsWriter::new`]; [`Error::Io`](crate::Error::Io) if the configuration cannot be written.
@@ -106,12 +106,12 @@ impl RunLog {
         })
     }
 
-    /// Bars, and lines above them.
+    /// The progress bars, and lines above them.
     pub fn display(&self) -> &RunDisplay {
         &self.display
     }
 
-    /// A step is done. Writes a line at the end of a logging interval and of the run, which says what its steps come to.
+    /// Records a finished step. At the end of a logging interval and of the run, it writes a line that combines the interval's steps.
     pub fn step(&mut self, step: u64, values: MetricValues) {
         self.display.finish_step(step, &values);
         self.interval.push(values);
@@ -123,7 +123,7 @@ impl RunLog {
         }
     }
 
-    /// One line of metrics, already reduced. The report is written with the first one, and again from time to time.
+    /// Writes one line of metrics, which must already be reduced. The report is written with the first line, and again from time to time.
     pub fn write(&mut self, step: u64, values: MetricValues) {
         if let Some(writer) = &mut self.writer {
             writer.write(step, &values);
@@ -149,7 +149,7 @@ impl RunLog {
         self.next_report = Instant::now() + REPORT_INTERVAL.max(start.elapsed() * REPORT_COST);
     }
 
-    /// Writes the configuration again into an output folder that was deleted while the run was under way.
+    /// Writes the configuration again if the output folder was deleted during the run.
     ///
     /// # Errors
     /// [`Error::Io`](crate::Error::Io).
@@ -161,34 +161,34 @@ impl RunLog {
         write_run_config(&self.output_dir, config)
     }
 
-    /// Every line, those before a resume included, on the first rank; none on the others.
+    /// All lines, including those before a resume, on rank 0; empty on other ranks.
     pub fn history(&self) -> &LogHistory {
         &self.history
     }
 
-    /// Metrics of the steps that no line holds yet, as bits.
+    /// Metrics of the steps that no line contains yet, as bit patterns.
     pub fn unlogged(&self) -> Vec<BTreeMap<String, u64>> {
         let bits = |values: &MetricValues| values.iter().map(|(name, value)| (name.clone(), value.to_bits())).collect();
         self.interval.iter().map(bits).collect()
     }
 
-    /// A metric's first and newest number, those before a resume included, on every rank.
+    /// A metric's first and newest value, including those before a resume, on every rank.
     pub fn first_and_newest(&self, name: &str) -> Option<FirstAndNewest> {
         self.ends.get(name).copied()
     }
 
-    /// The evaluations, those before a resume included, on every rank.
+    /// The lines of evaluations, including those before a resume, on every rank.
     pub fn evaluations(&self) -> &LogHistory {
         &self.evaluations
     }
 
-    /// Names of the metrics of evaluations so far, on every rank.
+    /// Names of the evaluation metrics so far, on every rank.
     pub fn names_of_evaluations(&self) -> Vec<String> {
         self.ends.keys().filter(|name| name.starts_with(EVALUATION)).cloned().collect()
     }
 
-    /// Takes the bars away and writes the report where files are written. A run that was resumed after its last step, in another
-    /// folder, has nothing to report.
+    /// Removes the progress bars and, if this rank writes files, writes the report. Writes no report if there are no metrics, as after resuming a
+    /// finished run in another folder.
     ///
     /// # Errors
     /// The errors of [`write_report`].
@@ -204,12 +204,12 @@ impl RunLog {
     }
 }
 
-/// The ends of a metric's numbers.
+/// The first and newest value of a metric.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct FirstAndNewest {
-    /// The oldest.
+    /// The oldest value.
     pub first: f64,
-    /// The newest.
+    /// The newest value.
     pub newest: f64,
 }
 

@@ -1,4 +1,4 @@
-//! Messages of a completion of several turns, as they are kept beside it.
+//! Messages of a completion with several turns, for the file of completions.
 
 use serde_json::{Value, json};
 
@@ -6,8 +6,8 @@ use crate::data::Tokenizer;
 use crate::error::Result;
 use crate::types::Trajectory;
 
-/// The messages of a trajectory as rewards get them. Those of the policy have the text of the tokens that it sampled, special tokens
-/// included, and their number. An environment that was lost is the last message.
+/// The messages of a trajectory as passed to rewards. Those of the policy also have the text of their sampled tokens, with special tokens, and their
+/// number. If an environment was lost, that is the last message.
 ///
 /// # Errors
 /// The errors of the tokenizer.

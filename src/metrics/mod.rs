@@ -1,5 +1,5 @@
-//! Metrics: how they reduce over ranks and where they are written: metrics.jsonl (the truth), TensorBoard event
-//! files, completions as Parquet, an HTML report. Knows nothing of training: names and values come in.
+//! Metrics: how they are reduced over ranks and where they are written: metrics.jsonl (the primary source), TensorBoard event files, completions as
+//! Parquet, an HTML report. The module knows nothing of training, only names and values.
 
 mod columns;
 mod completions;

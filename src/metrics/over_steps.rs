@@ -1,21 +1,21 @@
-//! How the metrics of several steps become one line.
+//! Combines the metrics of several steps into one line.
 
 use super::step::MetricValues;
 
-/// How a metric reduces over the steps of a logging interval, of those that have it.
+/// How a metric is reduced over the steps of a logging interval that have it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum OverSteps {
-    /// The mean of the steps' values, TRL's rule; also of least and greatest values, which TRL averages too.
+    /// The mean of the steps' values, as in TRL; also for minima and maxima, which TRL averages, too.
     Mean,
-    /// The sum over steps: the metric counts something.
+    /// The sum over steps, for counts.
     Sum,
-    /// The greatest.
+    /// The maximum.
     Max,
-    /// The newest: the value says how far the run is.
+    /// The newest value, for metrics that describe progress.
     Newest,
 }
 
-/// Metrics that do not reduce to a mean; `*` is any one part of a name. docs/metrics.md has every metric with its rule.
+/// Metrics that are not averaged; `*` matches any part of a name. docs/metrics.md lists every metric with its rule.
 const RULES: &[(&str, OverSteps)] = &[
     ("epoch", OverSteps::Newest),
     ("learning_rate", OverSteps::Newest),
@@ -58,8 +58,8 @@ fn rule(name: &str) -> OverSteps {
     RULES.iter().find(|(pattern, _)| fits(pattern)).map_or(OverSteps::Mean, |(_, rule)| *rule)
 }
 
-/// One line from the reduced metrics of `steps`, oldest first: every name that any of them has, reduced over those that have
-/// it. NaN, which stands for nothing, is left out; of nothing but NaN the value is NaN.
+/// Combines the reduced metrics of `steps`, oldest first, into one line: every name is reduced over the steps that have it. NaN means no value and is
+/// skipped; if there is nothing but NaN, the result is NaN.
 pub(super) fn over_steps(steps: &[MetricValues]) -> MetricValues {
     let mut line = MetricValues::new();
     for name in steps.iter().flat_map(MetricValues::keys) {
@@ -107,7 +107,7 @@ mod tests {
         assert!(over_steps(&[]).is_empty());
     }
 
-    /// The table's first cell has names, the later ones of a cell without what they share with the first.
+    /// The first column of the table on the page has names; later names in a cell omit the part that they share with the first.
     #[test]
     fn the_metrics_page_names_every_reduction_rule() {
         let page = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/metrics.md")).unwrap();

@@ -1,4 +1,4 @@
-//! The state of every rank: one small file a rank, `ranks/00000.json` in the output folder, for those who watch a run.
+//! The state of every rank, for `watch`: one small file per rank in the output folder, like `ranks/00000.json`.
 
 use std::collections::HashSet;
 use std::ffi::OsString;
@@ -20,77 +20,77 @@ use crate::phase::{self, Pulse};
 use crate::types::Place;
 use crate::untrusted::Folder;
 
-/// The folder of the ranks' files.
+/// Name of the folder of the ranks' files.
 const FOLDER: &str = "ranks";
-/// How often a rank looks at itself.
+/// Interval at which a rank checks its own state.
 const LOOK: Duration = Duration::from_secs(1);
-/// Longest time between two writes.
+/// Maximum time between two writes.
 const SIGN_OF_LIFE: Duration = Duration::from_secs(5);
-/// Most ranks that are read of one run.
+/// Maximum number of ranks that are read for one run.
 const MAX_RANKS: usize = 4096;
-/// Largest file of a rank, in bytes.
+/// Maximum size of a rank's file, in bytes.
 const MAX_BYTES: u64 = 64 << 10;
 
-/// One rank as it was when it wrote its file.
+/// The state of a rank when it wrote its file.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RankState {
-    /// The rank.
+    /// Number of the rank.
     pub rank: usize,
-    /// Ranks of the run.
+    /// Number of ranks of the run.
     pub world_size: usize,
-    /// Number of its process.
+    /// Process id.
     pub process: u32,
-    /// When this was written, in seconds since 1970.
+    /// Time of writing, in seconds since 1970.
     pub time: f64,
     /// Updates done before the step under way.
     pub step: u64,
-    /// Updates in all.
+    /// Total updates of the run.
     pub max_steps: u64,
     /// Running phases, outermost first.
     pub phases: Vec<String>,
-    /// How long the innermost phase has been the same, in seconds.
+    /// Seconds since the innermost phase last changed.
     pub phase_s: f64,
     /// The collective in which it may be waiting for others.
     pub waits_in: Option<String>,
     /// Host memory of the process, in bytes.
     pub resident_bytes: u64,
-    /// Memory of its GPU; nothing on a CPU, and where the driver does not say.
+    /// Memory of its GPU; `None` on a CPU, or if the driver does not report it.
     #[serde(default)]
     pub gpu_memory: Option<GpuMemory>,
-    /// Owners of memory, largest first.
+    /// Memory by owner, largest first.
     pub held: Vec<HeldBytes>,
     /// The newest warnings.
     pub warnings: Vec<RankWarning>,
-    /// How the run ended; nothing while it is under way.
+    /// How the run ended; `None` while it is under way.
     pub end: Option<RankEnd>,
 }
 
 /// Memory of one owner.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HeldBytes {
-    /// Whose it is: `weights`, `kv_cache`.
+    /// The owner, such as `weights` or `kv_cache`.
     pub owner: String,
-    /// Whether it is memory that tensors are computed in; host memory beside it otherwise.
+    /// Whether it is device memory; otherwise additional host memory.
     pub on_device: bool,
-    /// How much.
+    /// Number of bytes.
     pub bytes: u64,
 }
 
-/// A line that warned.
+/// A warning in the log.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RankWarning {
-    /// When, in seconds since 1970.
+    /// Time in seconds since 1970.
     pub time: f64,
-    /// The line, secrets redacted.
+    /// The text, with secrets redacted.
     pub text: String,
 }
 
 /// How a run ended on a rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankEnd {
-    /// The exit code, where it is known.
+    /// The exit code, if known.
     pub code: Option<i32>,
-    /// The error; empty where there was none.
+    /// The error; empty if there was none.
     pub message: String,
 }
 
@@ -102,10 +102,10 @@ pub struct RankReporter {
 }
 
 impl RankReporter {
-    /// Starts the thread. A file that cannot be written is left out, and nobody is told: it is for watchers alone.
+    /// Starts the thread. If the file cannot be written, nothing is reported, because only `watch` reads it.
     ///
     /// # Errors
-    /// [`Error::Environment`] if there is no thread; [`Error::Cuda`] for a GPU that does not exist.
+    /// [`Error::Environment`] if no thread can be started; [`Error::Cuda`] for a GPU that does not exist.
     pub fn start(
         output_dir: &Path,
         Place { rank, size: world_size }: Place,
@@ -136,7 +136,7 @@ impl RankReporter {
         Ok(Self { ends, thread: Some(thread.map_err(failed)?) })
     }
 
-    /// Says how the run ended.
+    /// Records how the run ended.
     pub fn end<T>(&mut self, outcome: &Result<T>) {
         let end = match outcome {
             Ok(_) => RankEnd { code: Some(0), message: String::new() },
@@ -158,11 +158,10 @@ impl Drop for RankReporter {
     }
 }
 
-/// Reads the ranks of a run, by rank. Files that are half written or no such files are left out, and those of ranks that an earlier,
-/// larger run had.
+/// Reads the states of a run's ranks, by rank. Invalid or partial files are skipped, and so are those of an earlier run with more ranks.
 ///
 /// # Errors
-/// The system's, if the folder cannot be listed; none is no rank.
+/// Errors of listing the folder; a missing folder means no ranks.
 pub(crate) fn read_ranks(output_dir: &Folder) -> io::Result<Vec<RankState>> {
     let folder = output_dir.folder(FOLDER);
     let read = |name: OsString| {
@@ -180,7 +179,7 @@ fn name(rank: usize) -> String {
     format!("{rank:05}.json")
 }
 
-/// Takes files away that an earlier run with more ranks left.
+/// Removes files that an earlier run with more ranks left.
 fn remove_others(folder: &Folder, world_size: usize) {
     let own: HashSet<OsString> = (0..world_size).map(|rank| name(rank).into()).collect();
     let others = folder.names(usize::MAX).into_iter().flatten().filter(|name| !own.contains(name));
@@ -189,15 +188,15 @@ fn remove_others(folder: &Folder, world_size: usize) {
 
 #[derive(Debug)]
 struct RankFile {
-    /// Which is not made again where the output folder was deleted.
+    /// The folder, which is not created again if the output folder is deleted.
     folder: Folder,
     rank: usize,
     world_size: usize,
     max_steps: u64,
     meter: Option<MemoryMeter>,
-    /// Innermost phase and step, and since when.
+    /// Innermost phase and step, and the time since which they are the same.
     seen: Option<(Pulse, Instant)>,
-    /// The text that was written last, and when.
+    /// The state that was written last, and when.
     written: Option<(RankState, Instant)>,
 }
 
@@ -257,7 +256,7 @@ impl RankFile {
         self.write(&state);
     }
 
-    /// Nobody needs the file to train: one that cannot be written is left out.
+    /// Writes the file. Failures are ignored, because training does not need it.
     fn write(&self, state: &RankState) {
         if let Ok(text) = serde_json::to_vec(state) {
             let _ = self.folder.write(&name(self.rank), text);

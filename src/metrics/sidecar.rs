@@ -1,7 +1,7 @@
-//! Metrics where people look: one Python process reads metrics.jsonl and passes every line on to W&B or trackio.
+//! Reports metrics to other services: one Python process reads metrics.jsonl and sends every line to W&B or trackio.
 //!
-//! The run never waits for it while it trains and never writes to it, so that neither its death nor a slow network touches a run. It
-//! ends when the run does, however that ends: the run holds the other end of its standard input.
+//! The run never waits for it during training and never writes to it, so neither its death nor a slow network affects the run. It ends whenever the
+//! run ends, because the run holds the other end of its standard input.
 
 use std::os::unix::process::CommandExt;
 use std::path::Path;
@@ -13,14 +13,14 @@ use crate::config::{ReportConfig, ReportService};
 use crate::error::{Error, Result};
 use crate::untrusted::{Folder, MAX_RUN_CONFIG_BYTES};
 
-/// The process's program.
+/// The program of the process.
 const PROGRAM: &str = include_str!("sidecar.py");
-/// The sidecar's log, in the output folder.
+/// Name of the process's log in the output folder.
 const LOG: &str = "report_to.log";
-/// How long the end of a run waits for it to pass on what is left.
+/// Maximum wait at the end of a run for the process to send the remaining lines.
 const PATIENCE: Duration = Duration::from_secs(30);
 const LOOK: Duration = Duration::from_millis(20);
-/// Prints the modules among its arguments that cannot be imported, a line each. A folder of that name, as W&B leaves one, is no module.
+/// Prints the modules among its arguments that cannot be imported, one per line. A folder with such a name, which W&B creates, is not a module.
 const FIND: &str = "
 import importlib.util, sys
 sys.path[:] = [path for path in sys.path if path]
@@ -33,18 +33,18 @@ for name in sys.argv[1:]:
 /// Which services a run reports to, and under which name.
 #[derive(Debug, Clone, Default)]
 pub struct Services {
-    /// Modules of Python: `wandb`, `trackio`.
+    /// Python modules: `wandb`, `trackio`.
     pub modules: Vec<&'static str>,
-    /// The run's name there.
+    /// The run's name in these services.
     pub run_name: String,
-    /// The interpreter that has them.
+    /// The Python interpreter that has the modules.
     pub python: String,
-    /// Whether TensorBoard's events are written, which needs no other process.
+    /// Whether TensorBoard events are written, which needs no other process.
     pub tensorboard: bool,
 }
 
 impl Services {
-    /// The services that the configuration names, through the interpreter `python`.
+    /// The configured services, through the interpreter `python`.
     pub fn of(config: &ReportConfig, output_dir: &Path, python: &str) -> Self {
         let name = || output_dir.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
         let others = config.report_to.0.iter().filter(|service| **service != ReportService::TensorBoard);
@@ -56,11 +56,11 @@ impl Services {
         }
     }
 
-    /// Refuses, before anything is loaded, services whose packages the interpreter lacks. Of `all`, as with transformers, those that are
-    /// installed count; notices name the others.
+    /// Refuses, before anything is loaded, services whose packages the interpreter lacks. For `all`, as in transformers, only the installed ones are
+    /// used, and notices name the others.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`] with the command that installs them.
+    /// [`Error::InvalidValue`] with the command that installs the packages.
     pub fn check(&self, notices: &mut Vec<String>) -> Result<()> {
         if self.modules.is_empty() {
             return Ok(());
@@ -91,17 +91,17 @@ impl Services {
     }
 }
 
-/// The process that reports; none once it has ended.
+/// The reporting process; empty once it has ended.
 #[derive(Debug)]
 pub(super) struct Sidecar {
     child: Option<Child>,
-    /// The run's output folder, which has the process's log.
+    /// The run's output folder, with the process's log.
     folder: Folder,
     services: Services,
 }
 
 impl Sidecar {
-    /// Starts the process for a run that has done `last_step`. Where it cannot be started, a warning says why.
+    /// Starts the process for a run that has finished `last_step`. If it cannot be started, it logs a warning with the reason.
     pub fn start(output_dir: &Path, services: &Services, last_step: Option<u64>) -> Self {
         let folder = Folder::new(output_dir);
         let mut sidecar = Self { child: None, folder: folder.clone(), services: services.clone() };
@@ -123,7 +123,7 @@ impl Sidecar {
         sidecar
     }
 
-    /// Says so, once, if the process has ended before the run.
+    /// Logs a warning, once, if the process has ended before the run.
     pub fn look(&mut self) {
         let ended = self.child.as_mut().and_then(|child| child.try_wait().ok().flatten());
         if let Some(status) = ended {
@@ -132,7 +132,7 @@ impl Sidecar {
         }
     }
 
-    /// Lets the process pass on what is left, and waits for that, though not for ever.
+    /// Lets the process send the remaining lines, and waits for a limited time.
     pub fn finish(&mut self) {
         let Some(mut child) = self.child.take() else { return };
         drop(child.stdin.take());

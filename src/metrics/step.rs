@@ -1,4 +1,4 @@
-//! The metrics of one step, each with the way it reduces over ranks.
+//! The metrics of one step, each with its reduction over ranks.
 
 use std::collections::BTreeMap;
 
@@ -9,28 +9,28 @@ use crate::ranks::{Collective, all_gather_json};
 
 const OP: &str = "reduce metrics";
 
-/// A metric on its way to other ranks: name, reduction, bits of value and count.
+/// A metric as ranks exchange it: name, reduction, bits of value and count.
 type MetricRow = (String, Reduce, u64, u64);
 
-/// Reduced metrics by name. NaN stands for a mean, least or greatest of nothing and is written as null.
+/// Reduced metrics by name. NaN is the mean, minimum or maximum of no values, and is written as null.
 pub type MetricValues = BTreeMap<String, f64>;
 
-/// How the values of several ranks become one.
+/// How the values of several ranks are combined.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Reduce {
     /// The sum over ranks.
     Sum,
     /// The mean over ranks, weighted by count.
     Mean,
-    /// The greatest.
+    /// The maximum.
     Max,
-    /// The least.
+    /// The minimum.
     Min,
-    /// Alike on all ranks: the lowest rank's.
+    /// The value of the lowest rank, for metrics that are equal on all ranks.
     Last,
 }
 
-/// Metrics of one rank in one step. Names may differ between ranks; a rank without a name takes no part in it.
+/// Metrics of one rank in one step. Names may differ between ranks; a rank without a name does not take part in its reduction.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct StepMetrics {
     entries: BTreeMap<String, MetricEntry>,
@@ -44,25 +44,25 @@ struct MetricEntry {
 }
 
 impl StepMetrics {
-    /// Sets a value. As a [`Reduce::Mean`] it counts once for each rank.
+    /// Sets a value. With [`Reduce::Mean`] it has weight 1 on each rank.
     pub fn set(&mut self, name: impl Into<String>, value: f64, reduce: Reduce) {
         self.entries.insert(name.into(), MetricEntry { reduce, value, count: 1.0 });
     }
 
-    /// Sets a mean by its sum and count, so that ranks weigh by what they counted.
+    /// Sets a mean by its sum and count, so that ranks are weighted by their counts.
     pub fn set_mean(&mut self, name: impl Into<String>, sum: f64, count: f64) {
         self.entries.insert(name.into(), MetricEntry { reduce: Reduce::Mean, value: sum, count });
     }
 
-    /// This rank's value of a metric, of a mean its own.
+    /// This rank's value of a metric; for a mean, this rank's mean.
     pub fn value(&self, name: &str) -> Option<f64> {
         self.entries.get(name).map(MetricEntry::result)
     }
 
-    /// The group's metrics, the same on every rank. Collective over `group`.
+    /// Reduces the metrics over the group and returns the same values on every rank. Collective over `group`.
     ///
     /// # Errors
-    /// The errors of the collective; [`Error::Collective`] if ranks declare one name differently.
+    /// The errors of the collective; [`Error::Collective`] if ranks declare different reductions for a name.
     pub fn reduce(&self, group: &dyn Collective) -> Result<MetricValues> {
         let mut total: BTreeMap<String, MetricEntry> = BTreeMap::new();
         let all: Vec<Vec<MetricRow>> = all_gather_json(group, OP, &self.rows())?;
@@ -83,7 +83,7 @@ impl StepMetrics {
         Ok(total.into_iter().map(|(name, entry)| (name, entry.result())).collect())
     }
 
-    /// Bit patterns keep every value exact, NaN and infinities too.
+    /// The metrics as rows; bit patterns keep every value exact, including NaN and infinities.
     fn rows(&self) -> Vec<MetricRow> {
         let row = |(name, entry): (&String, &MetricEntry)| {
             (name.clone(), entry.reduce, entry.value.to_bits(), entry.count.to_bits())
@@ -99,7 +99,7 @@ impl MetricEntry {
                 self.value += other.value;
                 self.count += other.count;
             }
-            // f64::max and min leave NaN out.
+            // f64::max and f64::min skip NaN.
             Reduce::Max => self.value = self.value.max(other.value),
             Reduce::Min => self.value = self.value.min(other.value),
             Reduce::Last => {}

@@ -1,4 +1,4 @@
-//! TensorBoard event files: TFRecords of `tensorflow.Event` messages, of which four fields are needed.
+//! TensorBoard event files: TFRecords of `tensorflow.Event` messages, with the four fields that are needed.
 
 use std::io;
 
@@ -6,14 +6,14 @@ use super::lasting::LastingFile;
 use super::step::MetricValues;
 use crate::untrusted::Folder;
 
-/// An event file open for appending.
+/// An event file, open for appending.
 #[derive(Debug)]
 pub(super) struct EventFile {
     file: LastingFile,
 }
 
 impl EventFile {
-    /// Creates a file in `folder` and tells TensorBoard to forget what earlier files hold from `first_step` on.
+    /// Creates a file in `folder` and tells TensorBoard to discard values of earlier files from `first_step` on.
     pub fn create(folder: Folder, time: f64, first_step: u64) -> io::Result<Self> {
         let name = format!("events.out.tfevents.{:.0}.colo-grpo.{}", time.floor(), std::process::id());
         let mut events = Self { file: LastingFile::open(folder, &name)? };
@@ -23,7 +23,7 @@ impl EventFile {
         Ok(events)
     }
 
-    /// Writes the finite values of a step, under `train/` and `eval/` as Hugging Face's trainers do.
+    /// Writes the finite values of a step under `train/` and `eval/`, as Hugging Face's trainers do.
     pub fn scalars(&mut self, time: f64, step: u64, values: &MetricValues) -> io::Result<()> {
         let mut summary = ProtoMessage::default();
         for (name, value) in values.iter().filter(|(_, value)| value.is_finite()) {
@@ -37,7 +37,7 @@ impl EventFile {
         self.record(&event(time, step, |message| message.bytes(5, &summary.0)))
     }
 
-    /// TFRecord: length, its checksum, data, its checksum; little-endian.
+    /// Writes a TFRecord: length, its checksum, data, its checksum; little-endian.
     fn record(&mut self, data: &[u8]) -> io::Result<()> {
         let length = (data.len() as u64).to_le_bytes();
         let mut record = Vec::with_capacity(data.len() + 16);
@@ -49,7 +49,7 @@ impl EventFile {
     }
 }
 
-/// `tensorflow.Event`: wall_time = 1, step = 2, what = file_version 3, summary 5 or session_log 7.
+/// Encodes a `tensorflow.Event`: wall_time = 1, step = 2, what = file_version 3, summary 5 or session_log 7.
 fn event(time: f64, step: u64, what: impl FnOnce(&mut ProtoMessage)) -> Vec<u8> {
     ProtoMessage::default().tap(|message| {
         message.double(1, time);
@@ -58,7 +58,7 @@ fn event(time: f64, step: u64, what: impl FnOnce(&mut ProtoMessage)) -> Vec<u8> 
     })
 }
 
-/// A protocol-buffer message in the making.
+/// A protocol-buffer message under construction.
 #[derive(Debug, Default)]
 struct ProtoMessage(Vec<u8>);
 
@@ -98,7 +98,7 @@ impl ProtoMessage {
     }
 }
 
-/// CRC-32C (Castagnoli), rotated and offset as the TFRecord format asks.
+/// CRC-32C (Castagnoli), rotated and offset as the TFRecord format requires.
 fn masked_crc32c(data: &[u8]) -> u32 {
     crc32c(data).rotate_right(15).wrapping_add(0xa282_ead8)
 }
@@ -126,7 +126,7 @@ const CRC_TABLE: [u32; 256] = {
 mod tests {
     use super::*;
 
-    /// Field number, and the payload: 8 or 4 bytes, a varint's value in 8, or the delimited bytes.
+    /// Field numbers and payloads: 8 or 4 bytes, a varint as 8 bytes, or the delimited bytes.
     fn fields(mut data: &[u8]) -> Vec<(u64, Vec<u8>)> {
         fn varint(data: &mut &[u8]) -> u64 {
             let mut value = 0;

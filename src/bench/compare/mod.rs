@@ -1,4 +1,4 @@
-//! Steps of several placements side by side, from lines that `bench step` printed: a table and a picture.
+//! Compares steps of several placements, from lines printed by `bench step`, as a table and a picture.
 
 mod svg;
 
@@ -14,7 +14,7 @@ use crate::phase::Phase;
 use crate::untrusted::{self, MAX_LOG_BYTES};
 pub use svg::ChartLine;
 
-/// Phases by the half they belong to, and what the half's parts are called.
+/// The phases of generation and, below, of training, grouped under labels.
 const GENERATING: [(&str, &[Phase]); 3] = [
     ("weights, memory", &[Phase::Offload, Phase::Gather, Phase::Wake, Phase::Sleep, Phase::Reload]),
     ("generate", &[Phase::Generate]),
@@ -34,19 +34,19 @@ struct PlacementRun {
     is_async: bool,
     tokens_per_second: f64,
     step_s: f64,
-    /// Medians, by the phases' names.
+    /// Median seconds, by the phases' names.
     phases_s: serde_json::Map<String, Value>,
     idle_trainers_s: f64,
     idle_generators_s: f64,
-    /// GB used of the fullest GPU.
+    /// Used memory of the fullest GPU, in GB.
     used_gb: Option<f64>,
 }
 
-/// Compares the runs in `results`, one JSON line each. Writes `compare.json` and `compare.svg` to `output`, and `curves.svg`
-/// of the rewards of `curves`, labels and metrics.jsonl files, if there are any. Returns a table for people.
+/// Compares the runs in `results`, one JSON line each. Writes `compare.json` and `compare.svg` to `output`, and `curves.svg` with the rewards in
+/// `curves` (labels and metrics.jsonl files), if there are any. Returns a table as text.
 ///
 /// # Errors
-/// [`Error::BadFile`] for a line that is none of `bench step`'s; [`Error::Io`].
+/// [`Error::BadFile`] for a line that `bench step` did not print; [`Error::Io`].
 pub fn compare(results: &Path, output: &Path, curves: &[(String, std::path::PathBuf)]) -> Result<String> {
     let text = untrusted::read_text(results, MAX_LOG_BYTES).map_err(|error| {
         Error::bad_file(results, format!("{error}; expected a file with the JSON lines that `bench step` prints"))
@@ -140,7 +140,7 @@ impl PlacementRun {
         self.sum(&TRAINING)
     }
 
-    /// One bar of a colocated run, one for each half of a split one; trainers begin where they need not wait for a batch.
+    /// One bar for a colocated run, two (training and generation) for a split run; training starts at 0 if it need not wait for a batch.
     fn bars(&self) -> Vec<svg::Bar> {
         let parts = |parts: &[(&'static str, &[Phase])]| -> Vec<(&'static str, f64)> {
             parts.iter().map(|(name, phases)| (*name, self.seconds(phases))).collect()
@@ -218,7 +218,7 @@ fn table(runs: &[PlacementRun]) -> String {
 mod tests {
     use super::*;
 
-    /// A line as `bench step` prints it, of a machine on which `b` sequences take `1 + 0.1 b` to generate and training 12 / n.
+    /// A line as printed by `bench step`, for a machine on which `b` sequences take `1 + 0.1 b` seconds to generate and training takes 12 / n.
     fn line(mode: &str, num_trainers: usize, num_generators: usize, async_steps: usize) -> String {
         let (generate, train) = (1.0 + 6.4 * 4.0 / num_generators as f64, 12.0 / num_trainers as f64);
         let step_s = if async_steps == 1 { generate.max(train) } else { generate + train } + 0.1;

@@ -1,4 +1,4 @@
-//! Pictures that stand alone: stacked bars and lines.
+//! Standalone SVG pictures: stacked bars and lines.
 
 use std::fmt::Write;
 
@@ -12,27 +12,27 @@ const EDGE: f64 = 44.0;
 const COLORS: [&str; 9] =
     ["#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5", "#9c6b4e"];
 
-/// Parts of a time, one after another.
+/// Consecutive parts of a time.
 #[derive(Debug)]
 pub(super) struct Bar {
     pub name: String,
-    /// When the first of them begins.
+    /// Start time of the first part.
     pub start: f64,
     pub parts: Vec<(&'static str, f64)>,
-    /// How long it takes in all: what the parts leave, before and after them, is waiting.
+    /// Total time; the time before and after the parts is waiting.
     pub total: f64,
 }
 
-/// Values by step.
+/// A line of values by step.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ChartLine {
-    /// In the legend.
+    /// Label in the legend.
     pub label: String,
-    /// Step and value.
+    /// Steps and values.
     pub points: Vec<(f64, f64)>,
 }
 
-/// Bars from the same zero, in seconds.
+/// Draws bars from a common zero, in seconds.
 pub(super) fn bars(bars: &[Bar]) -> String {
     let longest = bars.iter().map(|bar| bar.total).fold(f64::MIN_POSITIVE, f64::max);
     let scale = (WIDTH - LABELS - 80.0) / longest;
@@ -61,13 +61,13 @@ pub(super) fn bars(bars: &[Bar]) -> String {
             let _ = write!(body, "<rect x=\"{x:.1}\" y=\"{y}\" width=\"{width:.1}\" height=\"17\" fill=\"{color}\"/>");
             x += width;
         }
-        // Parts are the slowest ranks', which may be more than the step in all.
+        // The parts are those of the slowest ranks, and may exceed the step's total.
         let _ = write!(body, "<text x=\"{:.1}\" y=\"{}\">{:.2} s</text>", end.max(x) + 6.0, y + 14.0, bar.total);
     }
     picture(50.0 + ROW * bars.len() as f64, &body)
 }
 
-/// Lines over the same steps.
+/// Draws lines over a common range of steps.
 pub(super) fn lines(title: &str, lines: &[ChartLine]) -> String {
     let points = || lines.iter().flat_map(|line| &line.points);
     let range = |of: fn(&(f64, f64)) -> f64| {
@@ -96,7 +96,7 @@ pub(super) fn lines(title: &str, lines: &[ChartLine]) -> String {
     picture(HEIGHT, &body)
 }
 
-/// Names with their colours, in as many rows as they take.
+/// A legend of names and colours, in as many rows as needed.
 fn legend(names: &[&str]) -> String {
     let mut text = String::new();
     let (mut x, mut y) = (8.0, 10.0);

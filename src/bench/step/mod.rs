@@ -1,4 +1,4 @@
-//! Whole GRPO steps, as the trainer makes them, on random weights, prompts and rewards.
+//! Whole GRPO steps as the trainer runs them, on random weights, prompts and rewards.
 
 mod report;
 mod run;
@@ -23,14 +23,13 @@ use crate::train::{MicroBatch, PackOptions, Sequence, TrainedModel, UpdateCourse
 use crate::trainer::Trainer;
 use crate::types::Prompt;
 
-/// Steps beside the timed ones: one that warms up, and one that is not made, whose batch engines of their own sample during the
-/// last step.
+/// Steps in addition to the timed ones: a warm-up, and one that is not run, whose batch is sampled ahead in split mode during the last step.
 const EXTRA_STEPS: usize = 2;
 
 /// The benchmark of whole steps.
 #[derive(Debug, Clone)]
 pub struct StepBench {
-    /// Name in the output.
+    /// Name of the model in the output.
     pub model: String,
     /// The model; its end-of-sequence ids are ignored.
     pub spec: Arc<ModelSpec>,
@@ -40,21 +39,21 @@ pub struct StepBench {
     pub group: usize,
     /// Tokens per prompt.
     pub prompt_len: usize,
-    /// Tokens per completion, exactly.
+    /// Exact number of tokens per completion.
     pub completion_len: usize,
-    /// Tokens of each completion, drawn one by one by prompt and sample, instead.
+    /// Random completion lengths by prompt and sample, instead of `completion_len`.
     pub completion_spread: Option<LengthSpread>,
-    /// Timed steps.
+    /// Number of timed steps.
     pub steps: usize,
-    /// Configuration keys over those that follow from the above, `key=value`.
+    /// Configuration keys (`key=value`) that override those from the other fields.
     pub overrides: Vec<String>,
 }
 
 impl StepBench {
-    /// The run that is timed.
+    /// The configuration of the timed run.
     ///
     /// # Errors
-    /// The errors of an override.
+    /// Errors of the overrides.
     pub fn config(&self, world_size: usize) -> Result<Config> {
         let Self { prompts, group, prompt_len, .. } = self;
         let longest = self.completion_spread.map_or(self.completion_len, |spread| spread.longest);
@@ -73,7 +72,7 @@ impl StepBench {
         Config::load(None, &keys.chain(self.overrides.iter().cloned()).collect::<Vec<_>>())
     }
 
-    /// Bytes that libtorch will hold at most: in the micro-batches of the rank with most prompts, where all completions have one
+    /// Predicted maximum bytes of libtorch's tensors, for the micro-batches of the rank with the most prompts; `None` unless all completions have one
     /// length and make one update.
     fn predicted_bytes(&self, config: &Config, trainer: &Trainer, world_size: usize) -> Result<Option<usize>> {
         let updates = config.validate_world(world_size)?.updates_per_generation * config.num_iterations;
@@ -103,7 +102,7 @@ impl StepBench {
         Ok(Some(predicted_tensor_bytes(&model, at_once) + model.bytes().engine_adapters + reference))
     }
 
-    /// The least time of phases on GPUs; the copies of optimizer state that lives on the host are left out, with their floor.
+    /// Theoretical minimum times of phases on GPUs. The optimizer is left out if its state is on the host.
     fn floors(
         &self,
         config: &Config,
@@ -132,7 +131,7 @@ impl StepBench {
         Ok(work.floors(self.completion_spread.is_some()))
     }
 
-    /// Prompts of all steps, no two alike; `num_begun` of each.
+    /// Prompts for all steps, all different, `num_begun` per step.
     fn prompts(&self, num_begun: usize) -> Vec<Prompt> {
         let prompt = |id: usize| {
             let first = id * self.prompt_len;

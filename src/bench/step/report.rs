@@ -13,8 +13,7 @@ use crate::phase::Phase;
 use crate::plan::MemoryPlan;
 use crate::ranks::World;
 
-/// The phases around the rollout, by the time that the host spends there. Copies beside other work are reported by
-/// `transition/hidden_share`.
+/// The phases around the rollout, measured by host time. Overlapped copies are reported as `transition/hidden_share`.
 const TRANSITIONS: [Phase; 5] = [Phase::Offload, Phase::Gather, Phase::Wake, Phase::Sleep, Phase::Reload];
 
 /// Phases of ranks that generate, in split mode.
@@ -129,14 +128,13 @@ impl StepTimesReport<'_> {
         phases.iter().filter_map(|phase| self.seconds(*phase)).sum()
     }
 
-    /// The time in no phase: waiting for the GPU, counting. In split mode phases lie beside one another, and their sum
-    /// means nothing.
+    /// The time outside of phases: waiting for the GPU, counting. `None` in split mode, where phases overlap and their sum has no meaning.
     fn unphased(&self) -> Option<f64> {
         (self.config.mode == Mode::Colocated).then(|| self.medians["step_time"] - self.sum(Phase::ALL))
     }
 }
 
-/// Seconds of each phase that a step had.
+/// Seconds of each phase of a step.
 pub(super) fn phases(values: &MetricValues) -> BTreeMap<&'static str, f64> {
     Phase::ALL.iter().filter_map(|phase| Some((phase.name(), seconds(values, *phase)?))).collect()
 }

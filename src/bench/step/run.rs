@@ -1,4 +1,4 @@
-//! Builds the trainer, makes the steps and times them.
+//! Creates the trainer, runs the steps and times them.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -28,17 +28,17 @@ use crate::types::Prompt;
 /// Results of [`bench_step`].
 #[derive(Debug)]
 pub struct BenchedSteps {
-    /// What was measured.
+    /// The measured results.
     pub result: Value,
-    /// The trainer that did the steps, which holds the GPU's and pinned memory.
+    /// The trainer that ran the steps, which still holds GPU and pinned memory.
     pub trainer: Trainer,
 }
 
-/// Runs it; collective over the world. The first rank also writes a table to stderr. The trainer comes back too, as giving its
-/// pinned memory back takes a while: a caller tells the result first.
+/// Runs the benchmark; collective over the world. Rank 0 also writes a table to stderr. The trainer is returned, too, because freeing its pinned
+/// memory takes a while: print the result first.
 ///
 /// # Errors
-/// The plan's refusals; out of memory.
+/// Errors of the memory plan; errors of insufficient memory.
 pub fn bench_step(bench: &StepBench, world: Arc<World>) -> Result<BenchedSteps> {
     let spec = Arc::new(ModelSpec { eos_token_ids: Vec::new(), ..(*bench.spec).clone() });
     let config = bench.config(world.size())?;
@@ -76,7 +76,7 @@ pub fn bench_step(bench: &StepBench, world: Arc<World>) -> Result<BenchedSteps> 
     Ok(BenchedSteps { result, trainer })
 }
 
-/// A trainer of random weights that writes no files. The model's tokens are numbers. Collective over the world.
+/// Creates a trainer with random weights that writes no files. The model's tokens are numbers. Collective over the world.
 fn trainer_on_random(config: Config, spec: &ModelSpec, prompts: Vec<Prompt>, world: &Arc<World>) -> Result<Trainer> {
     let placement = Placement::in_world(config.device, config.dtype, world.device())?;
     let room = Room::common(placement, world)?;
@@ -107,7 +107,7 @@ fn plan_of(plan: &MemoryPlan) -> Value {
     })
 }
 
-/// The step's metrics, its time until the GPU is done among them.
+/// Runs a step and returns its metrics, including its time until the GPU is done.
 fn one_step(trainer: &mut Trainer, world: &World) -> Result<MetricValues> {
     world.group().barrier()?;
     let start = Instant::now();
@@ -119,7 +119,7 @@ fn one_step(trainer: &mut Trainer, world: &World) -> Result<MetricValues> {
     Ok(values)
 }
 
-/// 0 or 1, drawn by the completion's tokens.
+/// A reward of 0 or 1, pseudo-random by the completion's tokens.
 fn random_reward(input: &RewardInput<'_>) -> Result<f32> {
     let key = input.token_ids.iter().fold(RandomKey::new(SEED, STREAM), |key, &id| key.fold(u64::from(id)));
     Ok((key.word(0, 0) & 1) as f32)

@@ -1,4 +1,4 @@
-//! The report of a training benchmark: rates, operations, times by family, bytes that moved.
+//! The report of a training benchmark: rates, FLOPs, times by family of operations, offloaded bytes.
 
 use serde_json::{Value, json};
 
@@ -64,9 +64,9 @@ impl TimedRun<'_> {
     }
 }
 
-/// Operations of one sequence, as model FLOP utilisation counts them: 6 a token and parameter that it is computed with, 12 for every pair of
-/// tokens, layer and element of the queries' width that causal attention needs, and 21 for every token, layer and element of a gated delta
-/// net's state; a third of all without a backward. Recomputation is not counted.
+/// FLOPs of one sequence as counted for model FLOP utilisation: 6 per token and active parameter; 12 for every pair of tokens, layer and element of
+/// the queries' width in causal attention; 21 for every token, layer and element of a gated delta net's state. Without a backward, a third of this.
+/// Recomputation is not counted.
 pub(super) fn model_flop(bench: &TrainBench, len: f64) -> f64 {
     let spec = &bench.spec;
     let attention = spec.training_flop_per_pair() as f64 * len * len / 2.0;
@@ -75,7 +75,7 @@ pub(super) fn model_flop(bench: &TrainBench, len: f64) -> f64 {
     if bench.score { whole / 3.0 } else { whole }
 }
 
-/// [calls, milliseconds, the same at the speed of memory and products] by family, the longest first.
+/// [calls, milliseconds, theoretical minimum in milliseconds] by family of operations, the longest first.
 pub(super) fn by_family(families: &[OpFamily], limits: &GpuLimits) -> Value {
     let rounded = |ms: f64| (ms * 100.0).round() / 100.0;
     let floor_ms = |work: &OpCost| 1e3 * limits.floor_s(work.bytes, work.flop);
@@ -86,8 +86,8 @@ pub(super) fn by_family(families: &[OpFamily], limits: &GpuLimits) -> Value {
     Value::Object(rows.collect())
 }
 
-/// Bytes that kept tensors of blocks moved to the host and back in the last step, their rate, and the seconds in which computation waited for
-/// them; null where none did.
+/// Bytes of offloaded tensors copied to the host and back in the last step, their rate, and the seconds in which computation waited for them; null if
+/// there were none.
 pub(super) fn offloaded(steps: &[Timed]) -> Value {
     let Some(moved) = steps.last().map(|step| step.offloaded).filter(|moved| moved.bytes > 0) else {
         return Value::Null;

@@ -34,7 +34,7 @@ fn bench(preset: &str, num_layers: usize, gradient_checkpointing: GradientCheckp
     }
 }
 
-/// Eight layers of Qwen3.5-9B on a GPU of 80 GB: without kept chunks they fit, which was measured; with them they take 4.9 GB more and do not.
+/// Eight layers of Qwen3.5-9B on a GPU with 80 GB. Without kept chunks they fit, as was measured; with them they need 4.9 GB more and do not fit.
 #[test]
 fn memory_of_a_benchmark_includes_optimizer_state() {
     let available = 79 << 30; // of an H100 with a context
@@ -54,7 +54,7 @@ fn memory_of_a_benchmark_includes_optimizer_state() {
     }
 }
 
-/// More than any machine has: a benchmark that began to allocate would be ended by the kernel.
+/// The benchmark needs more memory than any machine has: if it started to allocate, the kernel would kill it.
 #[test]
 fn a_benchmark_that_exceeds_memory_is_refused_before_it_starts() {
     let world = World::single_on(Backend::Shm).unwrap();

@@ -1,5 +1,5 @@
-//! The HTML report: one file without external resources, made from metrics.jsonl, run_config.json and the completions; and its parts,
-//! for who shows runs that are under way.
+//! The HTML report: one file without external resources, made from metrics.jsonl, run_config.json and the completions. `watch` uses its parts to show
+//! runs under way.
 
 mod page;
 mod panels;
@@ -20,15 +20,15 @@ pub use crate::console::number;
 use crate::error::{Error, Result};
 use crate::untrusted::{Folder, MAX_RUN_CONFIG_BYTES};
 
-/// The report's file in the output folder of a run.
+/// Name of the report in a run's output folder.
 const REPORT: &str = "report.html";
 
-/// The page's style.
+/// The page's CSS.
 pub const STYLE: &str = include_str!("report.css");
 /// The page's script, which shows a chart's values at a step.
 pub const SCRIPT: &str = include_str!("report.js");
 
-/// The charts of a run; of several, one line each in every chart. Runs come with their names.
+/// The charts of one run, or of several runs with one line each. Runs are passed with their names.
 pub fn charts(runs: &[(&str, &History)]) -> String {
     let range = |steps: (f64, f64), (_, history): &(&str, &History)| {
         (steps.0.min(history.steps.0), steps.1.max(history.steps.1))
@@ -44,7 +44,7 @@ pub fn charts(runs: &[(&str, &History)]) -> String {
 /// Writes `report.html` into the output folder of a run, finished or not, and returns its path.
 ///
 /// # Errors
-/// [`Error::BadFile`] if metrics.jsonl is missing or has no line, [`Error::Io`] if a file cannot be read or written.
+/// [`Error::BadFile`] if metrics.jsonl is missing or empty, [`Error::Io`] if a file cannot be read or written.
 pub fn write_report(output_dir: &Path) -> Result<PathBuf> {
     let (folder, metrics) = (Folder::new(output_dir), output_dir.join(jsonl::FILE));
     if !folder.has(jsonl::FILE) {
@@ -62,10 +62,10 @@ pub fn write_report(output_dir: &Path) -> Result<PathBuf> {
     Ok(path)
 }
 
-/// Dotted keys and values of a run's run_config.json; none if the run left no configuration.
+/// The configuration of a run from run_config.json, as dotted keys and values; empty if there is no such file.
 ///
 /// # Errors
-/// [`Error::Io`] if it cannot be read, [`Error::BadFile`] if it is no JSON.
+/// [`Error::Io`] if it cannot be read, [`Error::BadFile`] if it is not JSON.
 pub(crate) fn read_config(folder: &Folder) -> Result<Vec<(String, String)>> {
     let path = folder.path().join(RUN_CONFIG);
     if !folder.has(RUN_CONFIG) {
@@ -91,7 +91,7 @@ fn flatten(prefix: &str, value: &serde_json::Value, rows: &mut Vec<(String, Stri
     }
 }
 
-/// Text that a browser shows as it is: completions are written by a model.
+/// Escapes text for HTML, because completions are untrusted model output.
 pub fn escape(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
     for character in text.chars() {

@@ -11,7 +11,7 @@ use super::turns::{MAX_MESSAGES, turns};
 use super::{SCRIPT, STYLE, charts, number};
 use crate::metrics::CompletionRow;
 
-/// Longest text shown of a prompt or completion, in characters.
+/// Maximum number of characters shown of a prompt or completion.
 const MAX_CHARACTERS: usize = 1500;
 
 pub(super) fn render(output_dir: &Path, history: &History, config: &[(String, String)], samples: &[Samples]) -> String {
@@ -31,7 +31,7 @@ pub(super) fn render(output_dir: &Path, history: &History, config: &[(String, St
     templates::render("page.html", values)
 }
 
-/// The newest figures of a run.
+/// Tiles with the newest key figures of a run.
 pub fn tiles(history: &History) -> String {
     let last = |name: &str| history.get(name).and_then(|points| points.last()).map(|point| point.1);
     let tile = |label: &str, value: String| json!({"label": label, "value": value});
@@ -59,7 +59,7 @@ fn median(points: &[(f64, f64)]) -> f64 {
     values[values.len() / 2]
 }
 
-/// Seconds of all steps, from means over the steps since the line before.
+/// Total seconds of all steps, from means over the steps since the previous line.
 fn total(points: &[(f64, f64)]) -> f64 {
     let before = [0.0].into_iter().chain(points.iter().map(|point| point.0));
     points.iter().zip(before).map(|(point, before)| (point.0 - before) * point.1).sum()
@@ -74,7 +74,7 @@ fn duration(seconds: f64) -> String {
     }
 }
 
-/// A prompt with its completions, each text cut after `max_characters`; `num_more` are not among `group`.
+/// A prompt with its completions; each text is truncated to `max_characters`. `num_more` completions are not shown.
 pub fn completions_of_prompt(group: &[CompletionRow], max_characters: usize, num_more: usize) -> String {
     let excerpt = |text| Excerpt::of(text, max_characters);
     let (first, rows) = (group.first(), group.iter().map(|row| completion(row, max_characters)).collect::<Vec<_>>());
@@ -110,7 +110,7 @@ fn completion(row: &CompletionRow, max_characters: usize) -> Value {
     })
 }
 
-/// First, last, least and greatest value of every metric.
+/// A table with first, last, minimum and maximum of every metric.
 pub fn metrics_table(history: &History) -> String {
     let row = |(name, points): (&str, &[(f64, f64)])| {
         let values = || points.iter().map(|point| point.1);
@@ -120,7 +120,7 @@ pub fn metrics_table(history: &History) -> String {
     templates::render("metrics.html", json!({"metrics": history.all().map(row).collect::<Vec<_>>()}))
 }
 
-/// The keys of a configuration and their values.
+/// A table of a configuration's keys and values.
 pub fn config_table(config: &[(String, String)]) -> String {
     templates::render("config.html", json!({"entries": config}))
 }

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::super::jsonl::MetricLine;
 use super::plot::{Plot, Series, Shape};
 
-/// Every metric's values over the steps.
+/// The values of every metric over the steps.
 #[derive(Debug, Clone)]
 pub struct History {
     series: BTreeMap<String, Vec<(f64, f64)>>,
@@ -40,12 +40,12 @@ impl History {
         }
     }
 
-    /// Values of all metrics together.
+    /// Number of values of all metrics together.
     pub fn num_values(&self) -> usize {
         self.num_values
     }
 
-    /// The greatest step of all lines.
+    /// The largest step of all lines.
     pub fn last_step(&self) -> Option<f64> {
         Some(self.steps.1).filter(|step| step.is_finite())
     }
@@ -68,7 +68,7 @@ impl History {
     }
 }
 
-/// Title, and metrics with their labels. A metric that a run does not have is left out, a panel without metrics too.
+/// Panels: title, and metrics with their labels. Metrics that a run does not have are left out, and so are panels without metrics.
 const PANELS: [(&str, &[(&str, &str)]); 16] = [
     ("Reward", &[("reward", "training"), ("eval_reward", "evaluation")]),
     ("Loss", &[("loss", "loss")]),
@@ -129,10 +129,10 @@ const PANELS: [(&str, &[(&str, &str)]); 16] = [
     ("Memory, GB", &[("perf/max_resident_gb", "resident at most, a rank")]),
 ];
 
-/// Series that follow a plan or a bound: a moving average would bend them.
+/// Series that follow a schedule or a limit, which are shown without a moving average because it would distort them.
 const EXACT: [&str; 3] = ["learning_rate", "completions/min_length", "completions/max_length"];
 
-/// Most colours that a reader can tell apart.
+/// Maximum number of colours that a reader can distinguish.
 const MAX_SERIES: usize = 8;
 
 /// The plots of a run, in reading order.
@@ -151,7 +151,7 @@ pub(super) fn plots(history: &History) -> Vec<Plot> {
     plots
 }
 
-/// The plots of several runs: in each the main metric of a panel, a line for every run.
+/// The plots of several runs: each shows the main metric of a panel, with one line per run.
 pub(super) fn compared(runs: &[(&str, &History)]) -> Vec<Plot> {
     let of_metric = |title: &str, name: &str| {
         let lines = runs.iter().filter_map(|(run, history)| Some(series(name, run, history.get(name)?)));
@@ -189,14 +189,14 @@ fn reward_functions(history: &History) -> Plot {
 
 fn other_evaluation(history: &History) -> Plot {
     let is_plotted = |name: &str| PANELS.iter().any(|(_, metrics)| metrics.iter().any(|(known, _)| *known == name));
-    // The reward's spread is no score to read beside pass@k.
+    // The reward's spread is not a score to show beside pass@k.
     let is_score = |name: &str| name.starts_with("eval_") && !name.starts_with("eval_reward") && !name.contains('/');
     let rest = history.all().filter(|(name, _)| is_score(name) && !is_plotted(name));
     let series = rest.map(|(name, points)| series(name, &name["eval_".len()..], points)).take(MAX_SERIES);
     Plot { title: "Evaluation".into(), shape: Shape::Lines, series: series.collect() }
 }
 
-/// Phases by the time they take, the small ones together, and what no phase accounts for.
+/// Phases by their time, with the small ones combined, and the time outside of phases.
 fn timing(history: &History) -> Plot {
     let mut phases: Vec<Series> =
         history.with_prefix("timing_s/").map(|(name, points)| series("timing_s", name, points)).collect();

@@ -11,13 +11,13 @@ const RIGHT: f64 = 10.0;
 const TOP: f64 = 8.0;
 const BOTTOM: f64 = 24.0;
 
-/// Most points drawn of a line; longer ones are averaged in equal runs.
+/// Maximum number of points of a line; longer lines are averaged over equal runs of points.
 const MAX_POINTS: usize = 400;
 
-/// Most stacked bars drawn.
+/// Maximum number of stacked bars.
 const MAX_BARS: usize = 80;
 
-/// One figure.
+/// One plot.
 #[derive(Debug)]
 pub(super) struct Plot {
     pub title: String,
@@ -35,16 +35,16 @@ pub(super) enum Shape {
 #[derive(Debug)]
 pub(super) struct Series {
     pub label: String,
-    /// Step and value, by step.
+    /// Steps and values, sorted by step.
     pub points: Vec<(f64, f64)>,
-    /// Drawn faintly, under its moving average.
+    /// Whether it is drawn faintly under its moving average.
     pub is_smooth: bool,
-    /// Drawn with a dot at every value.
+    /// Whether every value is marked with a dot.
     pub has_marks: bool,
 }
 
 impl Plot {
-    /// The figure, over the steps of the whole run.
+    /// Renders the plot over the steps of the whole run.
     pub(super) fn render(&self, steps: (f64, f64)) -> String {
         let most = if self.shape == Shape::Stack { MAX_BARS } else { MAX_POINTS };
         let series: Vec<Vec<(f64, f64)>> = self.series.iter().map(|series| thinned(&series.points, most)).collect();
@@ -68,7 +68,7 @@ impl Plot {
         )
     }
 
-    /// The title, and the newest value of every series, for those who cannot see the figure.
+    /// The title and the newest value of every series, for screen readers.
     fn description(&self, series: &[Vec<(f64, f64)>]) -> String {
         let newest = self.series.iter().zip(series).filter_map(|(series, points)| {
             let (step, value) = points.last()?;
@@ -90,7 +90,7 @@ impl Plot {
         };
         let lowest = values.iter().copied().fold(f64::INFINITY, f64::min);
         let highest = values.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-        // Zero belongs to the picture unless the values stand far from it; one value alone stands half way up.
+        // Include zero unless the values are far from it; a single value is shown at half height.
         match (lowest, highest) {
             (0.0, 0.0) => (0.0, 1.0),
             _ if lowest == highest => (0.0_f64.min(2.0 * lowest), 0.0_f64.max(2.0 * highest)),
@@ -109,7 +109,7 @@ impl Plot {
         format!("<p class=\"legend\">{}</p>", self.series.iter().enumerate().map(entry).collect::<String>())
     }
 
-    /// The values that the pointer reads, as JSON for the page's script.
+    /// The values shown at the pointer, as JSON for the page's script.
     fn readout(&self, series: &[Vec<(f64, f64)>], scale: &Scale) -> String {
         let lines = self.series.iter().zip(series).map(|(series, points)| {
             let points: Vec<_> = points.iter().map(|(step, value)| (step, number(*value))).collect();
@@ -153,7 +153,7 @@ fn draw_bars(index: usize, series: &[Vec<(f64, f64)>], scale: &Scale, svg: &mut 
     for (step, value) in &series[index] {
         let below: f64 = series[..index].iter().map(|points| value_at(points, *step)).sum();
         let (top, bottom) = (scale.y(below + value), scale.y(below));
-        // Bars stay inside the frame at both ends.
+        // Keep bars inside the frame at both ends.
         let x = (scale.x(*step) - width / 2.0).clamp(LEFT, WIDTH - RIGHT - width);
         let height = (bottom - top).max(0.0);
         let _ = write!(
@@ -167,7 +167,7 @@ fn value_at(points: &[(f64, f64)], step: f64) -> f64 {
     points.iter().find(|point| point.0 == step).map_or(0.0, |point| point.1)
 }
 
-/// At most `most` points: means over equal runs, at the run's last step.
+/// Reduces to at most `most` points: means over equal runs of points, placed at the last step of each run.
 fn thinned(points: &[(f64, f64)], most: usize) -> Vec<(f64, f64)> {
     let mean = |run: &[(f64, f64)]| {
         let sum: f64 = run.iter().map(|point| point.1).sum();
@@ -176,7 +176,7 @@ fn thinned(points: &[(f64, f64)], most: usize) -> Vec<(f64, f64)> {
     points.chunks(points.len().div_ceil(most).max(1)).map(mean).collect()
 }
 
-/// Mean over a window around each step, a tenth of the run wide (half of it at the ends), so that trends do not lag.
+/// Mean over a centred window around each step, a tenth of the run wide (half of that at the ends), so that trends are not delayed.
 fn moving_average(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
     let reach = (points.len() / 20).max(2);
     let average = |index: usize| {
@@ -186,7 +186,7 @@ fn moving_average(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
     (0..points.len()).map(average).collect()
 }
 
-/// Steps and values to coordinates.
+/// Maps steps and values to coordinates.
 #[derive(Debug)]
 struct Scale {
     steps: (f64, f64),
@@ -239,7 +239,7 @@ impl Scale {
 }
 
 impl Scale {
-    /// A label with as many decimals as tell neighbouring ticks apart.
+    /// A label with enough decimals to distinguish neighbouring ticks.
     fn tick_label(&self, value: f64) -> String {
         let highest = self.values.0.abs().max(self.values.1.abs());
         if !(1e-2..1e4).contains(&highest) {

@@ -1,4 +1,4 @@
-//! A few completions of the first and the last step that were kept.
+//! A few completions from the first and the last logged step.
 
 use std::path::Path;
 
@@ -7,10 +7,10 @@ use super::super::completions::read_rows;
 use crate::error::Error;
 use crate::untrusted::Folder;
 
-/// Most files that are looked through for the first and the last.
+/// Maximum number of files searched for the first and the last.
 const MAX_FILES: usize = 1_000_000;
 
-/// Prompts shown of a step, and completions of each.
+/// Number of prompts shown per step and, below, of completions per prompt.
 const MAX_PROMPTS: usize = 2;
 const MAX_COMPLETIONS: usize = 4;
 
@@ -21,7 +21,7 @@ pub(super) struct Samples {
     pub groups: Vec<Vec<CompletionRow>>,
 }
 
-/// Samples of the first and the last file in `completions/`; none if there are no files. What cannot be read is said and left out.
+/// Samples from the first and the last file in `completions/`; empty if there are no files. Unreadable files are skipped with a warning.
 pub(super) fn first_and_last(folder: &Folder) -> Vec<Samples> {
     let tell = |path: &Path, error: &Error| {
         tracing::warn!("the report shows no completions of {}: {error}", path.display());
@@ -41,7 +41,7 @@ pub(super) fn first_and_last(folder: &Folder) -> Vec<Samples> {
     chosen.into_iter().filter_map(read).filter_map(choose).collect()
 }
 
-/// Groups whose completions differ in reward say most; the others only if there is none.
+/// Chooses groups whose completions differ in reward, which are the most informative; other groups only if there are none.
 fn choose(rows: Vec<CompletionRow>) -> Option<Samples> {
     let step = rows.first()?.step;
     let groups: Vec<&[CompletionRow]> = rows.chunk_by(|a, b| a.prompt == b.prompt).collect();
@@ -52,7 +52,7 @@ fn choose(rows: Vec<CompletionRow>) -> Option<Samples> {
     Some(Samples { step, groups })
 }
 
-/// Completions from the best reward to the worst.
+/// Some completions from the best reward to the worst.
 fn spread(group: &[CompletionRow]) -> Vec<CompletionRow> {
     let mut sorted = group.to_vec();
     let reward = |row: &CompletionRow| row.reward.unwrap_or(f32::NEG_INFINITY);

@@ -1,4 +1,4 @@
-//! The page's parts as templates of this folder, which escape all that is shown.
+//! Templates for parts of the page, in this folder; they escape all values.
 
 use std::sync::LazyLock;
 
@@ -19,7 +19,7 @@ static TEMPLATES: LazyLock<Environment<'static>> = LazyLock::new(|| {
     templates
 });
 
-/// A template with its values.
+/// Renders a template with its values.
 pub(super) fn render(name: &str, values: impl Serialize) -> String {
     let rendered = TEMPLATES.get_template(name).and_then(|template| template.render(values));
     rendered.expect("a template of this folder, with the values that it names")
@@ -29,12 +29,12 @@ pub(super) fn render(name: &str, values: impl Serialize) -> String {
 #[derive(Debug, Serialize)]
 pub(super) struct Excerpt<'a> {
     text: &'a str,
-    /// Bytes behind it.
+    /// Number of bytes left out.
     num_more: usize,
 }
 
 impl<'a> Excerpt<'a> {
-    /// At most so many characters.
+    /// At most `max_characters` characters.
     pub fn of(whole: &'a str, max_characters: usize) -> Self {
         let end = whole.char_indices().nth(max_characters).map_or(whole.len(), |(end, _)| end);
         Self { text: &whole[..end], num_more: whole.len() - end }

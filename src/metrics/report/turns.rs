@@ -1,15 +1,15 @@
-//! A completion of several turns: one item a message.
+//! Shows a completion with several turns: one item per message.
 
 use serde_json::{Value, json};
 
 use super::templates::Excerpt;
 
-/// Most messages shown of a completion.
+/// Maximum number of messages shown of a completion.
 pub(super) const MAX_MESSAGES: usize = 100;
-/// Fewest characters shown of a message, however many there are.
+/// Minimum number of characters shown of a message, however many messages there are.
 const MIN_CHARACTERS: usize = 200;
 
-/// The messages of a completion as its template has them; their texts have `max_characters` together.
+/// The messages of a completion as values for the template; their texts are limited to `max_characters` in total.
 pub(super) fn turns(messages: &[Value], max_characters: usize) -> Vec<Value> {
     let each = (max_characters / messages.len().clamp(1, MAX_MESSAGES)).max(MIN_CHARACTERS);
     messages.iter().take(MAX_MESSAGES).map(|message| turn(message, each)).collect()
@@ -38,7 +38,7 @@ fn turn(message: &Value, max_characters: usize) -> Value {
     turn
 }
 
-/// A text as it is; anything else as JSON.
+/// A text unchanged; any other value as JSON.
 fn shown(value: &Value) -> String {
     match value {
         Value::Null => String::new(),
@@ -47,7 +47,7 @@ fn shown(value: &Value) -> String {
     }
 }
 
-/// Arguments of a call as in Python: `a=3, b="x"`.
+/// Arguments of a call in Python's notation: `a=3, b="x"`.
 fn arguments(arguments: &Value) -> String {
     match arguments {
         Value::Object(named) => {
@@ -63,7 +63,7 @@ mod tests {
     use super::*;
     use crate::metrics::CompletionRow;
 
-    /// A completion of these messages.
+    /// Renders a completion with these messages.
     fn html(messages: &[Value], max_characters: usize) -> String {
         let row = CompletionRow { messages: messages.to_vec(), ..CompletionRow::default() };
         completions_of_prompt(&[row], max_characters, 0)
