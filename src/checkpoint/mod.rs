@@ -4,8 +4,7 @@
 //! |---|---|
 //! | `config.json`, `*.safetensors`, `tokenizer*` | the policy as a Hugging Face model; for a LoRA run, adapters in PEFT's format |
 //! | `reference/` | the reference model in the same format, if it follows the policy (`sync_ref_model`) |
-//! | `optimizer/rank_00000_of_00004.safetensors` | one rank's master weights and Adam moments, by parameter and range, with the run and step that
-//! they belong to |
+//! | `optimizer/rank_00000_of_00004.safetensors` | one rank's master weights and Adam moments, by parameter and range, with their run and step |
 //! | `trainer_state.json` | step, data position, history, configuration |
 //! | `manifest.json` | sizes and SHA-256 of all files; written last |
 //!
@@ -187,7 +186,7 @@ impl Checkpoint {
         Some(self.folder.join(write::REFERENCE)).filter(|folder| folder.is_dir())
     }
 
-    /// The metrics of the run that wrote it.
+    /// The metrics of the run that wrote this checkpoint.
     pub fn earlier_log(&self) -> EarlierLog {
         let TrainerState { global_step, log_history, unlogged, .. } = &self.state;
         let (history, unlogged) = (log_history.clone(), unlogged.clone());

@@ -93,9 +93,9 @@ fn checkpoint_of_first_rank(output: &OutputConfig, world: &World) -> Result<Opti
 pub struct NumberChange {
     /// The name of the number in errors.
     pub name: &'static str,
-    /// Its value in the checkpoint, on the ranks that wrote it.
+    /// The number in the checkpoint, on the ranks that wrote it.
     pub old: usize,
-    /// Its value in the resumed run, on the ranks of that.
+    /// The number in the resumed run, on that run's ranks.
     pub new: usize,
 }
 

@@ -82,7 +82,7 @@ pub struct CarriedGroup {
 /// A batch that was sampled before the step that trains on it.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct SavedBatch {
-    /// Number of updates before the one that trains on it.
+    /// Number of optimizer updates before the one that trains on this batch.
     pub global_step: u64,
     /// Position in the training rows before it was drawn.
     pub before: SamplerState,

@@ -98,7 +98,7 @@ impl ReportFile {
     /// Creates an empty report file.
     ///
     /// # Errors
-    /// [`Error::Environment`] if the kernel has no memory for it.
+    /// [`Error::Environment`] if the kernel has no memory for the file.
     pub(super) fn new() -> Result<Self> {
         let file = rustix::fs::memfd_create(c"colo-grpo-report", MemfdFlags::CLOEXEC);
         let failed = |error| Error::Environment {

@@ -8,8 +8,9 @@ use super::step::MetricValues;
 use crate::error::{Error, Result};
 use crate::untrusted::{self, Folder, MAX_LOG_BYTES};
 
-/// Name of the file in a run's output folder; below, the name that an earlier run's file gets.
+/// Name of the file in a run's output folder.
 pub(super) const FILE: &str = "metrics.jsonl";
+/// New name of an earlier run's file.
 const EARLIER: &str = "metrics.jsonl.old";
 
 /// One line: metrics of a step, or of an evaluation after it (names with `eval_`).

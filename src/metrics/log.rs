@@ -50,7 +50,7 @@ pub struct EarlierLog {
     pub folder: PathBuf,
     /// Step of the checkpoint.
     pub step: u64,
-    /// All lines written before it.
+    /// All metric lines written before the checkpoint.
     pub history: LogHistory,
     /// Metrics of the steps since the newest line, as bit patterns.
     pub unlogged: Vec<BTreeMap<String, u64>>,

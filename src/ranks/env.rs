@@ -24,8 +24,9 @@ pub struct WorkerEnv {
 /// Environment variable with the number of earlier starts of a run. It is torchrun's; this crate's launcher sets it, too.
 pub const RESTART_COUNT_VARIABLE: &str = "TORCHELASTIC_RESTART_COUNT";
 
-/// Maximum ranks of a run and, below, of a host. Shared memory slots have space for 256 bytes of each.
+/// Maximum number of ranks of a run.
 const MAX_RANKS: usize = 1 << 16;
+/// Maximum number of ranks on a host; a slot of shared memory has space for 256 bytes of each.
 const MAX_LOCAL_RANKS: usize = 1 << 12;
 
 const WORKER_VARIABLES: [&str; 3] = ["RANK", "LOCAL_RANK", "WORLD_SIZE"];

@@ -12,7 +12,7 @@ impl World {
     /// for each other, the steps at the end have this order:
     ///
     /// 1. Post a failure at once, because peers may wait for this rank in a collective, and `leave` may wait for a device that this collective
-    /// blocks.
+    ///    blocks.
     /// 2. Leave. This rank's copies run while others still work, and a failure of `leave` is part of the agreement, too.
     /// 3. Agree with all ranks. A rank that reaches this point has left.
     /// 4. After a failure run `recover`: other ranks have released their resources by now. A panic continues to unwind.

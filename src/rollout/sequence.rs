@@ -9,11 +9,11 @@ use crate::types::{FinishReason, RoutedExperts, SamplingParams, Trajectory};
 /// Priority of a waiting sequence; first are those that others wait for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum QueuePriority {
-    /// Preempted, or about to compute the prompt for its partly sampled group.
+    /// The sequence was preempted, or is about to compute the prompt for its partly sampled group.
     First,
-    /// Belongs to a group that is partly sampled.
+    /// The sequence belongs to a group that is partly sampled.
     Begun,
-    /// Belongs to a group with no sampled tokens.
+    /// The sequence belongs to a group with no sampled tokens.
     New,
 }
 

@@ -31,8 +31,9 @@ struct DraftTargets {
     /// Indexes of the tokens before the rows.
     before: Tensor, // [R] i64
     bounds: Bounds,
-    /// Rows whose next token is scored; below, these next tokens.
+    /// Rows whose next token is scored.
     scored: Tensor, // [C] i64
+    /// Token ids of these next tokens.
     targets: Tensor, // [C] i64
 }
 

@@ -37,13 +37,13 @@ pub struct MicroBatch {
     pub advantages: Tensor, // [N] f32
     /// Divisors for the loss type `bnpo`, if every sequence has one.
     pub bnpo_divisors: Option<Tensor>, // [N] f64
-    /// The sampler's log-probabilities, if every sequence has them.
+    /// The sampler's log-probabilities; `None` if any sequence has none.
     pub rollout_logprobs: Option<Tensor>, // [C] f32
     /// Log-probabilities of the policy before the first update on this batch, if every sequence has them.
     pub old_logprobs: Option<Tensor>, // [C] f32
     /// The reference model's log-probabilities, if every sequence has them.
     pub ref_logprobs: Option<Tensor>, // [C] f32
-    /// A teacher's log-probabilities, if every sequence has them.
+    /// A teacher's log-probabilities; `None` if any sequence has none.
     pub teacher_logprobs: Option<Tensor>, // [C] f32
     /// A teacher's most probable tokens with their log-probabilities, if every sequence has them.
     pub teacher_top: Option<TopScores>, // [C, K] i64 and f32
@@ -69,7 +69,7 @@ impl MicroBatch {
         Ok(micro_batch)
     }
 
-    /// Whether nothing is scored in it.
+    /// Whether this micro-batch has no scored tokens.
     pub fn is_empty(&self) -> bool {
         self.sequences.is_empty()
     }

@@ -2,13 +2,12 @@
 //!
 //! | file | what it is |
 //! |---|---|
-//! | `gather` | sequences of all ranks, and their experts where they are trained on |
 //! | `gather` | gathers sequences on all ranks, and recorded experts where they are trained on |
 //! | `balance` | distributes sequences over ranks by cost |
 //! | `sequence`, `pack`, `micro_batch` | sequences, and how they are packed into micro-batches, with shared prompts |
 //! | `policy` | the trained model: scores, gradients, the optimizer step |
 //! | `load` | creates a policy: all weights, or adapters on a frozen base |
-//! | `network`, `network_options`, `blocks`, `upcoming` | embedding, blocks and head, forward and backward; the units that they read next |
+//! | `reference` | a frozen model that only scores |
 //! | `network`, `network_options`, `blocks`, `upcoming` | embedding, blocks and head, forward and backward; which units are needed next |
 //! | `offload` | activations that are kept in host memory until backward |
 //! | `pass`, `row_part` | inputs of blocks and head from a micro-batch; this rank's rows if ranks share it |
@@ -18,8 +17,9 @@
 //! | `optim`, `orthogonal` | choice of optimizer; Muon's orthogonalisation of sharded matrices |
 //! | `state_layout` | which optimizer state each element has, and its place in memory |
 //! | `residence`, `flow` | where optimizer state is stored; streaming it from the host through the device |
-//! | `bytes`, `activations`, `moments` | what each class costs, and all at the fullest moment, for the plan |
+//! | `state` | optimizer state by parameter and element range, for checkpoints |
 //! | `bytes`, `activations`, `moments` | memory of each kind, and the peak over all, for the memory plan |
+//! | `schedule` | learning rates |
 //!
 //! ZeRO is one mechanism with three choices: after use, keep or free the gathered weights; after backward, keep or reduce-scatter the gradients;
 //! always step the part that this rank owns. At one world size and without accumulation the stages give equal bits where sums run in rank order, as

@@ -85,7 +85,7 @@ mod tests {
         assert_close(&rates(LrSchedulerType::CosineWithMinLr, 2, 10), &with_minimum);
     }
 
-    /// As in transformers: `warmup_steps` if set, else the ratio of all updates, rounded up.
+    /// Warm-up is counted like in transformers: `warmup_steps` if set, else the ratio of all updates, rounded up.
     #[test]
     fn warmup_is_a_number_or_a_fraction_of_updates() {
         let rows = "model_name_or_path = 'm'\ntrain_file = 'f'\nreward_funcs = ['format']";

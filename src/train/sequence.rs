@@ -87,7 +87,7 @@ impl Sequence {
         }
     }
 
-    /// The same completion after its teacher's prompt; masked if there is none.
+    /// This sequence's completion after its teacher's prompt; masked if there is no such prompt.
     pub fn behind_teacher_prompt(&self) -> Self {
         let prompt = self.teacher_prompt.as_deref().unwrap_or_else(|| self.prompt());
         Self {

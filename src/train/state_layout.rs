@@ -185,7 +185,7 @@ impl StateLayout {
     /// The run that contains a range of this rank's part of a unit, within one parameter.
     ///
     /// # Panics
-    /// If no run contains it.
+    /// If no run contains the range.
     pub(super) fn run_of(&self, index: usize, elements: &Range<usize>) -> &StateRun {
         let holds = |run: &&StateRun| run.elements.start <= elements.start && elements.end <= run.elements.end;
         self.units[index].iter().find(holds).unwrap_or_else(|| panic!("{elements:?} of unit {index} in no run"))

@@ -32,7 +32,7 @@ const STEPS: usize = 16;
 pub(super) struct GroupQuota {
     /// Number of groups in the batch.
     pub num_groups: usize,
-    /// Maximum number of groups that are begun for it.
+    /// Maximum number of groups that are begun for the batch.
     pub max_groups: usize,
     /// Range of mean rewards in which a group counts.
     pub range: Option<[f64; 2]>,

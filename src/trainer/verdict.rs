@@ -13,8 +13,9 @@ use crate::types::RolloutGroup;
 pub(super) struct GroupVerdict {
     pub has_signal: bool,
     are_equal: bool,
-    /// Sum of the group's rewards; below, their number.
+    /// Sum of the group's rewards.
     sum: f64,
+    /// Number of the group's rewards.
     count: f64,
 }
 

@@ -14,7 +14,7 @@ use crate::phase::Phase;
 use crate::untrusted::{self, MAX_LOG_BYTES};
 pub use svg::ChartLine;
 
-/// The phases of generation and, below, of training, grouped under labels.
+/// The phases of generation, grouped under labels.
 const GENERATING: [(&str, &[Phase]); 3] = [
     ("weights, memory", &[Phase::Offload, Phase::Gather, Phase::Wake, Phase::Sleep, Phase::Reload]),
     ("generate", &[Phase::Generate]),

@@ -10,8 +10,9 @@ use crate::untrusted::Folder;
 /// Maximum number of files searched for the first and the last.
 const MAX_FILES: usize = 1_000_000;
 
-/// Number of prompts shown per step and, below, of completions per prompt.
+/// Number of prompts shown per step.
 const MAX_PROMPTS: usize = 2;
+/// Number of completions shown per prompt.
 const MAX_COMPLETIONS: usize = 4;
 
 /// Groups of one step: prompts, each with its completions.

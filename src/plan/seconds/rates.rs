@@ -130,8 +130,9 @@ pub(super) struct TrainRates {
     /// Bytes moved by a delta net per FLOP of its recurrence, at half of a copy's rate, which its kernels reach (delta-nets.md#training-kernels).
     pub delta_forward_bytes: f64,
     pub delta_backward_bytes: f64,
-    /// Share of the recomputable work that full and, below, selective recomputation repeat.
+    /// Share of the recomputable work that full recomputation repeats.
     pub full: f64,
+    /// Share of the recomputable work that selective recomputation repeats.
     pub selective: f64,
     /// Time of a pass with adapters relative to one without.
     pub adapters: f64,

@@ -35,7 +35,7 @@ pub(super) struct NcclGroup {
 }
 
 impl NcclGroup {
-    /// Creates the group without connecting it.
+    /// Creates the group without a communicator; see [`NcclGroup::connect`].
     pub(super) fn new(
         group: Arc<RankGroup>,
         control: Arc<dyn ControlPlane>,

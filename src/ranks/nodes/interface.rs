@@ -18,7 +18,7 @@ pub fn nccl_interface(host: &str, port: u16) -> Option<String> {
 pub(super) struct Interface {
     /// The kernel's name of the interface.
     pub(super) name: String,
-    /// This host's address on it.
+    /// This host's address on the interface.
     pub(super) address: IpAddr,
 }
 

@@ -66,9 +66,9 @@ struct StepDraws {
 /// A row that a token was sampled from.
 struct DrawnRow {
     prompt_id: u64,
-    /// Number of tokens before it.
+    /// Position of the sampled token: the number of tokens before it.
     position: usize,
-    /// Whether it follows a draft token, and so is discarded if that is rejected.
+    /// Whether the row follows a draft token. Its sample is then discarded if the draft token is rejected.
     is_draft: bool,
 }
 

@@ -14,8 +14,9 @@ const REMEMBERED: usize = 5;
 const PREPARING: usize = 2;
 /// Number of steps after which a time is too old to use, because contexts have grown.
 const LASTING: u64 = 4096;
-/// Maximum number of recent sequences whose acceptance probabilities are averaged; below, the minimum.
+/// Maximum number of recent sequences whose acceptance probabilities are averaged.
 const MOST_LOOKS: usize = 64;
+/// Minimum number of recent sequences for an estimate of the gain.
 const LEAST_LOOKS: usize = 8;
 /// Steps of one size between two decisions. For the first `TRIED_FOR` steps after drafting was turned on, every step is decided anew.
 const DECIDED_FOR: u64 = 8;

@@ -6,8 +6,9 @@ use std::sync::Arc;
 
 /// Maximum number of completions remembered per prompt.
 const MOST_OF_PROMPT: usize = 8;
-/// Maximum number of tokens remembered in all (32 MiB); below, the overhead counted per completion, in tokens.
+/// Maximum number of tokens that are stored for all prompts (32 MiB).
 const MOST_TOKENS: usize = 8 << 20;
+/// Overhead of a stored completion, counted in tokens.
 const BESIDE: usize = 32;
 
 /// A hash of a prompt's tokens.

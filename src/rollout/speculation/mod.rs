@@ -1,6 +1,7 @@
 //! Speculative decoding. The engine samples each token as the argmax of logits plus noise, where the noise depends only on the random key, the
 //! position and the token id. After an accepted draft token it therefore samples exactly the token that it would have sampled without drafting. So
 //! completions are the same for any draft tokens; only the number of steps changes.
+//!
 //! | file | what it is |
 //! |---|---|
 //! | `drafts` | draft tokens of one sequence in one step |
