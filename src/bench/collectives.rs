@@ -141,7 +141,7 @@ fn in_graph(world: &World, ordinal: usize, mut call: impl FnMut(usize) -> Result
     let mut calls = || (0..GRAPH_CALLS).try_for_each(&mut call);
     {
         let _current = stream.make_current()?;
-        calls()?; // the communicator meets the stream
+        calls()?; // warms up the communicator on this stream
         synchronize(world.device())?;
     }
     let mut graph = Graph::capture(&stream, calls)?;
@@ -160,5 +160,5 @@ fn timed(world: &World, mut run: impl FnMut() -> Result<()>) -> Result<f64> {
         times.push(seconds(|| run().and_then(|()| synchronize(world.device())))?);
     }
     all_reduce_f64(&*world.group(), &mut times, ReduceOp::Max)?;
-    Ok(median(times.split_off(1))) // the first warms up
+    Ok(median(times.split_off(1))) // without the first, which warms up
 }

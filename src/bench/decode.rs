@@ -133,7 +133,7 @@ fn time(step: &mut TrialStep<'_>, op: Option<DecoderOp>, meter: Option<&EnergyMe
     let us = unsafe { graph.median_time(stream, replays)? }.as_secs_f64() * 1e6;
     let Some(meter) = meter else { return Ok(Timing { us, sustained: None }) };
     let mut longest_us = [us];
-    all_reduce_f64(*tp, &mut longest_us, ReduceOp::Max)?; // ranks of one engine make equally many replays
+    all_reduce_f64(*tp, &mut longest_us, ReduceOp::Max)?; // all ranks of an engine must run equally many replays
     // SAFETY: as above.
     let replay = || unsafe { graph.replay(stream) };
     Ok(Timing { us, sustained: Some(Sustained::measure(meter, stream, longest_us[0], replay)?) })
@@ -249,7 +249,7 @@ impl DecodeWork<'_, '_> {
         let with_attention = spec.attention_layers().count() as f64;
         match op {
             DecoderOp::Embed => OpWork::bytes((size + residual) * rows * hidden),
-            DecoderOp::Norm if step.sums_have_norms => OpWork::bytes((size + residual) * rows * hidden), // of the first layer
+            DecoderOp::Norm if step.sums_have_norms => OpWork::bytes((size + residual) * rows * hidden), // only that of the first layer
             DecoderOp::Norm => OpWork::bytes((size + residual) * rows * hidden * 2.0 * (2.0 * layers + 1.0)),
             DecoderOp::Qkv => mixer_products(true),
             DecoderOp::RopeWriteKv => OpWork::bytes(with_attention * 2.0 * size * rows * qkv.rows() as f64),
@@ -268,7 +268,7 @@ impl DecodeWork<'_, '_> {
             DecoderOp::GateUp => mlp_products(0),
             DecoderOp::SiluMul => dense().map(|it| OpWork::bytes(size * rows * 3.0 * it.intermediate as f64)).sum(),
             DecoderOp::Round => {
-                OpWork::bytes(3.0 * rows * layers * o.columns as f64) // elsewhere other operations do it
+                OpWork::bytes(3.0 * rows * layers * o.columns as f64) // otherwise other operations include it
             }
             DecoderOp::Down => mlp_products(1),
             DecoderOp::Combine => experts()

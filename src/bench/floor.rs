@@ -63,8 +63,8 @@ impl TheoreticalStep<'_> {
         let (blocks, head) = products(spec);
         let read = blocks + head + spec.num_params_hit(rows) - spec.num_active_params() as f64;
         let weights_s = ELEMENT_BYTES * read / tp as f64 / rates.memory_bytes_per_s;
-        let steps = self.completion_len - 1.0; // the prompt gives the first token
-        let cached_tokens = prompt_tokens + rows * self.completion_len / 2.0; // mean of the steps
+        let steps = self.completion_len - 1.0; // prefill samples the first token
+        let cached_tokens = prompt_tokens + rows * self.completion_len / 2.0; // mean over the steps
         let token_bytes = ELEMENT_BYTES * spec.cached_elements(tp) as f64;
         let cache_s = token_bytes * cached_tokens / rates.memory_bytes_per_s;
         // The state of every sequence in gated delta nets is read and written.

@@ -77,7 +77,7 @@ impl Cycle {
 
 /// An arena, and a graph over its first and last elements.
 struct EngineMemory {
-    graph: Option<(Graph, TorchStream)>, // goes before the arena
+    graph: Option<(Graph, TorchStream)>, // dropped before the arena
     arena: Arena,
     device: Device,
 }

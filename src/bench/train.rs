@@ -302,7 +302,7 @@ impl<'a> TimedRun<'a> {
         let pass = phase::scope(if scores { Phase::Score } else { Phase::ForwardBackward }, || self.pass());
         let update = |()| match scores {
             true => Ok(()),
-            false => phase::scope(Phase::Optimizer, || self.policy.optimizer_step(1e-4, 1.0).map(drop)), // skipped or not
+            false => phase::scope(Phase::Optimizer, || self.policy.optimizer_step(1e-4, 1.0).map(drop)), // even if the step is skipped
         };
         pass.and_then(update).map_err(explain_out_of_memory)
     }

@@ -32,7 +32,7 @@ pub fn refuse_earlier_run(output_dir: &Path) -> Result<()> {
 /// Refuses folders that are not checkpoints, such as a run's output folder or a model folder; the error says what to pass instead.
 pub fn refuse_what_is_no_checkpoint(folder: &Path) -> Result<()> {
     if written(folder).is_some() || TrainerState::file(folder).exists() {
-        return Ok(()); // damaged it may be
+        return Ok(()); // a checkpoint, even if damaged
     }
     let expected = match list(folder).ok().and_then(|mut checkpoints| checkpoints.pop()) {
         Some(newest) => format!(

@@ -152,7 +152,7 @@ fn differences(
     keys.map(|key| (key, value(&old, key), value(&new, key)))
         .filter(|(_, old, new)| old != new)
         .map(|(key, old, new)| {
-            let changes_result = !is_safe(key) || of_draft_head(key, [&old, &new]); // the head trains or does not
+            let changes_result = !is_safe(key) || of_draft_head(key, [&old, &new]); // whether the draft head trains
             KeyChange { key: key.clone(), old, new, changes_result }
         })
         .collect()

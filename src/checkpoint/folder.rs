@@ -97,7 +97,7 @@ pub fn write_new(option: &str, complete: &Path, write: impl FnOnce(&Path) -> Res
     refuse_within_checkpoint(option, complete)?;
     let temporary = temporary(complete);
     if temporary.exists() || temporary.is_symlink() {
-        remove_whole(&temporary).map_err(Error::io(&temporary))?; // of a process that was killed
+        remove_whole(&temporary).map_err(Error::io(&temporary))?; // left by a killed process
     }
     std::fs::create_dir_all(&temporary).map_err(Error::io(&temporary))?;
     let written = write(&temporary).and_then(|()| publish(&temporary, complete));
@@ -275,7 +275,7 @@ mod tests {
         assert!(write(true).is_err());
         assert_eq!(std::fs::read_dir(target.parent().unwrap()).unwrap().count(), 0);
         std::fs::create_dir(&target).unwrap();
-        std::fs::create_dir(temporary(&target)).unwrap(); // left by a kill
+        std::fs::create_dir(temporary(&target)).unwrap(); // left by a killed process
         write(false).unwrap();
         std::fs::remove_dir_all(&target).unwrap();
         std::os::unix::fs::symlink("nowhere", temporary(&target)).unwrap();
@@ -297,7 +297,7 @@ mod tests {
         assert_eq!(error.exit_code(), ExitCode::Configuration);
         assert!(error.to_string().contains("expected a folder outside of "), "{error}");
         assert!(refuse_within_checkpoint("output_dir", &checkpoint).is_err());
-        std::fs::write(folder.path().join("manifest.json"), "{}").unwrap(); // another program's
+        std::fs::write(folder.path().join("manifest.json"), "{}").unwrap(); // not a manifest of this program
         refuse_within_checkpoint("output_dir", &folder.path().join("run")).unwrap();
         Manifest::verify(&checkpoint, &mut || ()).unwrap();
     }

@@ -90,7 +90,7 @@ impl Manifest {
         let mut files = known;
         for path in files_below(folder)? {
             if !files.iter().any(|record| record.path == path) {
-                let record = FileRecord::of(folder, &path, &mut |_| ()); // on a helper's thread
+                let record = FileRecord::of(folder, &path, &mut |_| ()); // runs on a helper thread, which reports no progress
                 files.push(record.map_err(Error::io(folder.join(&path)))?);
             }
         }

@@ -28,8 +28,8 @@ pub struct Saver {
     options: CheckpointOptions,
     run_id: String, // empty before the first save of a new run
     is_under_way: bool,
-    in_flight: Option<InFlight>, // this rank's part of what is under way, if it has one
-    old: Option<OldCheckpoints>, // removed once all nodes have what is under way, where each has a folder of its own
+    in_flight: Option<InFlight>, // this rank's write under way, if it has one
+    old: Option<OldCheckpoints>, // to remove once all nodes are done, with a folder per node
 }
 
 impl Saver {
@@ -118,7 +118,7 @@ impl Saver {
 #[derive(Debug)]
 struct InFlight {
     thread: Option<JoinHandle<Result<()>>>,
-    work: Option<Sender<(RankPart, RankSnapshot)>>, // until it starts
+    work: Option<Sender<(RankPart, RankSnapshot)>>, // until the thread starts to write
     abandoned: Arc<AtomicBool>,
 }
 
@@ -152,7 +152,7 @@ impl InFlight {
 
     fn start(mut self, work: (RankPart, RankSnapshot)) -> Self {
         if let Some(thread) = self.work.take() {
-            let _ = thread.send(work); // it waits for this alone
+            let _ = thread.send(work); // the thread waits only for this
         }
         self
     }
@@ -173,8 +173,8 @@ impl InFlight {
 #[derive(Debug)]
 struct RankSnapshot {
     shard: Vec<ParamState>,
-    policy: Vec<Tensor>,    // by unit, as the next; of the first rank alone
-    reference: Vec<Tensor>, // empty where none is saved
+    policy: Vec<Tensor>,    // by unit, as is the next field; only on rank 0
+    reference: Vec<Tensor>, // empty if no reference is saved
 }
 
 impl RankSnapshot {
@@ -190,7 +190,7 @@ impl RankSnapshot {
             for flat in units {
                 let flat = flat?;
                 if is_first {
-                    copies.push(flat.f_to_device_(Device::Cpu, flat.kind(), false, true)?); // a copy on a CPU too
+                    copies.push(flat.f_to_device_(Device::Cpu, flat.kind(), false, true)?); // also on a CPU, where it must be a copy
                 }
             }
         }

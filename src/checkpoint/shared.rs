@@ -33,14 +33,14 @@ pub fn check_shared(output_dir: &Path, world: &World, on_each_node: bool) -> Res
     let marks: Vec<(usize, String)> =
         marks.into_iter().enumerate().filter_map(|(rank, name)| Some((rank, name?))).collect();
     if marks.len() < num_expected {
-        return own.map(drop); // a rank that could not write tells why
+        return own.map(drop); // a rank that could not write returns its error
     }
     let seen = match on_each_node {
         _ if world.local_rank() > 0 => Ok(()),
         true => is_own(output_dir, &marks, world),
         false => sees(output_dir, &marks[0], world),
     };
-    world.group().barrier()?; // files stay until all have looked
+    world.group().barrier()?; // keep files until all have looked
     seen
 }
 

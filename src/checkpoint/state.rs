@@ -187,7 +187,7 @@ impl TrainerState {
         if let Some((name, count)) = counts.into_iter().find(|(_, count)| *count > MAX_COUNT) {
             return Err(format!("{name} is {count}: expected at most {MAX_COUNT}"));
         }
-        let newest = self.generation_step + self.ahead.len() as u64; // a batch is drawn with the step that trains on it
+        let newest = self.generation_step + self.ahead.len() as u64; // a batch is drawn with the number of the step that trains on it
         let ahead = self.ahead.iter().flat_map(|batch| &batch.groups).map(|group| (group, newest));
         let mut groups = self.carried.iter().map(|group| (group, self.generation_step)).chain(ahead);
         match groups.find(|(group, newest)| group.newest_step() > *newest) {

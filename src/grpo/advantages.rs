@@ -145,7 +145,7 @@ fn decoupled(groups: &[RolloutGroup], weights: &[f64], ranks: Option<&dyn Collec
             let scores = || group.completions.iter().map(|completion| completion.rewards.get(index).copied().flatten());
             let (own, weight) = (BatchStats::of(scores()), weights.get(index).copied().unwrap_or(1.0));
             if own.std().is_nan() || is_zero(own.std()) {
-                continue; // all scores of the group that there are
+                continue; // fewer than two scores, or equal ones: adds 0
             }
             for (sum, score) in sums.iter_mut().zip(scores()) {
                 let scaled = score.map_or(0.0, |score| (f64::from(score) - own.mean()) / (own.std() + EPSILON));

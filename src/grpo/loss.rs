@@ -89,7 +89,7 @@ pub fn policy_loss(input: &LossInput, config: &LossConfig, denominators: &Denomi
     if let (Some(Distillation { weight, clip_max, top }), Some(teacher)) = (config.distillation, input.teacher_logprobs)
     {
         let teacher = teacher.to_kind(kind);
-        let known = teacher.isnan().logical_not(); // of tokens that the teacher scored
+        let known = teacher.isnan().logical_not(); // tokens that the teacher scored
         let mut factor = sequence_means(&segments, &known.to_kind(kind), denominators) * weight;
         if let Some(correction) = &correction {
             factor *= &correction.per_token;
@@ -98,7 +98,7 @@ pub fn policy_loss(input: &LossInput, config: &LossConfig, denominators: &Denomi
         let divergence = match (top, input.top) {
             (Some(top), Some(logprobs)) => {
                 let [own, of_teacher] = logprobs.to_kind(kind);
-                let of_teacher = own.where_self(&of_teacher.isnan(), &of_teacher); // equal where there is none
+                let of_teacher = own.where_self(&of_teacher.isnan(), &of_teacher); // difference 0 for tokens without a teacher's score
                 let TopTerms { divergence, d_logprobs } = top_divergence(&[own, of_teacher], top);
                 if let Some(ratio) = bounded_ratio(&log_ratio, clip_max) {
                     factor *= ratio;

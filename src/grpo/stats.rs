@@ -79,7 +79,7 @@ impl LossStats {
 pub struct DeviceStats {
     entries: Vec<(&'static str, Reduction)>,
     sums: Tensor,  // [S]: sum and count of each mean
-    least: Tensor, // [E]: minima, and maxima with their signs turned
+    least: Tensor, // [E]: minima, and negated maxima
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -103,7 +103,7 @@ impl Workers {
             output.follow(&mut child, rank);
             all.workers.push(RankProcess { rank, child, exit, pulse, report, end: None });
         }
-        Ok(all) // and the store's socket is rank 0's alone
+        Ok(all) // this drops the launcher's copy of the store's socket
     }
 
     fn running(&self) -> impl Iterator<Item = &RankProcess> {
@@ -222,7 +222,7 @@ impl Workers {
             if !killed && ended(worker.child.id()).is_none() {
                 continue;
             }
-            kill_group(&worker.child); // descendants that outlived it; its id is still its own
+            kill_group(&worker.child); // kill descendants that outlived it; its process id is still valid
             if let Ok(status) = worker.child.wait() {
                 tracing::debug!("rank {} ended: {status}", worker.rank);
                 worker.end = Some(ProcessEnd { status, at: SystemTime::now(), killed });

@@ -115,7 +115,7 @@ fn tell_requests(on_stop: OnStop) {
         }
     };
     if detach(std::thread::Builder::new().name("signals".to_owned()), tell).is_ok() {
-        REQUESTED.store(writer.into_raw_fd(), Ordering::Release); // the handler's for good
+        REQUESTED.store(writer.into_raw_fd(), Ordering::Release); // owned by the signal handler from now on
     }
 }
 
@@ -218,7 +218,7 @@ impl SignalInbox {
         if PIPE.compare_exchange(-1, writer.as_raw_fd(), Ordering::AcqRel, Ordering::Acquire).is_err() {
             return Err(Error::Environment { message: "this process is already running another launch".to_owned() });
         }
-        let _ = writer.into_raw_fd(); // the handler's, closed on drop
+        let _ = writer.into_raw_fd(); // owned by the handler, closed on drop
         let before = REQUESTS.map(|signal| (signal, set_handler(signal, handler_address(write_to_pipe)))).into();
         Ok(Self { pipe, before })
     }
@@ -280,7 +280,7 @@ mod tests {
         // SAFETY: the handler is this module's.
         unsafe { libc::raise(libc::SIGTERM) };
         assert_eq!(inbox.wait(std::iter::empty(), Duration::ZERO), [StopRequest::First(libc::SIGTERM)]);
-        FIRST.store(monotonic_ns(), Ordering::Relaxed); // however long that took
+        FIRST.store(monotonic_ns(), Ordering::Relaxed); // independent of the time taken above
         drop(inbox);
         // SAFETY: as above.
         unsafe { libc::raise(libc::SIGUSR1) };

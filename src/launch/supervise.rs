@@ -64,7 +64,7 @@ fn attempt(options: &LaunchOptions, num_restarts: usize, inbox: &mut SignalInbox
     let mut workers = Workers::start(options, num_restarts, &mut output)?;
     let interrupted = workers.wait(inbox, options.on_stop);
     output.finish(Duration::from_secs(1));
-    console::clear_progress(); // of a rank that was killed
+    console::clear_progress(); // bars of a rank that was killed
     Ok(workers.outcome(interrupted))
 }
 
@@ -130,7 +130,7 @@ mod tests {
         save(3, 2);
         let before = saved(&options).unwrap();
         assert!(!resume(&mut options, &before).unwrap() && options.args.is_empty(), "they are an earlier run's");
-        save(4, 3); // of a run that was taken back to step 3
+        save(4, 3); // saved by a run that was resumed from step 3
         assert!(resume(&mut options, &before).unwrap() && resume(&mut options, &before).unwrap());
         let own = format!("resume_from_checkpoint={}", folder.path().join("run/checkpoint-4").display());
         assert_eq!(options.args, [own.as_str()]);

@@ -171,7 +171,7 @@ pub fn worker_command(
     let rank = options.node_rank * options.num_workers + local_rank;
     let mut command = Command::new(&options.program);
     if options.program == Path::new(PROGRAM) {
-        command.arg0(std::env::args_os().next().unwrap_or_default()); // by which lists of processes show it
+        command.arg0(std::env::args_os().next().unwrap_or_default()); // the name shown in process lists
     }
     command
         .args(&options.args)

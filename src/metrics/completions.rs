@@ -159,7 +159,7 @@ pub fn check_samples_file(path: &Path) -> Result<()> {
     let is_new = !path.exists();
     File::options().append(true).create(true).open(path).map_err(Error::io(path))?;
     if is_new {
-        let _ = std::fs::remove_file(path); // another rank may have been quicker
+        let _ = std::fs::remove_file(path); // another rank may already have removed it
     }
     Ok(())
 }

@@ -277,7 +277,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let run = Folder::new(folder.path());
         assert_eq!(read_ranks(&run).unwrap(), []);
-        run.folder(FOLDER).write(&name(7), "{}").unwrap(); // of a larger run before this one
+        run.folder(FOLDER).write(&name(7), "{}").unwrap(); // of an earlier run with more ranks
         let mut reporter = RankReporter::start(folder.path(), Place { rank: 0, size: 2 }, 9, Device::Cpu).unwrap();
         reporter.end::<()>(&Err(Error::Preempted { step: 3, saved: folder.path().to_owned() }));
         let again = RankReporter::start(folder.path(), Place { rank: 1, size: 2 }, 9, Device::Cpu).unwrap();

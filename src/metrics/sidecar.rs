@@ -114,7 +114,7 @@ impl Sidecar {
             command.args(["-c", PROGRAM]).arg(output_dir).arg(&services.run_name);
             command.arg(last_step.map_or("-1".to_owned(), |step| step.to_string())).args(&services.modules);
             command.stdin(Stdio::piped()).stdout(output.try_clone()?).stderr(output);
-            command.process_group(0).spawn() // a signal to the run's group is not for it
+            command.process_group(0).spawn() // so that signals to the run's group do not reach it
         };
         match start() {
             Ok(child) => sidecar.child = Some(child),

@@ -26,7 +26,7 @@ pub(super) struct Choices {
 pub(super) fn choose(input: &PlanInput<'_>) -> Result<MemoryPlan, MemoryShortage> {
     let candidates = candidates(input);
     let is_forced = candidates.len() == 1;
-    let mut plans = Vec::new(); // with their places among the candidates
+    let mut plans = Vec::new(); // with their indexes among the candidates
     let mut refusal = None;
     for (place, &choices) in candidates.iter().enumerate() {
         match MemoryPlan::with(choices, input) {
@@ -85,7 +85,7 @@ fn least_recomputation(choices: Choices, input: &PlanInput<'_>, full: MemoryPlan
         return full;
     }
     let has_chunks = input.table.spec.delta_net().is_some();
-    let offloads = input.config.activation_offload; // which is for blocks that are computed again
+    let offloads = input.config.activation_offload; // offload works only with recomputed blocks
     let less = [KeepChunks, Nothing, Selective, KeepAttention].into_iter();
     let less = less.filter(|&keep| (has_chunks || keep != KeepChunks) && (keep.recomputes_blocks() || !offloads));
     let plans =

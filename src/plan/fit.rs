@@ -32,7 +32,7 @@ impl MemoryPlan {
         let free = available.saturating_sub(taken) as f64;
         let longest_blocks = self.longest_blocks();
         let num_seqs = match config.has_held_out() {
-            true if config.keeps_kv_cache() => self.num_seqs + config.max_num_seqs, // an evaluation beside what is kept
+            true if config.keeps_kv_cache() => self.num_seqs + config.max_num_seqs, // an evaluation in addition to kept sequences
             true => config.max_num_seqs,
             false => self.num_seqs,
         };

@@ -192,7 +192,7 @@ mod tests {
             let group = RankGroup::new(0, "world", &[0, 1, 2], rank);
             if rank == 1 {
                 control.post_failure(&Error::NonFinite { message: "rank 1's own".to_owned() });
-                control.post_failure(&Error::StoppedEarly); // the first one stands
+                control.post_failure(&Error::StoppedEarly); // ignored: only the first failure counts
             } else {
                 let ended = control.all_gather_bytes(&group, &[1]).unwrap_err();
                 assert!(

@@ -24,9 +24,9 @@ pub struct Lane {
 
 #[derive(Debug, Default)]
 struct LaneState {
-    newest: Option<Arc<CudaEvent>>, // the end of the work that libtorch did not join yet
-    waits: VecDeque<(CudaEvent, Arc<CudaEvent>)>, // where libtorch came to a wait, and what it waited for
-    exposed: Duration,              // of the waits already read
+    newest: Option<Arc<CudaEvent>>, // end of the work that libtorch has not joined yet
+    waits: VecDeque<(CudaEvent, Arc<CudaEvent>)>, // where libtorch started to wait, and for what
+    exposed: Duration,              // time of the waits already read
 }
 
 /// Work under way, with the tensors that it uses. libtorch's allocator does not know of the work, so the tensors may not be freed, read or written
@@ -35,7 +35,7 @@ struct LaneState {
 #[must_use = "libtorch waits for the work when this is dropped: keep it while other work goes on"]
 pub struct Work {
     lane: Arc<Lane>,
-    end: Option<Arc<CudaEvent>>, // None for work that is done
+    end: Option<Arc<CudaEvent>>, // None if the work is done
     _held: Vec<Tensor>,
 }
 

@@ -21,10 +21,10 @@ pub(super) struct StepBatch {
     pub(super) token_ids: Tensor,      // [T] i64
     pub(super) positions: Tensor,      // [T] i64
     pub(super) slot_mapping: Tensor,   // [T] i64, block * block_size + offset
-    pub(super) cu_seqlens: Vec<i64>,   // [B + 1], bounds of the runs
+    pub(super) cu_seqlens: Vec<i64>,   // [B + 1], start of each run and end of the last
     pub(super) context_lens: Vec<i64>, // [B], tokens in the cache after this step
     pub(super) block_tables: Tensor,   // [B, longest table] i64, padded with 0
-    pub(super) last_rows: Tensor,      // [L] i64, rows that are sampled from
+    pub(super) last_rows: Tensor,      // [L] i64, rows to sample from
     /// State page of each run, for a model with gated delta nets. In a decode step with draft tokens, several tokens share one page.
     pub(super) state_pages: Tensor, // i64
     /// Number of stored and new tokens of each state page. Set for a decode step with draft tokens, or with states that still have to process stored

@@ -81,7 +81,7 @@ type Done<'p, D> = &'p mut dyn FnMut(usize, &RolloutGroup) -> D;
 /// The sampling policy for batches whose groups are all known before the first step.
 pub struct Batches<'p, D = ()> {
     params: &'p SamplingParams,
-    groups: Vec<Vec<SampledGroup<D>>>, // this rank's
+    groups: Vec<Vec<SampledGroup<D>>>, // groups of this rank
     /// How many of this rank's groups in the first batch must be complete before the session ends.
     num_groups: usize,
     /// Called every [`STEPS`] steps once the first batch is complete; the session ends when it returns true. If `None`, the session ends at once.

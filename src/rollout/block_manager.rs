@@ -6,7 +6,7 @@ use crate::error::{Error, Result};
 #[derive(Debug)]
 pub(super) struct BlockManager {
     block_size: usize,
-    free: Vec<u32>, // a stack; the lowest numbers leave first
+    free: Vec<u32>, // a stack; the lowest numbers are taken first
     ref_counts: Vec<u32>,
 }
 

@@ -31,7 +31,7 @@ impl HostRunner<'_> {
         if !work.before.is_empty() {
             let before = Tensor::f_cat(&[&own, &of_pages.f_to_kind(own.kind())?], 0)?;
             let before = before.f_index_select(0, &torch::tensor_on(&work.before, x.device())?)?;
-            let _ = self.head_rows(&work.rows, &before)?; // for their keys and values
+            let _ = self.head_rows(&work.rows, &before)?; // only for the keys and values that it writes
         }
         let (rows, places): (Vec<_>, Vec<_>) = work.kept.iter().copied().unzip();
         let rows = own.f_index_select(0, &torch::tensor_on(&rows, x.device())?)?;

@@ -325,7 +325,7 @@ impl<'a> RolloutEngine<'a> {
             states.wake()?;
         }
         let num_own = match *held {
-            Some(num_blocks) if !kept.is_empty() => num_blocks, // blocks of another number lie elsewhere
+            Some(num_blocks) if !kept.is_empty() => num_blocks, // with another number of blocks they would be at other addresses
             _ => kv_cache.map(options.max_model_length, gpu.as_ref().map_or(0, GpuState::absent_bytes))?,
         };
         let num_blocks = kept.agree(num_own, all)?;
@@ -334,7 +334,7 @@ impl<'a> RolloutEngine<'a> {
         if let Some(gpu) = gpu {
             gpu.wake(&self.weights, SequenceMemory { kv_cache, states: states.as_ref() }, tp)?;
         }
-        memory::release_idle(options.device)?; // what the trainer gave up and the engine does not need
+        memory::release_idle(options.device)?; // memory that the trainer freed, for the engine
         if before.is_none() && all.rank() == 0 {
             tracing::info!("the KV cache has {num_blocks} blocks of {} tokens", options.block_size);
         }

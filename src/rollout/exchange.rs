@@ -29,7 +29,7 @@ pub(super) fn exchange<'g>(
 ) -> Result<(Vec<(Owner, Request)>, usize)> {
     let shared_params = Arc::new(params.clone());
     let sent = groups.into_iter().map(|RolloutGroup { prompt, first_step, completions }| {
-        (prompt.id, &prompt.token_ids, first_step, completions) // a [`SentRequest`]
+        (prompt.id, &prompt.token_ids, first_step, completions) // the fields of [`SentRequest`]
     });
     let own = (format!("{params:?}"), num_groups, sent.collect::<Vec<_>>());
     let all: Vec<(String, usize, Vec<SentRequest>)> = all_gather_json(tp, "gather requests", &own)?;

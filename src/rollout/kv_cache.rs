@@ -118,8 +118,8 @@ pub(super) struct KvCache {
     places: Vec<Option<i64>>,
     kind: Kind,
     block_bytes: usize,
-    awake: Option<Tensor>, // [2 * layers with attention, num_blocks, Hkv, block_size, hd], of the l-th keys at 2 l, values at 2 l + 1
-    scales: Option<Tensor>, // [2 * layers with attention, num_blocks, Hkv, block_size] f32, of eight bits
+    awake: Option<Tensor>, // [2 * layers with attention, num_blocks, Hkv, block_size, hd]; keys of layer l at 2 l, values at 2 l + 1
+    scales: Option<Tensor>, // [2 * layers with attention, num_blocks, Hkv, block_size] f32, for 8-bit entries
 }
 
 impl KvCache {
@@ -141,7 +141,7 @@ impl KvCache {
             return Err(Error::invalid_value("kv_cache_bytes", kv_cache_bytes, expected));
         }
         let AttentionSpec { num_kv_heads, head_dim, .. } = spec.attention().tp_slice(tp_size);
-        let draft_head = spec.draft_head.map(|_| spec.num_layers()); // behind the last layer
+        let draft_head = spec.draft_head.map(|_| spec.num_layers()); // one more layer after the last
         let layers: Vec<usize> = spec.attention_layers().chain(draft_head).collect();
         let shape = [num_kv_heads, block_size, head_dim, 2 * layers.len()].map(|size| size as i64);
         let place = |layer| layers.iter().position(|&own| own == layer).map(|place| place as i64);
@@ -335,8 +335,8 @@ mod tests {
             cache.layer(0).tensors().into_iter().map(sum).sum::<f64>()
         };
         cache.open(9).unwrap();
-        let _ = cache.cache().view_dtype(Kind::Uint8).fill_(0x7e); // the largest of e4m3
-        let _ = cache.scales.as_ref().unwrap().shallow_clone().fill_(-1.0); // whose bytes are no numbers of e4m3
+        let _ = cache.cache().view_dtype(Kind::Uint8).fill_(0x7e); // the largest e4m3 number
+        let _ = cache.scales.as_ref().unwrap().shallow_clone().fill_(-1.0); // bytes that are not valid e4m3 numbers
         let full = sum(&cache);
         cache.open(9).unwrap();
         assert_eq!(sum(&cache), full, "what sequences left stays");
@@ -351,7 +351,7 @@ mod tests {
         let mut cache = KvCache::reserve(&spec, 1, 16, available * 8, (Kind::Float, Device::Cpu)).unwrap();
         let num_blocks = cache.map(16, 0).unwrap();
         let bytes = num_blocks * cache.block_bytes;
-        assert!(bytes > available / 2 && bytes < available, "{bytes} of {available}"); // never touched
+        assert!(bytes > available / 2 && bytes < available, "{bytes} of {available}"); // reserved, but never touched
         cache.sleep();
         // Beside buffers that need all there is, none fits.
         let error = cache.map(16, usize::MAX / 2).unwrap_err();

@@ -27,10 +27,10 @@ use crate::types::TokenLogprob;
 pub(super) struct PipelineRunner<'a> {
     own: HostRunner<'a>,
     pipe: &'a dyn Collective,
-    stages: VecDeque<Option<PipelineStep>>, // by stage: the step that it has computed in the last tick
-    received: Option<Tensor>,               // [T, D], from the stage before, for the next tick
-    own_experts: VecDeque<Vec<u16>>,        // of this stage's layers, by step on its way behind it
-    through: VecDeque<StepResult>,          // to be collected
+    stages: VecDeque<Option<PipelineStep>>, // by stage: the step that it computed in the last tick
+    received: Option<Tensor>,               // [T, D], from the previous stage, for the next tick
+    own_experts: VecDeque<Vec<u16>>,        // of this stage's layers, for each step on its way through later stages
+    through: VecDeque<StepResult>,          // finished steps to collect
     experts: Vec<u16>,                      // of the step that was collected last
     times: StageTimes,
 }
@@ -39,7 +39,7 @@ pub(super) struct PipelineRunner<'a> {
 #[derive(Debug)]
 struct PipelineStep {
     work: StepWork,
-    draws: Vec<OwnedDraw>, // on the last stage
+    draws: Vec<OwnedDraw>, // only on the last stage
 }
 
 #[derive(Debug)]
@@ -106,7 +106,7 @@ impl<'a> PipelineRunner<'a> {
     /// Moves every step to the next stage, and lets a new one enter. Collective over the pipeline.
     fn tick(&mut self, entering: Option<PipelineStep>) -> Result<()> {
         let start = Instant::now();
-        self.stages.pop_back(); // is through
+        self.stages.pop_back(); // this step has passed all stages
         self.stages.push_front(entering);
         let (is_last, received) = (self.is_last(), self.received.take());
         let (mut x, mut sampled) = (None, Vec::new());

@@ -62,7 +62,7 @@ pub(super) trait Runner {
 #[derive(Debug)]
 pub(super) struct HostRunner<'a> {
     pub(super) spec: &'a ModelSpec,
-    own: &'a ModelSpec, // with the stage's layers alone
+    own: &'a ModelSpec, // with only the stage's layers
     stage: Stage,
     pub(super) ropes: &'a Ropes,
     pub(super) weights: &'a EngineWeights<'a>,
@@ -72,7 +72,7 @@ pub(super) struct HostRunner<'a> {
     records_experts: bool,
     exact: bool,
     sampled: VecDeque<Vec<Sampled>>,
-    experts: Vec<u16>, // of the newest step: none is launched before it is collected
+    experts: Vec<u16>, // of the newest step, which is collected before the next is launched
     pub(super) draft_spec: Option<ModelSpec>,
     pub(super) head_drafts: Option<HeadDrafts>, // of the step that is being drafted
 }
@@ -82,8 +82,8 @@ pub(super) struct HostRunner<'a> {
 pub(super) struct StepWork {
     batch: StepBatch,
     routes: Option<StepRoutes>,
-    copies: Vec<(u32, u32)>,       // of blocks, from and to
-    state_copies: Vec<(u32, u32)>, // of pages, from and to
+    copies: Vec<(u32, u32)>,       // block pairs (from, to)
+    state_copies: Vec<(u32, u32)>, // page pairs (from, to)
     head: Option<HeadWork>,
 }
 
@@ -270,7 +270,7 @@ impl<'a> HostRunner<'a> {
     pub(super) fn scaled(&self, rows: Tensor) -> Result<Tensor> {
         let kind = self.weights.embedding.kind();
         if self.exact {
-            return self.spec.scale_embedding(rows.f_to_kind(self.residual)?, kind); // as in training
+            return self.spec.scale_embedding(rows.f_to_kind(self.residual)?, kind); // scaled as in training
         }
         Ok(self.spec.scale_embedding(rows, kind)?.f_to_kind(self.residual)?)
     }

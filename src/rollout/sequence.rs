@@ -118,7 +118,7 @@ impl EngineSequence {
         self.turn_end = if ends_with_context { self.prompt_len + turn_end } else { 0 };
         self.num_known = match (begun.token_ids.is_empty(), ends_with_context) {
             (true, _) => 0,
-            (false, true) => self.turn_end - 1, // what the tools answered is new
+            (false, true) => self.turn_end - 1, // the tools' answer is new
             (false, false) => usize::MAX,
         };
         self.token_ids.extend(begun.token_ids);

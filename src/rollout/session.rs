@@ -68,7 +68,7 @@ pub struct SessionLoad {
 pub struct Session<'r> {
     scheduler: Scheduler,
     runner: Box<dyn Runner + 'r>,
-    under_way: VecDeque<Step>, // launched, the oldest first
+    under_way: VecDeque<Step>, // launched steps, the oldest first
     ids: ModelIds,
     num_adapters: usize,
     tokenizer: &'r Tokenizer,
@@ -77,7 +77,7 @@ pub struct Session<'r> {
     stats: &'r mut EngineStats,
     progress: Option<&'r mut (dyn FnMut(&EngineStats) + 'r)>,
     kept: Option<&'r mut KeptSequences>,
-    speculator: Option<&'r mut Option<Speculator>>, // what the engine keeps of it
+    speculator: Option<&'r mut Option<Speculator>>, // the engine's speculator, returned at the end of the session
     all: &'r dyn Collective,
     clock: StepClock,
     has_draft_head: bool,

@@ -74,12 +74,12 @@ pub(super) struct StatePages {
     arena: Arena,
     nets: Vec<(usize, DeltaHeads)>,
     num_pages: usize,
-    num_drafts: usize,                  // of a sequence, at most
-    kinds: [Kind; 2],                   // of the convolution's rows, of the rule's states
-    layers: HashMap<usize, DeltaState>, // while there is memory
-    inputs: HashMap<usize, Tensor>,     // the same; [pages, drafts, columns] each
-    hidden: Section,                    // of a draft head
-    kept: Option<Tensor>,               // the same, while there is memory; [pages, rows, D]
+    num_drafts: usize,                  // maximum per sequence
+    kinds: [Kind; 2],                   // of the convolution's rows, of the recurrent states
+    layers: HashMap<usize, DeltaState>, // while mapped
+    inputs: HashMap<usize, Tensor>,     // while mapped; [pages, drafts, columns] each
+    hidden: Section,                    // for a draft head
+    kept: Option<Tensor>,               // hidden states while mapped; [pages, rows, D]
 }
 
 impl StatePages {

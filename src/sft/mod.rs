@@ -37,12 +37,12 @@ pub struct Sft {
     device: Device,
     log: RunLog,
     reporter: RankReporter,
-    loss: f64,     // of the newest update, in nats; NaN before any
-    last: Instant, // when the newest update ended
+    loss: f64,     // of the newest update, in nats; NaN before the first
+    last: Instant, // end time of the newest update
     saver: Saver,
-    claim: Option<Claim>, // of the output folder, on the first rank
-    global_step: u64,     // updates made
-    num_tokens: u64,      // trained on, over all ranks
+    claim: Option<Claim>, // on the output folder, on rank 0
+    global_step: u64,     // number of updates
+    num_tokens: u64,      // tokens trained on, over all ranks
     chip_flop_per_s: Option<f64>,
 }
 
@@ -234,7 +234,7 @@ impl Sft {
     /// Begins to save a checkpoint; it is complete when the next one begins or the saver has finished.
     fn save(&mut self) -> Result<PathBuf> {
         let state = TrainerState {
-            run_id: String::new(), // the saver's
+            run_id: String::new(), // set by the saver
             global_step: self.global_step,
             num_updates: self.policy.num_updates(),
             generation_step: self.global_step,

@@ -46,7 +46,7 @@ fn sft_loss_includes_the_load_balancing_loss() {
     let cases = [
         ("router_aux_loss_coef=0", [5.934_378_761_41, 6.730_165_670_19]),
         ("router_aux_loss_coef=0.5", [7.163_670_915_72, 6.765_307_081_61]),
-        ("", [5.936_837_345_72, 6.730_176_071_99]), // the model's own, 0.001
+        ("", [5.936_837_345_72, 6.730_176_071_99]), // the model's own coefficient, 0.001
     ];
     for (coef, expected) in cases {
         let got = first_update(coef);

@@ -37,7 +37,7 @@ pub struct Split {
     world: Arc<World>,
     num_trainers: usize,
     role: SplitRank,
-    base_is_there: bool, // the engines have the frozen base
+    base_is_there: bool, // whether the engines have the frozen base
 }
 
 /// The role of a rank in split mode.

@@ -214,7 +214,7 @@ mod tests {
         assert_eq!(selective.saved[1], 1000 * (2 * 2 * 4096 + kept));
         assert_eq!(selective.saved[32], 1000 * (32 * 2 * 2 * 4096 + 24 * kept + 8 * of_attention));
         let decays = 5 * 4 * 32;
-        let states = 3 * 4 * 32 * 128 * 128 / 256; // of sequences of 256 tokens
+        let states = 3 * 4 * 32 * 128 * 128 / 256; // for sequences of 256 tokens
         let padded = |of_chunks: usize| (of_chunks + decays) * 9 / 8;
         let forward = 2 * (4096 + 8192) + padded(2 * (2 * 4096 + 2048)) + states;
         assert_eq!(selective.block_forward, 1000 * (2 * 4096 + 2 * 4096 + kept + forward));

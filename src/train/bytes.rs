@@ -124,7 +124,7 @@ impl<'a> TrainedModel<'a> {
             let layout = StateLayout::new(trained, self.optim, accumulation_kind(self.kind), slice);
             (layout.bytes(), bucket_bytes(&layout))
         };
-        let num_kinds = if self.optim == Optim::AdamW { 1 } else { num_slices }; // AdamW's slices are all alike
+        let num_kinds = if self.optim == Optim::AdamW { 1 } else { num_slices }; // all slices of AdamW have the same size
         let most = |(a, b): (usize, usize), (c, d): (usize, usize)| (a.max(c), b.max(d));
         (0..num_kinds).map(of_rank).reduce(most).unwrap_or_default()
     }

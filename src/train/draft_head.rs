@@ -95,7 +95,7 @@ impl DraftTargets {
     fn new(micro_batch: &MicroBatch) -> Result<Option<Self>> {
         let device = micro_batch.token_ids.device();
         let (mut rows, mut before) = (Vec::new(), Vec::new());
-        let mut num_removed = vec![0; micro_batch.num_tokens()]; // tokens without a row, up to each token
+        let mut num_removed = vec![0; micro_batch.num_tokens()]; // number of tokens without a row before each token
         let mut first_of = |start: i64, end: i64, rows: &mut Vec<i64>, before: &mut Vec<i64>| {
             rows.extend(start + 1..end);
             before.extend(start..end - 1);

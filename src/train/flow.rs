@@ -26,11 +26,11 @@ pub(super) enum StatePass {
 /// The optimizer state of consecutive elements of this rank's part of a unit.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct StatePiece {
-    pub index: usize, // of the unit
+    pub index: usize, // index of the unit
     pub pass: StatePass,
     pub form: StateForm,
-    pub elements: Range<usize>, // of the owned part
-    pub cells: Vec<Cells>,      // of every part that the pass needs
+    pub elements: Range<usize>, // within this rank's part
+    pub cells: Vec<Cells>,      // one for every part that the pass needs
 }
 
 /// A function that steps one piece, given its tensors.
@@ -40,15 +40,15 @@ pub(super) type StepPiece<'a> = dyn FnMut(&StatePiece, Vec<Tensor>) -> Result<()
 #[derive(Debug)]
 pub(super) struct StateStream {
     pieces: Vec<StatePiece>,
-    next: usize,     // piece to step
-    arriving: usize, // piece to fetch
+    next: usize,     // next piece to step
+    arriving: usize, // next piece to fetch
     buckets: Vec<Bucket>,
 }
 
 #[derive(Debug)]
 struct Bucket {
     memory: Tensor,           // [bytes] u8
-    copies: Vec<PendingCopy>, // under way: in before the step, out after it
+    copies: Vec<PendingCopy>, // copies under way: in before the step, out after it
 }
 
 impl StateStream {

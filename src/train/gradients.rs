@@ -88,11 +88,11 @@ pub(crate) struct Gradients {
     sharding: Sharding,
     kinds: GradientKinds,
     device: Device,
-    units: Vec<Option<Tensor>>, // [len], or [len / S] where gradients are scattered; None is zero
-    stale: Vec<bool>,           // the unit's memory has sums of before the last step, and counts as zero
-    reductions: VecDeque<Work>, // under way, the oldest first
-    finishing: bool,            // the backward under way is the last before the step
-    finished: Vec<bool>,        // what this rank owns of the unit is summed over all ranks
+    units: Vec<Option<Tensor>>, // [len], or [len / S] if gradients are scattered; None is zero
+    stale: Vec<bool>,           // whether the buffer holds sums from before the last step, which count as zero
+    reductions: VecDeque<Work>, // reductions under way, the oldest first
+    finishing: bool,            // whether this backward is the last before the step
+    finished: Vec<bool>,        // whether this rank's part is summed over all ranks
 }
 
 impl Gradients {
@@ -242,7 +242,7 @@ impl Gradients {
         let num_slices = shard.size();
         let num_own = if owns_all { num_slices } else { 1 };
         let slices = |(index, owned): (usize, &Tensor)| {
-            let len = self.table.units[index].len / num_slices; // 0 of a block without adapters
+            let len = self.table.units[index].len / num_slices; // 0 for a block without adapters
             (0..num_own).map(|slice| owned.narrow(0, (slice * len) as i64, len as i64)).collect::<Vec<_>>()
         };
         let slices: Vec<Tensor> = reduced.iter().enumerate().flat_map(slices).collect();

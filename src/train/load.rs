@@ -93,7 +93,7 @@ impl Policy {
             Some(files) => files.read_unit(layout, Kind::Float),
             None => init_unit(layout, seed, Kind::Float),
         };
-        let keeps_initial = keeps_initial && earlier.is_some(); // of new ones B is zero: the base is the same
+        let keeps_initial = keeps_initial && earlier.is_some(); // new adapters have B = 0, so the reference equals the base
         let adapters = AdapterOptions { lora, quantization, seed, keeps_initial, source: &adapters };
         Policy::with_adapters(table.clone(), mesh, options, home, source, adapters)
     }

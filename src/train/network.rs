@@ -330,7 +330,7 @@ impl Network {
         let EmbeddingParams { table } = EmbeddingParams::view(self.layout(Unit::Embedding), &flat);
         let (rows, residual) = (embedding::forward(token_ids, &table)?, self.options.residual);
         if self.options.format.is_exact() {
-            return self.spec().scale_embedding(rows.f_to_kind(residual)?, table.kind()); // in the order of the engine's steps
+            return self.spec().scale_embedding(rows.f_to_kind(residual)?, table.kind()); // in the same order of operations as the engine
         }
         Ok(self.spec().scale_embedding(rows, table.kind())?.f_to_kind(residual)?)
     }

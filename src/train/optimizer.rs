@@ -49,15 +49,15 @@ pub(crate) struct Optimizer {
     maps: Option<adamw8bit::Maps>,
     muon: Option<Orthogonalizer>,
     num_updates: u64,
-    flow: Option<StateStream>,   // of the update under way, where the state is streamed
-    residence: Mutex<Residence>, // the state moves while the weights are read
+    flow: Option<StateStream>,   // the stream of this update, if state is streamed
+    residence: Mutex<Residence>, // a lock, because state moves while weights are read
 }
 
 /// This rank's slice of a unit.
 #[derive(Debug)]
 struct Owned {
-    range: Range<usize>,        // of the unit
-    decayed: Vec<Range<usize>>, // of the owned part
+    range: Range<usize>,        // within the unit
+    decayed: Vec<Range<usize>>, // within this rank's part
 }
 
 impl Owned {

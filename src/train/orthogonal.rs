@@ -33,8 +33,8 @@ pub(super) struct Orthogonalizer {
 #[derive(Debug, Default)]
 struct UnitMatrices {
     matrices: Vec<BlockMatrix>,
-    owners: Vec<usize>,               // rank of the shard group
-    ratios: Vec<(Range<usize>, f64)>, // of the unit's elements
+    owners: Vec<usize>,               // rank within the shard group
+    ratios: Vec<(Range<usize>, f64)>, // ranges of the unit's elements
 }
 
 impl Orthogonalizer {

@@ -61,7 +61,7 @@ pub struct Policy {
     options: PolicyOptions,
     has_stepped: bool,
     num_skipped: u64,
-    num_micro_batches: u64, // since the last step
+    num_micro_batches: u64, // micro-batches since the last step
 }
 
 impl Policy {
@@ -215,7 +215,7 @@ impl Policy {
         let course = UpdateCourse { keep, micro_batches: &shapes, is_warm: false, streams };
         let bytes = self.trained_model().block_bytes(&course, max_tokens);
         if torch::lacks_block(device, bytes) {
-            self.drop_gradients(); // a tensor within the last block would keep it from being released
+            self.drop_gradients(); // a tensor in the last block would prevent its release
             torch::keep_block(device, bytes)?;
         }
         Ok(())
@@ -311,7 +311,7 @@ impl Policy {
             let gradient_scale = if is_head { of_draft_head } else { of_model };
             let mut weight = self.network.trained_mut().owned(index)?;
             self.optimizer.step(index, gradient, &mut weight, lr, gradient_scale)?;
-            self.network.trained_mut().spread(index)?; // beside the next unit's step
+            self.network.trained_mut().spread(index)?; // overlaps the next unit's step
         }
         self.optimizer.end_update()?;
         self.version += 1;

@@ -52,7 +52,7 @@ pub(super) struct Residence {
     bytes: usize,
     streams: bool,
     place: StateLocation,
-    host_is_current: bool, // the pool holds what the device does
+    host_is_current: bool, // whether the pool has the same contents as the device
     passages: Vec<Transfer>,
     pool: Option<HostPool>,
     arena: Arena, // dropped after its views
@@ -61,7 +61,7 @@ pub(super) struct Residence {
 #[derive(Debug)]
 enum StateLocation {
     Here(Tensor),                                      // [bytes] u8, a view of the arena
-    Leaving(VecDeque<(usize, PendingCopy)>, Transfer), // bytes of the arena before a piece, the piece's copy
+    Leaving(VecDeque<(usize, PendingCopy)>, Transfer), // (bytes of the arena before a piece, copy of the piece)
     OnHost,
     Returning(Tensor, Paced, Reloading),
 }
@@ -70,7 +70,7 @@ enum StateLocation {
 #[derive(Debug)]
 struct Reloading {
     began: Mark,
-    waited: Duration, // by the host
+    waited: Duration, // waiting time of the host
 }
 
 /// One copy of the state between device and host.
@@ -79,8 +79,8 @@ struct Transfer {
     bytes: usize,
     began: Mark,
     ended: Mark,
-    waited: Duration,   // by the host
-    came: Option<Mark>, // where the device came to wait
+    waited: Duration,   // waiting time of the host
+    came: Option<Mark>, // where the device started to wait
 }
 
 impl Residence {

@@ -36,7 +36,7 @@ struct OtherParts {
     exchange: TokenExchange,
     first: i64,
     num_rows: i64,
-    num_scored: i64, // C
+    num_scored: i64, // number of scored tokens (C)
     /// Indexes of this part's tokens among all scored tokens.
     scored: Tensor, // [C'] i64
 }
@@ -106,7 +106,7 @@ impl RowPart {
         let mut size = own.size();
         size[0] = *num_scored;
         let mut all = Tensor::f_zeros(size, (own.kind(), own.device()))?.f_index_copy_(0, scored, own)?;
-        exchange.group().all_reduce(&mut all, ReduceOp::Sum)?; // one rank has each, so that nothing is rounded
+        exchange.group().all_reduce(&mut all, ReduceOp::Sum)?; // only one rank has each, so nothing is rounded
         Ok(all)
     }
 

@@ -137,16 +137,16 @@ impl Cells {
 /// Consecutive elements of this rank's part of a unit whose state has one form.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct StateRun {
-    pub elements: Range<usize>, // of the owned part
+    pub elements: Range<usize>, // within this rank's part
     pub form: StateForm,
-    first: [usize; StatePart::ALL.len()], // value in each part's row
+    first: [usize; StatePart::ALL.len()], // index of the first value in each part's row
 }
 
 /// The memory layout of this rank's optimizer state.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct StateLayout {
     wide: Kind,
-    counts: [usize; StatePart::ALL.len()], // values of each part's row
+    counts: [usize; StatePart::ALL.len()], // number of values in each part's row
     units: Vec<Vec<StateRun>>,
 }
 

@@ -25,12 +25,12 @@ pub(crate) struct Weights {
     sharding: Sharding,
     kind: Kind,
     device: Device,
-    pool: Option<HostPool>, // in place of `units`, where weights live on the host
-    units: Vec<Tensor>,     // [len], or [len / S] where weights are sharded, or [0] where they are quantised
+    pool: Option<HostPool>, // used instead of `units` if weights are on the host
+    units: Vec<Tensor>,     // [len], or [len / S] if weights are sharded, or [0] if they are quantized
     quantization: Quantization,
-    quantized: Vec<StoredBlock>, // by layer; empty where blocks are kept as they are computed with
-    spreading: Vec<Option<Work>>, // new weights on their way to ranks that keep them whole
-    gathered: Vec<Gathered>,     // in use or upcoming
+    quantized: Vec<StoredBlock>,  // by layer; empty if blocks are stored unquantized
+    spreading: Vec<Option<Work>>, // broadcasts of new weights under way
+    gathered: Vec<Gathered>,      // units in use or gathered ahead
 }
 
 /// A whole unit, gathered or dequantized.
@@ -38,7 +38,7 @@ pub(crate) struct Weights {
 struct Gathered {
     index: usize,
     whole: Tensor,      // [len]
-    work: Option<Work>, // on its way
+    work: Option<Work>, // the all-gather, while under way
 }
 
 impl Weights {
@@ -183,7 +183,7 @@ impl Weights {
         let index = self.table.index(unit);
         if self.quantized_block(unit).is_some() {
             if !self.gathered.iter().any(|kept| kept.index == index) {
-                self.gathered.clear(); // the one before may still be read by what is queued: libtorch frees in stream order
+                self.gathered.clear(); // queued work may still read the previous one: libtorch frees in stream order
                 let whole = self.gather(unit)?;
                 self.gathered.push(Gathered { index, whole, work: None });
             }

@@ -40,7 +40,7 @@ impl Carry {
         };
         let versions: Vec<u64> = group.completions.iter().flat_map(of_sampled).collect();
         let num_tokens = versions.len();
-        let num_continued = num_continued.min(num_tokens); // an agent may have given up requests
+        let num_continued = num_continued.min(num_tokens); // an agent may have dropped requests
         self.num_taken += num_tokens;
         self.num_continued += num_continued;
         self.num_sampled += num_tokens - num_continued;

@@ -35,7 +35,7 @@ impl Trainer {
         }
         let solved_by = self.config.deciding_rewards(self.rewards.judges());
         let of_group = |group: &RolloutGroup| -> Option<Solved> {
-            let row = *self.data.rows_by_id.0.get(&group.prompt.id)?; // a program may sample for prompts of its own
+            let row = *self.data.rows_by_id.0.get(&group.prompt.id)?; // a program may sample its own prompts
             let verdicts = eval::verdicts(group, &solved_by);
             let num_solved = verdicts.iter().filter(|is_solved| **is_solved).count();
             Some((row, num_solved as u32, verdicts.len() as u32))

@@ -159,7 +159,7 @@ fn reward_metrics(metrics: &mut StepMetrics, names: &[String], advantages: &Adva
         moments(format!("rewards/{name}/mean"), format!("rewards/{name}/std"), stats);
     }
     let frac_zero = match advantages.num_groups {
-        0.0 => 1.0, // all were left out
+        0.0 => 1.0, // all groups were left out
         num_groups => advantages.num_zero_std_groups / num_groups,
     };
     metrics.set("frac_reward_zero_std", frac_zero, Reduce::Last);
@@ -250,7 +250,7 @@ mod tests {
         assert_eq!((all[1].token_ids.as_slice(), all[1].prompt_len), (&[1, 2, 97, 98, 99][..], 2));
         assert_eq!(all[1].completion_len(), 3);
         let mut without = groups;
-        without[0].completions.remove(1); // the one that failed
+        without[0].completions.remove(1); // remove the one that failed
         assert_eq!(
             sequences(&without, &[], true, None),
             sequences(&[group(&[FinishReason::Eos, FinishReason::Eos, FinishReason::Length])], &[], true, None)

@@ -152,14 +152,14 @@ struct OpenBatch<'c, 'a> {
     context: &'c mut Replacement<'a>,
     params: Arc<SamplingParams>,
     candidates: Candidates,
-    first_step: u64, // in the random keys
+    first_step: u64, // the generation step in the random keys
     of_all: Vec<CandidateGroup>,
-    num_begun: usize,                        // candidates that were submitted where they belong
-    num_steps: usize,                        // since the last exchange
-    is_idle: bool,                           // no engine decodes: only rewards are awaited
-    under_way: Vec<(usize, usize)>,          // numbers in the session and among the candidates
-    fresh: Vec<(Submitted, RolloutGroup)>,   // complete since the last exchange
-    waiting: Vec<(Submitted, RolloutGroup)>, // complete before it
+    num_begun: usize,                        // candidates that were submitted to their engine
+    num_steps: usize,                        // steps since the last exchange
+    is_idle: bool,                           // no engine decodes; only rewards are missing
+    under_way: Vec<(usize, usize)>,          // (number in the session, index among the candidates)
+    fresh: Vec<(Submitted, RolloutGroup)>,   // groups completed since the last exchange
+    waiting: Vec<(Submitted, RolloutGroup)>, // groups completed before it
     scored: Vec<PlacedGroup>,
 }
 

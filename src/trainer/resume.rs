@@ -64,8 +64,8 @@ pub(super) fn restore(
     model.policy_mut().map_or(Ok(()), |policy| checkpoint.restore(policy))?;
     data.sampler.restore(checkpoint.state.sampler.clone())?;
     data.carried = match checkpoint.state.carried.as_slice() {
-        _ if config.oversample == 0.0 => Vec::new(),                  // force_resume
-        carried if config.tools.takes_turns() => begun_anew(carried), // nobody has their tools and environments any more
+        _ if config.oversample == 0.0 => Vec::new(), // possible with force_resume
+        carried if config.tools.takes_turns() => begun_anew(carried), // their tools and environments have ended
         carried if config.output.force_resume && checkpoint.carries_others(config.num_generations) => {
             begun_anew(carried)
         }

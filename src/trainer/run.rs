@@ -80,7 +80,7 @@ impl Trainer {
             self.tell_early_stop();
             finished = true;
         }
-        let stop = any_rank(&*self.world.group(), phase::stop_requested())? && !finished; // what is left is no more than a save
+        let stop = any_rank(&*self.world.group(), phase::stop_requested())? && !finished; // not if only saving is left
         let save_steps = self.config.saving.save_steps;
         let is_due =
             passes(save_steps, before, now) || (finished && save_steps.is_some()) || (evaluates && self.is_best());
@@ -122,7 +122,7 @@ impl Trainer {
     /// # Errors
     /// The first failure of any rank.
     pub fn save(&mut self) -> Result<PathBuf> {
-        let ahead = self.saved_ahead()?; // of a run that was asked to stop
+        let ahead = self.saved_ahead()?; // for a run that was asked to stop
         let drawn = self.data.drawn.take().map(|drawn| drawn.before);
         let unsaved =
             if ahead.is_empty() { self.generation.ahead.pop_front().map(|queued| queued.before) } else { None };
@@ -130,7 +130,7 @@ impl Trainer {
             self.put_back(before)?; // these batches are sampled again
         }
         let state = TrainerState {
-            run_id: String::new(), // the saver's
+            run_id: String::new(), // set by the saver
             global_step: self.progress.global_step,
             num_updates: self.model.policy().map_or(0, Policy::num_updates),
             generation_step: self.progress.generation_step,

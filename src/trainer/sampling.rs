@@ -108,7 +108,7 @@ impl Trainer {
             let of_ranks: Vec<Vec<CarriedGroup>> =
                 all_gather_json(&*self.world.group(), "gather unfinished groups", &kept)?;
             if self.generation.turns.is_some() {
-                self.data.carried_by = of_ranks.iter().map(Vec::len).collect(); // whose tools and environments live
+                self.data.carried_by = of_ranks.iter().map(Vec::len).collect(); // the ranks that hold tools and environments
             }
             self.data.carried = of_ranks.concat();
         }
@@ -142,7 +142,7 @@ impl Trainer {
         self.rewards.give_up();
         self.data.carried = before.carried;
         if let Some(turns) = &mut self.generation.turns {
-            turns.reset(); // tools have gone on since: what was under way is played anew
+            turns.reset(); // tools have changed since, so episodes start again
             self.data.carried = begun_anew(&self.data.carried);
             self.data.carried_by = Vec::new();
         }
@@ -182,7 +182,7 @@ impl Trainer {
                 let done = |group: &RolloutGroup| submit(group, rewards, output);
                 turns::generate(generation.turns.as_mut(), engine, &prompts, &params, done)
             })?;
-            let SampledGroups { complete: mut groups, done: tickets, open: _ } = sampled; // none is: all rows were awaited
+            let SampledGroups { complete: mut groups, done: tickets, open: _ } = sampled; // empty, because the session waits for all rows
             world.agree(rewards.wait(&mut groups, &tickets))?;
             Ok(groups)
         })?;

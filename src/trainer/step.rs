@@ -143,7 +143,7 @@ impl Trainer {
     fn begin_step(&mut self) -> Result<Instant> {
         phase::set_step(self.progress.generation_step);
         let start = Instant::now();
-        let _ = phase::take_timings(); // of loading, evaluation and saving
+        let _ = phase::take_timings(); // drop times of loading, evaluation and saving
         self.take_transitions()?;
         Ok(start)
     }
@@ -176,7 +176,7 @@ impl Trainer {
     fn advantages_of(&self, groups: &mut [RolloutGroup]) -> Result<AdvantageStats> {
         let config = AdvantageConfig::from(&self.config);
         let mut stats = grpo::assign_advantages(groups, &config, Some(&*self.world.group()))?;
-        stats.rewards.resize(self.config.reward_funcs.len(), BatchStats::default()); // of a rank without groups
+        stats.rewards.resize(self.config.reward_funcs.len(), BatchStats::default()); // on a rank without groups
         records::reduce_advantages(&mut stats, &*self.world.group())?;
         if let Some(assign) = &self.functions.advantages {
             self.world.agree(assign(groups))?;

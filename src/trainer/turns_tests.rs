@@ -101,7 +101,7 @@ fn trainer(dice: &mut Dice, file: &std::path::Path, num_trajectories: usize) -> 
         &format!("tools=[\"{}:f\"]", file.display()),
         "tool_call_parser=hermes",
         "max_tool_calling_iterations=31",
-        "max_tool_response_length=12", // so that 32 turns are no long text
+        "max_tool_response_length=12", // so that 32 turns stay short
         "max_completion_length=3600",
         "max_model_length=4000",
         "max_prompt_length=300",
@@ -133,7 +133,7 @@ pub(super) fn assembled(keys: &[&str], spec: ModelSpec, tokenizer: Arc<Tokenizer
         weights: &|layout| {
             let flat = init_unit(layout, 3, Kind::Float)?;
             for param in layout.params.iter().filter(|param| param.decay) {
-                let _ = layout.view(param.name, &flat).unwrap().g_mul_scalar_(8.0); // so that contexts matter
+                let _ = layout.view(param.name, &flat).unwrap().g_mul_scalar_(8.0); // so that the context matters
             }
             Ok(flat)
         },

@@ -45,7 +45,7 @@ fn memory_of_a_benchmark_includes_optimizer_state() {
     };
     let [none, keeping] = [GradientCheckpointing::None, GradientCheckpointing::KeepChunks].map(needs);
     assert_eq!(none.tensor_bytes, 38_115_533_824);
-    assert!((45_169_583_616..45_200_000_000).contains(&none.optimizer_bytes), "{none:?}"); // 12 bytes a parameter
+    assert!((45_169_583_616..45_200_000_000).contains(&none.optimizer_bytes), "{none:?}"); // 12 bytes per parameter
     assert_eq!(keeping.optimizer_bytes, none.optimizer_bytes);
     none.check_within(available).unwrap();
     let message = keeping.check_within(available).unwrap_err().to_string();

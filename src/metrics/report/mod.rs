@@ -58,7 +58,7 @@ pub fn write_report(output_dir: &Path) -> Result<PathBuf> {
     let samples = samples::first_and_last(&folder.folder(COMPLETIONS));
     let path = output_dir.join(REPORT);
     let page = page::render(output_dir, &history, &config, &samples);
-    folder.write(REPORT, page).map_err(Error::io(&path))?; // a browser never finds half a page
+    folder.write(REPORT, page).map_err(Error::io(&path))?; // written atomically: a browser never reads a partial page
     Ok(path)
 }
 

@@ -123,7 +123,7 @@ impl PlannedStep<'_> {
         let sums_s = self.exchange_s(prompt_tokens) - self.exchange_s(0.0);
         let mut seconds = 2.0 * self.block_params() * prompt_tokens / tp / rate + sums_s;
         let lengths = self.lengths.completion.quantiles();
-        let mut done = 1.0; // the prompt gives the first token
+        let mut done = 1.0; // prefill samples the first token
         for (index, &length) in lengths.iter().enumerate() {
             let alive = rows * (lengths.len() - index) as f64 / lengths.len() as f64;
             let cached = groups.min(alive) * self.lengths.prompt + alive * (done + length) / 2.0;

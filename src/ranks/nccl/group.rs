@@ -97,7 +97,7 @@ impl NcclGroup {
         let seen = phase::collective(op, self.name(), bytes);
         let code = call(communicator.raw(), stream.cast());
         self.settle(op, communicator, code)?;
-        seen.queued(); // a host that waits for the stream waits for peers
+        seen.queued(); // from here on, waiting for the stream means waiting for peers
         Ok(())
     }
 

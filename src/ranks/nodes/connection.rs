@@ -98,8 +98,8 @@ impl Connection {
 
 impl Drop for Connection {
     fn drop(&mut self) {
-        let _ = self.stream.shutdown(Shutdown::Both); // which ends the reader
-        self.send(Frame::empty(FrameKind::Bye)); // and wakes the writer, which cannot send it
+        let _ = self.stream.shutdown(Shutdown::Both); // ends the reader
+        self.send(Frame::empty(FrameKind::Bye)); // wakes the writer, whose write then fails
         let _ = self.writer.take().map(JoinHandle::join);
     }
 }
@@ -117,7 +117,7 @@ fn write(mut stream: TcpStream, frames: &Receiver<Frame>) {
             false => stream.write_all(&frame.header()).and_then(|()| stream.write_all(&frame.payload)),
         };
         match written {
-            Err(_) => return, // the reader of the same stream says why
+            Err(_) => return, // the reader of the stream reports why
             Ok(()) if frame.kind == FrameKind::Bye => {
                 let _ = stream.shutdown(Shutdown::Write);
                 return;
@@ -177,7 +177,7 @@ impl Read for Patient {
                 }
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == ErrorKind::TimedOut => {
-                    return Err(std::io::Error::other(error.to_string())); // of the network, not of the read
+                    return Err(std::io::Error::other(error.to_string())); // an error of the network, not of the read call
                 }
                 outcome => {
                     self.heard = awake_now();

@@ -214,7 +214,7 @@ impl Collective for NodesGroup {
         let called = Signature { op: CollectiveOp::AllGather, kind: one.kind, detail: 0, bytes: one.bytes };
         let _scope = self.begin(called);
         let output = output.f_view([self.size() as i64, input.numel() as i64])?;
-        let own = copy(&input.f_reshape([-1])?, one.kind)?; // the input may be output's own slice
+        let own = copy(&input.f_reshape([-1])?, one.kind)?; // a copy, because the input may be this rank's slice of the output
         for (start, len) in pieces(own.numel(), (PIECE / self.size() as i64).max(1)) {
             let all = self.gathered(called, &own.narrow(0, start, len))?;
             output.narrow(1, start, len).f_copy_(&all)?;
@@ -228,7 +228,7 @@ impl Collective for NodesGroup {
         let called = Signature { op: CollectiveOp::ReduceScatter, kind: one.kind, detail: 0, bytes: one.bytes };
         let _scope = self.begin(called);
         let size = self.size() as i64;
-        let rows = copy(&input.f_view([size, output.numel() as i64])?, one.kind)?; // the output may be its slice
+        let rows = copy(&input.f_view([size, output.numel() as i64])?, one.kind)?; // a copy, because the output may be a slice of the input
         let output = output.f_view([-1])?;
         for (start, len) in pieces(output.numel(), (PIECE / size).max(1)) {
             let own = rows.narrow(1, start, len).f_reshape([-1])?;

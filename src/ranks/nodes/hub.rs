@@ -109,7 +109,7 @@ fn accept(listener: &TcpListener, shared: &Arc<NodeHubState>) {
     while !shared.is_over.load(Ordering::Relaxed) && !shared.switch().is_complete() {
         if said.elapsed() > SAY {
             said = Instant::now();
-            let missing = shared.switch().describe_missing(); // not while writing: a terminal may stand still
+            let missing = shared.switch().describe_missing(); // without the lock while printing, because a terminal may block
             console::say(format_args!("still waiting for {missing}"));
         }
         let Ok((stream, _)) = listener.accept() else {
@@ -197,7 +197,7 @@ impl Write for ProofStream<'_> {
 /// Handles a rank's messages until its connection ends.
 fn serve(greeting: &Greeting, stream: &TcpStream, shared: &NodeHubState) {
     if shared.switch().is_complete() {
-        return; // too late: all are there
+        return; // too late: all ranks have joined
     }
     let rank = greeting.rank;
     let (Ok(connection), Ok(reading)) = (Connection::new(stream), stream.try_clone()) else { return };

@@ -85,7 +85,7 @@ impl Inbox {
             FrameKind::Verdict => {
                 state.verdicts.insert(frame.epoch, frame.read_json()?);
             }
-            FrameKind::Gathered | FrameKind::Relay if frame.epoch < state.generation => return Ok(()), // of before a failure
+            FrameKind::Gathered | FrameKind::Relay if frame.epoch < state.generation => return Ok(()), // from before a failure
             FrameKind::Gathered => {
                 state.gathered.insert((frame.epoch, frame.division, frame.word), frame.payload);
             }
@@ -103,7 +103,7 @@ impl Inbox {
 
     /// Records that a rank is permanently gone, and ends all waits on this node.
     pub(super) fn lose(&self, failure: RankFailure) {
-        let failure = self.lock().lost.get_or_insert(failure).clone(); // first: who attaches now finds it
+        let failure = self.lock().lost.get_or_insert(failure).clone(); // first, so that a rank that attaches now finds it
         if let Some(member) = self.member.get() {
             member.lose(failure);
         }

@@ -28,7 +28,7 @@ impl Interface {
         let any: IpAddr = Ipv4Addr::UNSPECIFIED.into();
         let of = |any: IpAddr| {
             let socket = UdpSocket::bind((any, 0)).ok()?;
-            socket.connect((host, port.max(1))).ok()?; // asks the routing table alone
+            socket.connect((host, port.max(1))).ok()?; // only queries the routing table
             Some(socket.local_addr().ok()?.ip())
         };
         let address = of(any).or_else(|| of(Ipv6Addr::UNSPECIFIED.into()))?;

@@ -65,7 +65,7 @@ pub(in crate::ranks) fn meet(env: &WorkerEnv, options: &WorldOptions) -> Result<
     let (segment, _offered) = match share(env, options, &client, deadline) {
         Ok(shared) => shared,
         Err(error) => {
-            client.post_failure(FIRST_EPOCH, &error); // the others may wait for this rank in their memory
+            client.post_failure(FIRST_EPOCH, &error); // others may wait for this rank in shared memory
             return Err(error);
         }
     };

@@ -103,7 +103,7 @@ impl Switch {
             let frame = Frame::json(FrameKind::Refused, 0, refusal);
             self.tell_all(&frame);
             joined.send(frame);
-            self.refused.extend(joined.connection); // open until the rank has read why
+            self.refused.extend(joined.connection); // kept open until the rank has read the reason
             return None;
         }
         // A rank that joins again before all have joined was restarted: its earlier process is dead or dying.
@@ -208,7 +208,7 @@ impl Switch {
 
     fn gather(&mut self, rank: usize, frame: Frame) -> std::io::Result<()> {
         if frame.epoch != self.generation {
-            return Ok(()); // of before a failure
+            return Ok(()); // from before a failure
         }
         let parts = unpack(&frame.payload).and_then(|parts| <[Vec<u8>; 2]>::try_from(parts).ok());
         let [ranks, bytes] = parts
@@ -263,7 +263,7 @@ impl Switch {
             return;
         }
         if self.layout.is_none() {
-            self.members[rank] = None; // it may come again
+            self.members[rank] = None; // the rank may connect again
             return;
         }
         member.has_left = true;

@@ -31,7 +31,7 @@ fn results(group: &dyn Collective, rank: usize) -> Vec<Tensor> {
             }
             let mut whole = own.copy();
             let mut part = whole.narrow(0, place * len, len);
-            group.reduce_scatter(&own, &mut part).unwrap(); // into a slice of what is gathered next
+            group.reduce_scatter(&own, &mut part).unwrap(); // into a slice of the next gather's output
             group.all_gather(&part, &mut whole).unwrap();
             let mut exchanged = own.zeros_like();
             group.all_to_all(&own, &mut exchanged).unwrap();
@@ -89,7 +89,7 @@ fn collectives_over_nodes_equal_one_node_bit_for_bit() {
 fn the_first_failure_reaches_all_nodes_and_agreement_clears_it() {
     testing::worlds_on_nodes(2, 2, PATIENCE, |world| {
         let pair = world.subgroup("pair", &[world.rank() % 2, world.rank() % 2 + 2]);
-        let pair = world.agree(pair).unwrap(); // all have it before one fails
+        let pair = world.agree(pair).unwrap(); // all ranks have the group before one fails
         let sum = |group: &dyn Collective| -> Result<f64> {
             let mut tensor = Tensor::from_slice(&[group.ranks()[group.rank()] as f64]);
             group.all_reduce(&mut tensor, ReduceOp::Sum)?;

@@ -43,10 +43,10 @@ pub(super) struct StepShape {
     mlp: usize,
     pub(super) experts: Option<ExpertShape>,
     /// Columns of the widest matrix whose rows are quantized, and number of rows that one token has in an expert's matrix.
-    rounded: [usize; 2], // columns, rows of experts
+    rounded: [usize; 2], // columns, rows of experts per token
     format: &'static dyn Format,
     vocab: usize,
-    kv_slots: [usize; 2], // blocks, tokens of a block
+    kv_slots: [usize; 2], // blocks, tokens per block
     tp_size: usize,
     kind: Kind,
     residual: Kind,
@@ -65,24 +65,24 @@ pub fn engine_sum_bytes(spec: &ModelSpec, options: &EngineOptions, tp_size: usiz
 /// Views over the arena, one per buffer.
 #[derive(Debug)]
 pub(super) struct DecodeBuffers {
-    pub(super) x: Tensor,          // [R, D], of the residual stream's kind
+    pub(super) x: Tensor,          // [R, D], in the dtype of the residual stream
     pub(super) normed: Tensor,     // [R, D]
     pub(super) delta: Tensor,      // [R, D]
-    pub(super) qkv: Tensor,        // flat, of each row the projections that the first sublayer reads
+    pub(super) qkv: Tensor,        // flat, the input projections of the first sublayer for each row
     pub(super) q: Tensor,          // [R, H hd]
-    pub(super) attended: Tensor,   // flat, of each row what its last product reads
+    pub(super) attended: Tensor,   // flat, the input of the first sublayer's last GEMM for each row
     pub(super) gate_up: Tensor,    // [R, 2 F]
     pub(super) act: Tensor,        // [R, F]
-    pub(super) rounded: Tensor,    // flat, of the rows [R, K] of the product at hand; none but for a format that rounds
-    pub(super) scales: Tensor,     // flat, of them
+    pub(super) rounded: Tensor,    // flat, quantized rows [R, K] of the current GEMM; empty for an unquantized format
+    pub(super) scales: Tensor,     // flat, scales of `rounded`
     pub(super) logits: Tensor,     // [S', W] f32
-    pub(super) shards: Tensor,     // [S' W] f32, whole rows of this rank's share of the draws; none on a single rank
-    pub(super) own_cuts: Tensor,   // [2 S' / ranks] i32, what filters leave of them
-    pub(super) cuts: Tensor,       // [2 S'] i32, the same of all draws
-    pub(super) history: Tensor,    // [KV blocks, block_size] i32, token ids at the slots of their keys
-    pub(super) seen: Tensor,       // [S, V of all ranks / 32] i32, as `kernels::mark_seen` leaves it
-    pub(super) candidates: Tensor, // f64, as `kernels::sample` has them
-    pub(super) gathered: Tensor,   // the same of all ranks
+    pub(super) shards: Tensor,     // [S' W] f32, whole rows for this rank's share of the draws; empty on a single rank
+    pub(super) own_cuts: Tensor,   // [2 S' / ranks] i32, the filters' result for these rows
+    pub(super) cuts: Tensor,       // [2 S'] i32, the filters' results for all draws
+    pub(super) history: Tensor,    // [KV blocks, block_size] i32, token ids by KV slot
+    pub(super) seen: Tensor,       // [S, V of all ranks / 32] i32, in the format of `kernels::mark_seen`
+    pub(super) candidates: Tensor, // f64, in the format of `kernels::sample`
+    pub(super) gathered: Tensor,   // `candidates` of all ranks
     pub(super) inputs: Tensor,     // i32
     pub(super) token_ids: Tensor,  // [S] i32
     /// Sampled ids [S], then the bits of their log-probabilities [S].

@@ -31,8 +31,8 @@ pub(super) struct ExpertBuffers {
     counters: Tensor,          // flat, i32
     pub(super) act: Tensor,    // [R k, I]
     pub(super) out: Tensor,    // [R k, D]
-    pub(super) record: Tensor, // flat, i16, experts of token after token, in all layers; an even number
-    pub(super) shared: Tensor, // [R, D], of the shared expert; no rows where there is none
+    pub(super) record: Tensor, // flat, i16, experts token by token, in all layers; an even number of entries
+    pub(super) shared: Tensor, // [R, D], output of the shared expert; no rows without one
     pub(super) per_token: usize,
 }
 

@@ -60,7 +60,7 @@ impl DecoderNetwork<'_> {
         DecoderOp::GateUp.run(|| format.step_experts_gate_up(by, x, gate_up.piece(), &act))?;
         let adapter = self.low(down, tile, LowRows::Sorted(&act), &routed)?;
         let by = StepExperts { tile: down_tile, adapter: adapter.of(), routed: &routed };
-        let x = self.rows(&act)?; // where they are rounded nothing is read any more but by the shared expert, which rounds again
+        let x = self.rows(&act)?; // quantized rows are read later only by the shared expert, which quantizes again
         DecoderOp::Down.run(|| format.step_experts_down(by, x, down.piece(), &rows))?;
         let shared =
             spec.shared.map(|shared| self.shared_rows(shared.0.activation, w, normed, &buffers.shared)).transpose()?;

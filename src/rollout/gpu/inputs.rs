@@ -129,16 +129,16 @@ pub(super) struct Sampling {
 /// Inputs of a decode step, padded to its bucket of S rows. Their offsets depend on the bucket only.
 #[derive(Debug)]
 pub(super) struct DecodeInputs {
-    pub(super) from: Tensor,         // [S], as `kernels::next_tokens` takes them
+    pub(super) from: Tensor,         // [S], see `kernels::next_tokens`
     pub(super) positions: Tensor,    // [S]
-    pub(super) context_lens: Tensor, // [S], 0: padding
+    pub(super) context_lens: Tensor, // [S], 0 for padding
     pub(super) slots: Tensor,        // [S]
     pub(super) sampling: Sampling,
-    pub(super) groups: Tensor,           // [S], as `kernels::SharedPrefixes` has them
+    pub(super) groups: Tensor,           // [S], see `kernels::SharedPrefixes`
     pub(super) num_shared: Tensor,       // [S]
     pub(super) block_tables: Tensor,     // [S, blocks]
     pub(super) adapters: Option<Tensor>, // [S]
-    pub(super) state_pages: Tensor,      // [S], -1: padding, or a model without states
+    pub(super) state_pages: Tensor,      // [S], -1 for padding or a model without states
 }
 
 impl DecodeInputs {
@@ -227,15 +227,15 @@ pub(super) struct PrefillInputs {
     pub(super) token_ids: Tensor,        // [T]
     pub(super) positions: Tensor,        // [T]
     pub(super) slots: Tensor,            // [T]
-    pub(super) bounds: Tensor,           // [B + 1], of the runs' tokens
+    pub(super) bounds: Tensor,           // [B + 1], start of each run's tokens and end of the last
     pub(super) block_tables: Tensor,     // [B, blocks]
     pub(super) last_rows: Tensor,        // [L]
     pub(super) drawn_runs: Tensor,       // [L]
-    pub(super) lens: Tensor,             // [L], tokens so far
-    pub(super) sampling: Sampling,       // of L
+    pub(super) lens: Tensor,             // [L], number of tokens so far
+    pub(super) sampling: Sampling,       // of L draws
     pub(super) copies: [Tensor; 2],      // blocks to copy from, and to
     pub(super) adapters: Option<Tensor>, // [T]
-    pub(super) state_pages: Tensor,      // [B], -1: a model without states
+    pub(super) state_pages: Tensor,      // [B], -1 for a model without states
 }
 
 impl PrefillInputs {

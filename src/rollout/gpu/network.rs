@@ -21,15 +21,15 @@ use crate::rollout::weights::EngineWeights;
 /// The decoder network of an awake engine; all steps use it.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct DecoderNetwork<'a> {
-    pub(super) spec: &'a ModelSpec, // of the stage's layers
+    pub(super) spec: &'a ModelSpec, // with only the stage's layers
     pub(super) stage: &'a Stage,
     pub(super) weights: &'a EngineWeights<'a>,
     pub(super) memory: SequenceMemory<'a>,
     pub(super) tp: &'a dyn Collective,
     pub(super) products: &'a Products,
     pub(super) buffers: &'a DecodeBuffers,
-    pub(super) ropes: &'a ByRope<Tensor>, // [positions, turned columns] f32, cosines, then sines
-    pub(super) low: Option<&'a Tensor>,   // where adapters' inner products go, flat
+    pub(super) ropes: &'a ByRope<Tensor>, // [positions, rotated columns] f32, cosines, then sines
+    pub(super) low: Option<&'a Tensor>,   // flat buffer for x A^T of adapters
     /// All-reduces row-parallel GEMMs over the group; `None` if NCCL does.
     pub(super) sums: Option<&'a RowSums>,
     pub(super) tuning: Tuning,
@@ -47,7 +47,7 @@ pub(super) struct DecoderNetwork<'a> {
 pub(super) struct StepTokens<'a> {
     pub(super) ids: &'a Tensor,       // [T] i32
     pub(super) positions: &'a Tensor, // [T] i32
-    pub(super) slots: &'a Tensor,     // [T] i32, -1: padding
+    pub(super) slots: &'a Tensor,     // [T] i32, -1 for padding
     /// Recorded experts of an earlier computation, over all layers with experts; -1 where none was recorded.
     pub(super) recorded: Option<&'a Tensor>, // flat, i16, token by token
     /// State page of each sequence; the tokens of a sequence are contiguous.
@@ -254,7 +254,7 @@ impl DecoderNetwork<'_> {
         if let Some(sums) = self.sums {
             let way = match self.stage.is_last() {
                 true => sums.way(part.size()[0] as usize),
-                false => AllReduceMethod::Read, // every rank hands all rows on
+                false => AllReduceMethod::Read, // every rank sends all rows
             };
             let leaves = format.step_sums(self.reads_plain());
             return DecoderOp::AllReduce.run(|| sums.add_rms_norm(way, turn, x, weight, self.spec.norm(), leaves));

@@ -41,7 +41,7 @@ enum Keys<'a> {
 struct StrictRows<'a> {
     plans: &'a AttentionPlans,
     tiles: ByWindow<Option<CachedTiles>>,
-    block_tables: Tensor, // [B, blocks], of the runs
+    block_tables: Tensor, // [B, blocks], one per run
     slices: Vec<Slice>,
 }
 

@@ -22,7 +22,7 @@ use crate::rollout::stats::StageTimes;
 #[derive(Debug)]
 pub(super) struct StageTokens {
     seqs: usize,
-    ring: Tensor, // [2 P, 2 S] i32, each as `DecodeBuffers::sampled`
+    ring: Tensor, // [2 P, 2 S] i32, each row like `DecodeBuffers::sampled`
     downloads: Vec<PinnedWords>,
 }
 

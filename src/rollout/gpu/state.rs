@@ -40,9 +40,9 @@ pub(in crate::rollout) struct GpuState {
     arena: Arena,
     pub(super) plans: AttentionPlans,
     pub(super) ropes: ByRope<Tensor>, // [max_model_length, turned columns] f32
-    pub(super) low: Option<Tensor>,   // for adapters, made at the first wake that has some
+    pub(super) low: Option<Tensor>,   // for adapters, allocated at the first wake with some
     pub(super) sums: Option<RowSums>,
-    pub(super) masks: Option<TokenMasks>, // made for the first structure
+    pub(super) masks: Option<TokenMasks>, // allocated for the first request with a structure
     pub(super) products: Products,
     pub(super) stream: TorchStream,
     uploads: [PinnedWords; 2],

@@ -171,7 +171,7 @@ impl Sampler<'_> {
     /// The errors of the group.
     pub(super) fn top_logprobs(
         &self,
-        logits: &[f32], // [draws, V of this rank], minus infinity for ids that are not allowed
+        logits: &[f32], // [draws, V of this rank], minus infinity for forbidden ids
         draws: &[&Draw],
     ) -> Result<Vec<Vec<TokenLogprob>>> {
         let rows = logits.chunks_exact(self.vocab.len());
@@ -205,7 +205,7 @@ impl Sampler<'_> {
     fn offers_of(&self, logits: &[f32], draws: &[Draw]) -> Vec<Offer> {
         let width = self.vocab.len();
         let (mut values, mut noise, mut masked) = (vec![0.0; width], vec![0.0; width], Vec::new());
-        let mut last_row = (usize::MAX, 0.0); // the draws of a group share one row and their parameters
+        let mut last_row = (usize::MAX, 0.0); // the draws of a group share one row and parameters
         let offer = |draw: &Draw| {
             let mut raw = &logits[draw.row * width..][..width];
             if let Some(allowed) = draw.allowed {

@@ -16,7 +16,7 @@ impl Scheduler {
         for (index, completion) in members.clone().zip(begun) {
             self.sequences[index].resume(completion);
             let sequence = &self.sequences[index];
-            self.has_unclaimed |= !sequence.is_fresh() && sequence.turn_end == 0; // a next turn is no later rollout
+            self.has_unclaimed |= !sequence.is_fresh() && sequence.turn_end == 0; // a next turn is not a later rollout
             self.adopt_turn(index);
             self.go_on(index);
         }
@@ -28,7 +28,7 @@ impl Scheduler {
             return;
         }
         let leader = match open.iter().copied().find(is_begun) {
-            _ if self.holder(group).is_some() => None, // of the prompt
+            _ if self.holder(group).is_some() => None, // another sequence holds the prompt
             None if open.len() == members.len() => {
                 return open.into_iter().for_each(|index| self.enqueue(index, QueuePriority::New));
             }
@@ -59,7 +59,7 @@ impl Scheduler {
     /// Continues a sequence from the blocks that an earlier rollout kept, if there are any and a slot is free.
     fn go_on(&mut self, index: usize) {
         let sequence = &self.sequences[index];
-        let is_kept = sequence.finish_reason.is_none() && sequence.adapter.is_none(); // kept ones are known by their tokens alone
+        let is_kept = sequence.finish_reason.is_none() && sequence.adapter.is_none(); // kept sequences are found by their tokens only, not by adapter
         if !is_kept || self.running.len() == self.limits.max_num_seqs {
             return;
         }
@@ -84,7 +84,7 @@ impl Scheduler {
         let slots = self.limits.max_num_seqs - self.running.len();
         let alone = self.running.is_empty();
         let headroom = self.blocks.num_free().saturating_sub(self.running.len());
-        let of_turn = self.take_turn(members.start); // not to be dropped for it
+        let of_turn = self.take_turn(members.start); // taken out, so that it is not freed to make space for itself
         let shared = if of_turn.is_some() { Vec::new() } else { self.shared_prefix(members.start) };
         let num_held = of_turn.as_ref().map_or(&shared, |place| &place.block_table).len();
         let has_page = of_turn.as_ref().is_some_and(|place| place.state_page.is_some());
@@ -138,7 +138,7 @@ impl Scheduler {
     /// Number of full blocks of a sequence's prompt that can be shared. At least one prompt token remains to be computed, for its logits.
     fn shareable_blocks(&self, index: usize) -> usize {
         if self.states.are_used() {
-            return 0; // nobody has the states after these blocks
+            return 0; // no sequence has the states after these blocks
         }
         let sequence = &self.sequences[index];
         sequence.prompt_len.min(sequence.len() - 1) / self.limits.block_size

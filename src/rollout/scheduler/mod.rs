@@ -59,19 +59,19 @@ struct Group {
 pub(super) struct Scheduler {
     pub(super) limits: StepLimits,
     completion_limit: Option<CompletionLimit>,
-    groups: Vec<Group>, // by request, from `num_dropped` on
-    num_dropped: usize, // requests that are forgotten
+    groups: Vec<Group>, // by request number, starting at `num_dropped`
+    num_dropped: usize, // number of requests deleted from the front
     pub(super) sequences: Vec<EngineSequence>,
-    waiting: VecDeque<usize>,           // by turn
-    prefilling: VecDeque<Range<usize>>, // sequences that share one computation, done through the first
-    running: Vec<usize>,                // in order of admission, those prefilling included
-    num_decodes_due: usize,             // before the next chunk of a prompt
+    waiting: VecDeque<usize>,           // by priority
+    prefilling: VecDeque<Range<usize>>, // sequences that share one prefill, which is computed through the first of them
+    running: Vec<usize>,                // in order of admission, including those that prefill
+    num_decodes_due: usize,             // decode steps before the next chunk of a prompt
     blocks: BlockManager,
     states: StateSlots,
-    kept: KeptSequences, // of an earlier rollout, none of `sequences`
-    has_unclaimed: bool, // of those: the rollout has come that they were kept for
+    kept: KeptSequences, // from an earlier rollout; not among `sequences`
+    has_unclaimed: bool, // whether the rollout that may continue `kept` has begun
     keeps_turns: bool,
-    between_turns: KeptSequences, // of sequences that ended a turn, for the next one
+    between_turns: KeptSequences, // of sequences that ended a turn, for their next turn
     pub(super) speculator: Option<Speculator>,
     events: Vec<Event>,
     pub(super) stats: EngineStats,
@@ -153,7 +153,7 @@ impl Scheduler {
         kept.extend(self.between_turns);
         for sequence in self.sequences {
             let is_computed = !sequence.is_fresh() && sequence.num_computed + 1 == sequence.len();
-            let is_base = sequence.adapter.is_none(); // sequences are known by their tokens alone
+            let is_base = sequence.adapter.is_none(); // sequences are found by their tokens only
             if sequence.finish_reason.is_none() && is_computed && is_base && !sequence.block_table.is_empty() {
                 let EngineSequence { block_table, state_page, num_computed, .. } = sequence;
                 let place = KeptPlace { block_table, state_page, num_computed };

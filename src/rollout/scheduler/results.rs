@@ -52,7 +52,7 @@ impl Scheduler {
         }
         let is_unfinished = |&index: &usize| self.sequences[index].finish_reason.is_none();
         self.running.retain(is_unfinished);
-        self.waiting.retain(is_unfinished); // preempted with its last token under way
+        self.waiting.retain(is_unfinished); // a preempted sequence may have ended with a token under way
         Ok(())
     }
 
@@ -88,7 +88,7 @@ impl Scheduler {
     fn append_drawn(&mut self, run: &TokenRun, sampled: &[Sampled], rules: &StopRules) -> Result<()> {
         let (index, drafts) = (run.sequence, &run.drafts.token_ids);
         if self.sequences[index].finish_reason.is_some() {
-            return Ok(()); // removed
+            return Ok(()); // the request was removed
         }
         let mut num_drawn = 0;
         let mut goes_on = self.append(index, &sampled[0], rules)?;

@@ -16,10 +16,10 @@ impl Scheduler {
         let mut budget = self.limits.max_num_batched_tokens;
         self.num_decodes_due = 0;
         let share = self.prefill_share();
-        let alternates = self.limits.num_stages == 1 && self.speculator.is_none(); // a step with drafts stands alone
+        let alternates = self.limits.num_stages == 1 && self.speculator.is_none(); // steps with draft tokens must run without others under way
         while let Some(members) = self.prefilling.front().filter(|_| budget > 0).cloned() {
             if self.limits.max_num_batched_tokens - budget >= share {
-                break; // the rest is for the step of the next stage
+                break; // leave the rest for the next stage's step
             }
             let sequence = &mut self.sequences[members.start];
             let (start, num_tokens) = (sequence.num_computed, sequence.len());

@@ -104,7 +104,7 @@ fn run(scheduler: &mut Scheduler, cache: &mut Cache, lag: usize, num_groups: usi
         let step = if goes_on { scheduler.schedule() } else { None };
         let is_idle = step.is_none();
         if is_idle && under_way.is_empty() {
-            continue; // the results that drafts waited for were the last
+            continue; // nothing is left after the results that drafts waited for
         }
         if let Some(step) = step {
             let num_tokens: usize = step.runs.iter().map(|run| run.tokens.len()).sum();
@@ -209,7 +209,7 @@ fn kept_sequences_continue_without_recomputation() {
     let prompts = prompts();
     let expected = simulate(ROOMY, &prompts, 3, 0).0;
     let tight = StepLimits { num_blocks: 12, max_num_seqs: 5, max_num_batched_tokens: 7, ..ROOMY };
-    let few_slots = StepLimits { max_num_seqs: 7, max_num_batched_tokens: 11, ..ROOMY }; // no prompt in chunks: one would begin anew
+    let few_slots = StepLimits { max_num_seqs: 7, max_num_batched_tokens: 11, ..ROOMY }; // without chunked prompts, one of which would start again
     let both = |limits| [limits, StepLimits { has_states: true, ..limits }];
     let cases = [(ROOMY, 0), (ROOMY, 1), (few_slots, 0), (few_slots, 2), (tight, 0), (tight, 2)];
     for (limits, lag) in cases.into_iter().flat_map(|(limits, lag)| both(limits).map(|limits| (limits, lag))) {

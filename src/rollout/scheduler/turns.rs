@@ -27,10 +27,10 @@ impl Scheduler {
         let num_computed = match sequence.state_page {
             Some(_) if drafts || sequence.num_in_state > sequence.len() => return self.release(index),
             Some(_) => sequence.num_in_state,
-            None => sequence.len() - 1, // the turn's last token was sampled, and perhaps never fed
+            None => sequence.len() - 1, // the turn's last token was sampled but may not have been processed
         };
         let EngineSequence { block_table, state_page, token_ids, adapter: None, .. } = sequence else {
-            return self.release(index); // sequences are known by their tokens alone
+            return self.release(index); // sequences are found by their tokens only
         };
         if !block_table.is_empty() {
             let (block_table, state_page) = (std::mem::take(block_table), state_page.take());
@@ -43,7 +43,7 @@ impl Scheduler {
     pub(super) fn adopt_turn(&mut self, index: usize) {
         let sequence = &self.sequences[index];
         let end = match sequence.finish_reason {
-            Some(_) => sequence.len(), // its tools still run
+            Some(_) => sequence.len(), // the turn ended, and its tools still run
             None => sequence.turn_end,
         };
         if self.keeps_turns

@@ -71,7 +71,7 @@ mod tests {
         let drafts = |matched, count| Drafts { token_ids: vec![0; count], matched };
         assert_eq!(acceptance.of_rows(&drafts(2, 2)), [0.5, 0.5 * 0.6]);
         for _ in 0..1000 {
-            acceptance.note_all(&drafts(2, 3), 1); // the second, behind 3, is not drawn, and the third is not judged
+            acceptance.note_all(&drafts(2, 3), 1); // the second, after a match of 3, is rejected, and the third is not judged
         }
         let rows = acceptance.of_rows(&drafts(2, 3));
         assert!(rows[0] > 0.97 && rows[1] < 0.03 && rows[2] < rows[1], "{rows:?}");

@@ -22,8 +22,8 @@ pub(super) fn prompt_key(token_ids: &[u32]) -> u64 {
 #[derive(Debug, Default)]
 pub(super) struct EarlierCompletions {
     of_prompts: HashMap<u64, Remembered>,
-    order: BTreeMap<u64, u64>, // prompt by its number
-    num_prompts: u64,          // remembered so far, those included that are forgotten
+    order: BTreeMap<u64, u64>, // prompt key by insertion number
+    num_prompts: u64,          // stored so far, including dropped ones
     num_tokens: usize,
     digest: u64,
 }

@@ -20,7 +20,7 @@ const NONE: u32 = u32::MAX;
 #[derive(Debug, Default)]
 pub(super) struct DraftIndex {
     texts: Vec<Vec<u32>>,
-    newest: HashMap<u64, u32, BuildHasherDefault<PairHasher>>, // place by pair
+    newest: HashMap<u64, u32, BuildHasherDefault<PairHasher>>, // newest place of each pair
     places: Vec<KnownPlace>,
 }
 

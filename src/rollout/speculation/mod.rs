@@ -100,7 +100,7 @@ pub(super) struct Speculator {
     acceptance: Acceptance,
     controller: Controller,
     drafts_now: bool,
-    prompts: HashMap<usize, u64>, // of requests that are not complete
+    prompts: HashMap<usize, u64>, // prompt key of each request that is not complete
     groups: HashMap<u64, TextGroup>,
 }
 
@@ -109,7 +109,7 @@ pub(super) struct Speculator {
 struct TextGroup {
     num_requests: usize,
     index: DraftIndex,
-    texts: HashMap<(usize, usize), OwnText>, // by request and completion
+    texts: HashMap<(usize, usize), OwnText>, // by request and completion number
 }
 
 #[derive(Debug)]
@@ -153,7 +153,7 @@ impl Speculator {
     /// Registers a submitted request.
     pub(super) fn begin(&mut self, request: usize, prompt: &[u32]) {
         if self.options.method == Speculation::Mtp {
-            return; // nothing is looked up
+            return; // the draft head needs no look-up
         }
         let key = prompt_key(prompt);
         self.prompts.insert(request, key);
@@ -183,7 +183,7 @@ impl Speculator {
         let Some(group) = self.prompts.get(&text.request).and_then(|key| self.groups.get_mut(key)) else { return };
         let (prompt, completion) = text.token_ids.split_at(text.prompt_len);
         if completion.is_empty() {
-            return; // it waits: nothing is indexed for it yet
+            return; // the completion waits, and is indexed when it runs
         }
         if group.texts.is_empty() {
             group.begin(prompt, self.earlier.of(self.prompts[&text.request]));
@@ -227,7 +227,7 @@ impl Speculator {
             rows.iter().map(move |&probability| (probability, sequence)).collect::<Vec<_>>()
         };
         let mut rows: Vec<(f64, usize)> = probabilities.iter().enumerate().flat_map(of_sequence).collect();
-        rows.sort_by(|(a, _), (b, _)| b.total_cmp(a)); // stable: of a sequence the first tokens stay the first
+        rows.sort_by(|(a, _), (b, _)| b.total_cmp(a)); // stable, so that a sequence's first tokens stay first
         if self.options.method == Speculation::Ngram && self.injection.is_none() {
             rows.retain(|(probability, _)| *probability >= LEAST_PROBABILITY);
         }
@@ -250,7 +250,7 @@ impl Speculator {
             return Drafts { token_ids, matched: 0 };
         }
         if self.asks_head() {
-            return Drafts { token_ids: vec![0; most], matched: 0 }; // which ones is known once the step is
+            return Drafts { token_ids: vec![0; most], matched: 0 }; // placeholders: the ids are known when the step runs
         }
         if text.token_ids.len() == text.prompt_len {
             return Drafts::default();
@@ -296,7 +296,7 @@ impl Speculator {
         }
         let mut hasher = DefaultHasher::new(); // without random keys: equal on all ranks
         (self.earlier.digest(), &self.acceptance, &self.controller).hash(&mut hasher);
-        let digest = (hasher.finish() >> 11) as f64; // exact
+        let digest = (hasher.finish() >> 11) as f64; // 53 bits are exact in f64
         let mut least = [digest, -digest];
         all_reduce_f64(all, &mut least, ReduceOp::Min)?;
         match least[0] == -least[1] {
@@ -329,7 +329,7 @@ impl TextGroup {
 /// Whether to make a trial look-up for a completion after this many tokens. Completions of a rollout begin together, so their look-ups are staggered:
 /// all at once would delay the next step.
 fn is_looked_at(request: usize, sample: usize, num_sampled: usize) -> bool {
-    let turn = request.wrapping_mul(7).wrapping_add(sample); // of groups of any size each turn has as many
+    let turn = request.wrapping_mul(7).wrapping_add(sample); // equally many completions per turn for groups of any size
     turn.wrapping_add(num_sampled).is_multiple_of(LOOK_EVERY)
 }
 

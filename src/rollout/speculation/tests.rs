@@ -51,7 +51,7 @@ fn drafting_pauses_until_drafts_would_be_accepted() {
     let mut speculator = speculator(Speculation::Ngram);
     speculator.begin(0, &PROMPT);
     speculator.observe(text(0, 0, &tokens(&[2, 3, 4, 5, 6])));
-    let ends = tokens(&[2, 3]); // all of which occurred before
+    let ends = tokens(&[2, 3]); // all of these occurred before
     let wrong = Drafts { token_ids: vec![4], matched: ends.len() };
     (0..100).for_each(|_| speculator.note(&wrong, 0));
     assert!(drafts(&mut speculator, text(0, 1, &ends), 9).is_empty());

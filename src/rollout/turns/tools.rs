@@ -47,10 +47,10 @@ struct TurnGroups<'t> {
     tools: &'t mut TurnTools,
     tokenizer: Arc<Tokenizer>,
     groups: Vec<OpenGroup>,
-    places: HashMap<GroupKey, usize>, // of own groups
+    places: HashMap<GroupKey, usize>, // of this rank's groups
     /// For each request, the trajectory that its first completion belongs to.
     keys: HashMap<RequestId, (usize, usize)>, // group, sample
-    num_asked: usize,                 // turns that ended and groups that may not begin yet, whose outcome is not known
+    num_asked: usize,                 // turns that ended, and groups that may not begin yet, whose outcome is not known
     meter: CostMeter,
 }
 
@@ -236,7 +236,7 @@ impl GroupTurns for TurnGroups<'_> {
         let group = &self.groups[place];
         for (sample, it) in group.trajectories.iter().enumerate() {
             if it.trajectory.finish_reason.is_some() {
-                self.num_asked += 1; // its tools run, or its end is not told to the other ranks yet
+                self.num_asked += 1; // its tools run, or its end was not sent to the other ranks yet
                 if group.own.is_some() {
                     self.tools.conversations.resume(TrajectoryKey { group: key, sample })?;
                 }

@@ -18,12 +18,12 @@ struct Measured {
     ranks: usize,
     stage: u8,
     adapters: Option<Quantization>,
-    keep: Option<GradientCheckpointing>, // None: scores alone
-    tokens: &'static [(usize, usize)],   // of each micro-batch: all, and the scored ones
+    keep: Option<GradientCheckpointing>, // None: only scores
+    tokens: &'static [(usize, usize)],   // of each micro-batch: all and scored tokens
     shares_prompts: bool,
     residual: Kind,
     format: &'static dyn Format,
-    layers: Option<usize>, // None: all
+    layers: Option<usize>, // None: all layers
     gb: f64,
 }
 

@@ -67,7 +67,7 @@ fn a_failure_during_startup_is_not_forgotten() {
     };
     std::thread::scope(|scope| {
         scope.spawn(|| gather(&other, 1));
-        gather(&own, 0); // whose end comes behind the failure
+        gather(&own, 0); // its end arrives after the failure
     });
     let member = own_memory();
     assert!(member.failure().is_none());

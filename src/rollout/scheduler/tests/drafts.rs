@@ -156,7 +156,7 @@ fn drafts_come_from_completions_of_earlier_rollouts() {
         (scheduler.stats, scheduler.speculator.take().map(Speculator::close))
     };
     let (first, drafter) = sampled(of_occurrences());
-    let (second, _) = sampled(drafter); // the same completions once more
+    let (second, _) = sampled(drafter); // samples the same completions again
     assert!(second.num_accepted_tokens > 2 * first.num_accepted_tokens.max(8), "{first:?} {second:?}");
     assert!(second.num_steps < first.num_steps);
 }

@@ -11,7 +11,7 @@ const DRAFTS: usize = usize::MAX - 1;
 /// function of these and of the sample number.
 pub(super) struct Model<'a> {
     pub(super) cache: &'a mut Cache,
-    pub(super) tokens: Vec<Vec<u32>>, // of each sequence, those included that the scheduler does not know yet
+    pub(super) tokens: Vec<Vec<u32>>, // of each sequence, including those that the scheduler does not know yet
 }
 
 impl Model<'_> {

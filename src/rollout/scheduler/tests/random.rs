@@ -11,12 +11,12 @@ struct Calls {
     lag: usize,
     scheduler: Scheduler,
     cache: Cache,
-    tokens: Vec<Vec<u32>>, // as of `Model`
+    tokens: Vec<Vec<u32>>, // see `Model::tokens`
     under_way: VecDeque<(Step, Vec<Sampled>)>,
     known: Vec<usize>, // requests that are not removed
     /// Requests for partly sampled sequences: next turns, and requests that were removed before their end.
     begun: Vec<Request>,
-    turns: Vec<Vec<u32>>, // that may have left their blocks to a next one
+    turns: Vec<Vec<u32>>, // finished turns that may have left blocks for a next turn
     num_complete: usize,
     drafts: bool,
 }
@@ -39,7 +39,7 @@ impl Calls {
         };
         let (block_size, num_stages) = (1 + calls.below(5), 1 + calls.below(3));
         let limits = StepLimits {
-            num_blocks: 32_usize.div_ceil(block_size) + calls.below(16), // at least those of the longest sequence
+            num_blocks: 32_usize.div_ceil(block_size) + calls.below(16), // at least the blocks of the longest sequence
             block_size,
             max_num_seqs: 1 + calls.below(8),
             max_num_batched_tokens: 1 + calls.below(24),
