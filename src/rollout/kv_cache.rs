@@ -14,8 +14,7 @@ use crate::torch;
 
 /// GPU memory, in bytes, that stays free for activations, graphs and libraries while the engine is awake.
 pub const SPARE_BYTES: usize = 8 << 30;
-/// If the cache does not fit as a whole, it leaves at least 1 / `SPARE_SHARE` of the memory free. This matters on devices with less than
-/// [`SPARE_BYTES`] to spare.
+/// A cache that does not fit as a whole leaves [`SPARE_BYTES`] free, but at most 1 / `SPARE_SHARE` of the memory that was free before.
 const SPARE_SHARE: usize = 8;
 const GIB: usize = 1 << 30;
 

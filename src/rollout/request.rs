@@ -85,7 +85,7 @@ pub enum Event {
         /// The completion's number within the request.
         sample: usize,
     },
-    /// A request was removed because computing its structure's allowed tokens took too long.
+    /// A request was removed because finding the tokens that its structure allows needed more work than the limit per token.
     Failed {
         /// The request.
         request: RequestId,

@@ -204,7 +204,7 @@ impl Policy {
     /// because taking memory from the driver would wait for that.
     ///
     /// # Errors
-    /// [`Error::Environment`](crate::Error::Environment) if libtorch's CUDA half is not loaded.
+    /// [`Error::Environment`](crate::Error::Environment) if libtorch's CUDA library is not loaded.
     pub fn keep_block_for(&mut self, micro_batches: &[MicroBatch], max_tokens: usize) -> Result<()> {
         let device = self.options.network.device;
         if !device.is_cuda() || !self.has_stepped || self.optimizer.residence().is_returning() {
@@ -372,7 +372,7 @@ impl Policy {
     /// meanwhile.
     ///
     /// # Errors
-    /// A copy that failed.
+    /// The error of a copy that failed.
     pub fn finish_offload(&self) -> Result<()> {
         self.optimizer.residence().left()
     }

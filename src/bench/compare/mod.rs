@@ -140,7 +140,7 @@ impl PlacementRun {
         self.sum(&TRAINING)
     }
 
-    /// One bar for a colocated run, two (training and generation) for a split run; training starts at 0 if it need not wait for a batch.
+    /// One bar for a colocated run, two (training and generation) for a split run; training starts after the trainers' idle time.
     fn bars(&self) -> Vec<svg::Bar> {
         let parts = |parts: &[(&'static str, &[Phase])]| -> Vec<(&'static str, f64)> {
             parts.iter().map(|(name, phases)| (*name, self.seconds(phases))).collect()

@@ -184,7 +184,7 @@ impl Member {
         PATIENCE.min(self.timeout)
     }
 
-    /// The line of a world rank.
+    /// The [`RankLine`] of a world rank in a partition.
     pub(super) fn line(&self, partition: usize, rank: usize) -> &RankLine {
         self.segment.line(partition, rank - self.first_rank)
     }

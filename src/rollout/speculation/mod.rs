@@ -37,7 +37,7 @@ use crate::ranks::{Collective, ReduceOp, all_reduce_f64};
 
 /// Minimum capacity of a decode step, in rows, if there are draft tokens.
 const LEAST_ROWS: usize = 64;
-/// Number of tokens of a completion between two trial look-ups, while drafting is off.
+/// Number of tokens of a completion between two trial look-ups, which only measure how often draft tokens would be accepted.
 const LOOK_EVERY: usize = 16;
 /// With `ngram`, which measures no times, a draft token gets a row if its acceptance probability is at least this.
 const LEAST_PROBABILITY: f64 = 0.2;
