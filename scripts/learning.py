@@ -168,7 +168,7 @@ class Runs:
 
     def jobs(self):
         """What is to be made, with the seconds that it is expected to take: the longest first, those of two GPUs last."""
-        made = {(line["run"], line["card"]) for line in map(json.loads, read(self.options.collect))} if self.options.collect else set()
+        made = {(line["run"], line.get("card")) for line in map(json.loads, read(self.options.collect))} if self.options.collect else set()
         card, wanted = self.card(), []
         todo = lambda run: (run, card) not in made
         seeds = self.options.seeds

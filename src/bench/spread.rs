@@ -14,6 +14,12 @@ pub struct LengthSpread {
 }
 
 impl LengthSpread {
+    /// The range cut off at `most` tokens.
+    #[must_use]
+    pub fn up_to(self, most: usize) -> Self {
+        Self { shortest: self.shortest.min(most), longest: self.longest.min(most), ..self }
+    }
+
     /// A limit that samples the length of each completion, counter-based like its tokens.
     pub fn limit(self) -> CompletionLimit {
         CompletionLimit::new(move |key| self.length(key.word(0, u64::MAX)))

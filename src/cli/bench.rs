@@ -195,6 +195,7 @@ fn step_bench(args: &BenchStepArgs) -> Result<ExitCode> {
         completion_len: args.lengths.completion_len,
         completion_spread: args.lengths.completion_spread,
         steps: args.steps,
+        warm_up_len: args.warm_up_len,
         overrides: args.overrides.clone(),
     };
     let config = bench.config(args.launch.num_ranks())?;

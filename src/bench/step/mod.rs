@@ -45,6 +45,8 @@ pub struct StepBench {
     pub completion_spread: Option<LengthSpread>,
     /// Number of timed steps.
     pub steps: usize,
+    /// Most tokens of a completion in the untimed first step.
+    pub warm_up_len: Option<usize>,
     /// Configuration keys (`key=value`) that override those from the other fields.
     pub overrides: Vec<String>,
 }
@@ -56,7 +58,7 @@ impl StepBench {
     /// Errors of the overrides.
     pub fn config(&self, world_size: usize) -> Result<Config> {
         let Self { prompts, group, prompt_len, .. } = self;
-        let longest = self.completion_spread.map_or(self.completion_len, |spread| spread.longest);
+        let longest = self.lengths().longest;
         let keys = [
             ("model_name_or_path", self.model.clone()),
             ("train_file", "random".into()),
@@ -70,6 +72,12 @@ impl StepBench {
         ];
         let keys = keys.into_iter().map(|(key, value)| format!("{key}={value}"));
         Config::load(None, &keys.chain(self.overrides.iter().cloned()).collect::<Vec<_>>())
+    }
+
+    /// The lengths of completions; a single one where no spread is given.
+    fn lengths(&self) -> LengthSpread {
+        let only = LengthSpread { shortest: self.completion_len, longest: self.completion_len, long_tailed: false };
+        self.completion_spread.unwrap_or(only)
     }
 
     /// Predicted maximum bytes of libtorch's tensors, for the micro-batches of the rank with the most prompts; `None` unless all completions have one

@@ -46,12 +46,16 @@ pub fn bench_step(bench: &StepBench, world: Arc<World>) -> Result<BenchedSteps> 
     let start = Instant::now();
     let prompts = bench.prompts(config.validate_world(world.size())?.num_begun);
     let mut trainer = trainer_on_random(config.clone(), &spec, prompts, &world)?;
-    if let Some(spread) = bench.completion_spread {
-        trainer.limit_completions(spread.limit());
-    }
     let load_s = start.elapsed().as_secs_f64();
     let mut steps: Vec<MetricValues> = Vec::with_capacity(bench.steps);
+    let lengths = bench.lengths();
+    if bench.completion_spread.is_some() || bench.warm_up_len.is_some() {
+        trainer.limit_completions(lengths.up_to(bench.warm_up_len.unwrap_or(lengths.longest)).limit());
+    }
     one_step(&mut trainer, &world)?; // warms up
+    if bench.warm_up_len.is_some() {
+        trainer.limit_completions(lengths.limit());
+    }
     let watch = MemoryWatch::start(world.device())?;
     for _ in 0..bench.steps {
         steps.push(one_step(&mut trainer, &world)?);
