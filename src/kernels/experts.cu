@@ -19,6 +19,7 @@
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 MULTIPLY(32, 16, 16, 17, 18)
+MULTIPLY(64, 32, 32, 33, 34)
 MULTIPLY(128, 64, 64, 65, 66)
 #endif
 
@@ -452,10 +453,12 @@ __device__ __forceinline__ void product_f32(const Product& of) {
 
 PRODUCTS(few, 128, 3, 4, 1, 1, 4, 2, 3)
 PRODUCTS(some, 128, 2, 4, 1, 2, 4, 1, 5)
+PRODUCTS(more, 128, 2, 4, 1, 2, 8, 1, 4)
 PRODUCTS(many, 256, 1, 4, 2, 2, 8, 2, 3)
 PRODUCTS(small, 128, 3, 4, 1, 1, 8, 1, 4)
 SCALED_PRODUCTS(few, 128, 3, 4, 1, 1, 4, 2, 3)
 SCALED_PRODUCTS(some, 128, 2, 4, 1, 2, 4, 1, 5)
+SCALED_PRODUCTS(more, 128, 2, 4, 1, 2, 8, 1, 4)
 SCALED_PRODUCTS(many, 256, 1, 8, 1, 2, 16, 1, 4)
 PRODUCT(experts_gate_up_f32, 128, 4, product_f32<GATE_UP>)
 PRODUCT(experts_down_f32, 128, 4, product_f32<DOWN>)

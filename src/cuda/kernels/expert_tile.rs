@@ -28,23 +28,24 @@ const fn tile(name: &'static str, rows: usize, threads: u32, stages_kib: u32, pe
     ExpertTile { name, rows, threads, shared_bytes, per_processor }
 }
 
-/// Configurations for few, some and many rows per expert; for more than few rows on GPUs with little shared memory; and for float32.
+/// For few, some, more and many rows per expert; for more than a few rows on chips with little shared memory; and for float32.
 pub(super) const FEW: ExpertTile = tile("few", 32, 128, 72, 3);
 const SOME: ExpertTile = tile("some", 32, 128, 100, 2);
+const MORE: ExpertTile = tile("more", 64, 128, 96, 2);
 const MANY: ExpertTile = tile("many", 128, 256, 192, 1);
 const SMALL: ExpertTile = tile("small", 64, 128, 64, 3);
 pub(super) const FLOAT: ExpertTile = tile("f32", 64, 128, 0, 4);
 /// GPUs with enough shared memory per block for [`SOME`] and [`MANY`].
 const LARGE_SHARED: [Capability; 2] = [Capability::HOPPER, Capability::new(10, 0)];
-/// Average rows per expert up to which the configurations for few and for some rows are used.
+/// Average rows per expert up to which each configuration is used: nearly all experts then have one tile, so that their weights are read once.
 const FEW_ROWS: usize = 20;
-const SOME_ROWS: usize = 60;
+const MORE_ROWS: usize = 60;
 
 impl ExpertTile {
     /// All bfloat16 configurations, for benchmarks and tests.
-    pub const ALL: [Self; 4] = [FEW, SOME, MANY, SMALL];
+    pub const ALL: [Self; 5] = [FEW, SOME, MORE, MANY, SMALL];
     /// All e4m3 configurations.
-    pub const SCALED: [Self; 3] = [FEW, SOME, MANY];
+    pub const SCALED: [Self; 4] = [FEW, SOME, MORE, MANY];
 
     /// The configuration for `tokens` tokens with `choices` of `experts` each, for weights of `kind` on a GPU.
     ///
@@ -56,10 +57,10 @@ impl ExpertTile {
         }
         let rows = tokens * choices / experts;
         let is_large = LARGE_SHARED.contains(&Context::retain(gpu)?.compute_capability()?);
-        Ok(match (rows <= FEW_ROWS, rows <= SOME_ROWS) {
+        Ok(match (rows <= FEW_ROWS, rows <= MORE_ROWS) {
             (true, _) => FEW,
             _ if !is_large => SMALL,
-            (_, true) => SOME,
+            (_, true) => MORE,
             _ => MANY,
         })
     }
@@ -100,7 +101,7 @@ mod tests {
         for (rows, width) in [(16, 768), (16, 384), (16, 96), (16, 64), (0, 192)] {
             assert_eq!(FEW.narrow(rows, width), FEW, "{rows} rows of {width}");
         }
-        for tile in [SOME, MANY, SMALL, FLOAT] {
+        for tile in [SOME, MORE, MANY, SMALL, FLOAT] {
             assert_eq!(tile.narrow(16, 192), tile);
         }
     }

@@ -31,6 +31,14 @@ pub(super) const NAMES: &[&str] = &[
     "experts_down_biased_some",
     "experts_low_tokens_some",
     "experts_low_rows_some",
+    "experts_gate_up_more",
+    "experts_down_more",
+    "experts_gate_up_adapted_more",
+    "experts_down_adapted_more",
+    "experts_gate_up_clamped_more",
+    "experts_down_biased_more",
+    "experts_low_tokens_more",
+    "experts_low_rows_more",
     "experts_gate_up_many",
     "experts_down_many",
     "experts_gate_up_adapted_many",
@@ -55,6 +63,10 @@ pub(super) const NAMES: &[&str] = &[
     "experts_down_fp8_some",
     "experts_gate_up_adapted_fp8_some",
     "experts_down_adapted_fp8_some",
+    "experts_gate_up_fp8_more",
+    "experts_down_fp8_more",
+    "experts_gate_up_adapted_fp8_more",
+    "experts_down_adapted_fp8_more",
     "experts_gate_up_fp8_many",
     "experts_down_fp8_many",
     "experts_gate_up_adapted_fp8_many",
@@ -357,7 +369,8 @@ mod tests {
     /// Compares tiles with the .cu file, because a mismatch would give wrong results without an error.
     #[test]
     fn tile_sizes_match_the_kernel_source() {
-        let shapes = [[4, 1, 1, 4, 2, 3], [4, 1, 2, 4, 1, 5], [4, 2, 2, 8, 2, 3], [4, 1, 1, 8, 1, 4]];
+        let shapes =
+            [[4, 1, 1, 4, 2, 3], [4, 1, 2, 4, 1, 5], [4, 1, 2, 8, 1, 4], [4, 2, 2, 8, 2, 3], [4, 1, 1, 8, 1, 4]];
         for (tile, [wm, wn, mt, nt, steps, stages]) in ExpertTile::ALL.into_iter().zip(shapes) {
             let ExpertTile { name, rows, threads, shared_bytes, per_processor } = tile;
             let line =
@@ -367,9 +380,12 @@ mod tests {
             let features = wm * mt * 16;
             assert_eq!((shared_bytes - SLACK) as usize, stages * steps * (features + rows) * 128, "{name}");
         }
-        for (tile, [wm, wn, mt, nt, steps, stages]) in
-            ExpertTile::SCALED.into_iter().zip([[4, 1, 1, 4, 2, 3], [4, 1, 2, 4, 1, 5], [8, 1, 2, 16, 1, 4]])
-        {
+        for (tile, [wm, wn, mt, nt, steps, stages]) in ExpertTile::SCALED.into_iter().zip([
+            [4, 1, 1, 4, 2, 3],
+            [4, 1, 2, 4, 1, 5],
+            [4, 1, 2, 8, 1, 4],
+            [8, 1, 2, 16, 1, 4],
+        ]) {
             let ExpertTile { name, rows, threads, shared_bytes, per_processor } = tile;
             let line = format!(
                 "SCALED_PRODUCTS({name}, {threads}, {per_processor}, {wm}, {wn}, {mt}, {nt}, {steps}, {stages})"
