@@ -62,7 +62,7 @@ def table(runs):
     return "\n".join([*lines, "", *(f"{name}: {card}; {versions}." for name, card, versions in cards)])
 
 
-def panel(task, groups, left):
+def panel(task, groups, left, colours):
     """One task's curves: reward against seconds of training, a thin line for each seed."""
     longest = max(run["seconds"][-1] for some in groups.values() for run in some)
     highest = max(mean for some in groups.values() for run in some for _, mean in smoothed(run)) * 1.05
@@ -80,8 +80,8 @@ def panel(task, groups, left):
     for index, (name, some) in enumerate(groups.items()):
         for run in some:
             points = " ".join(f"{x(second):.1f},{y(mean):.1f}" for second, mean in smoothed(run))
-            parts.append(f'<polyline points="{points}" fill="none" stroke="{COLOURS[index % len(COLOURS)]}" stroke-width="1.5"/>')
-        parts.append(f'<text x="{left + WIDTH - 20}" y="{HEIGHT - BOTTOM - 10 - 15 * index}" text-anchor="end" fill="{COLOURS[index % len(COLOURS)]}">{name}</text>')
+            parts.append(f'<polyline points="{points}" fill="none" stroke="{colours[name]}" stroke-width="1.5"/>')
+        parts.append(f'<text x="{left + WIDTH - 20}" y="{HEIGHT - BOTTOM - 10 - 15 * index}" text-anchor="end" fill="{colours[name]}">{name}</text>')
     return "".join(parts)
 
 
@@ -91,7 +91,9 @@ def picture(runs, wanted):
     for run in runs:
         if "task" in run and run["seconds"] and wanted(run):
             tasks[run["task"]][who(run)].append(run)
-    panels = [panel(task, groups, index * (WIDTH + GAP // 2)) for index, (task, groups) in enumerate(tasks.items())]
+    names = dict.fromkeys(name for groups in tasks.values() for name in groups)
+    colours = {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(names)}
+    panels = [panel(task, groups, index * (WIDTH + GAP // 2), colours) for index, (task, groups) in enumerate(tasks.items())]
     width = max(1, len(panels)) * (WIDTH + GAP // 2)
     return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {HEIGHT}" font-family="sans-serif" font-size="12">'
             f'<rect width="{width}" height="{HEIGHT}" fill="#fff"/>{"".join(panels)}</svg>\n')
