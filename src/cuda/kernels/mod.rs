@@ -136,7 +136,7 @@ pub(super) const KERNELS: [(&KernelSource, &[&str]); 44] = [
     (embed::SOURCE, embed::NAMES),
     (exact_product::SOURCE, exact_product::NAMES),
     (expert_sums::SOURCE, expert_sums::NAMES),
-    (experts::SOURCE, experts::NAMES),
+    (experts::SOURCE, expert_tile::NAMES),
     (filter::SOURCE, filter::NAMES),
     (fp8::SOURCE, fp8::NAMES),
     (fp8_columns::SOURCE, fp8_columns::NAMES),
