@@ -90,7 +90,7 @@ mod tests {
         for _ in 0..2 {
             let first = claim(&output_dir, &world, false).unwrap();
             let refused = claim(&output_dir, &world, false).unwrap_err().to_string();
-            assert!(refused.contains(&format!("process {} does", std::process::id())), "{refused}");
+            assert!(refused.contains(&format!("process {} writes to this one", std::process::id())), "{refused}");
             drop(first);
         }
         assert!(claim(&output_dir, &world, false).unwrap().is_some());

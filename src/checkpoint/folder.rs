@@ -214,7 +214,7 @@ mod tests {
         prepare(&temporary, 1).unwrap();
         let error = prepare(&temporary, u64::MAX).unwrap_err();
         assert_eq!(error.exit_code(), ExitCode::Storage);
-        assert!(error.to_string().contains(&format!("needs {} bytes, ", u64::MAX)), "{error}");
+        assert!(error.to_string().contains(&format!("disk space: {} bytes are needed", u64::MAX)), "{error}");
         assert!(!temporary.exists());
     }
 

@@ -327,7 +327,7 @@ mod tests {
     fn sampler_positions_beyond_the_data_set_are_refused() {
         let check = |pointer: &str, value: Value| read_with(pointer, value).unwrap().check_rows(10);
         assert_eq!(check("/num_rows", Value::from(10)), Ok(()));
-        assert!(check("/num_rows", Value::from(11)).unwrap_err().starts_with("written with 11 training rows"));
+        assert!(check("/num_rows", Value::from(11)).unwrap_err().contains("was written with 11 training rows"));
         let position = check("/sampler/position", Value::from(usize::MAX)).unwrap_err();
         assert!(position.contains("sampler.position is 18446744073709551615: expected at most 10"), "{position}");
         for (pointer, value) in [

@@ -158,6 +158,9 @@ mod tests {
         let split = ["pipeline_parallel_size=2", "mode=split", "split.rollout_gpus=3"];
         let uneven = refused(&split, 5);
         assert_eq!(uneven, "pipeline_parallel_size = 2: expected a divisor of the 3 ranks that generate: 1, 3");
-        assert!(refused(&staged[..2], 1).starts_with("pipeline_parallel_size = 2: expected 1, as one rank generates"));
+        assert!(
+            refused(&staged[..2], 1)
+                .starts_with("pipeline_parallel_size = 2: expected 1, as there is only one rank to generate")
+        );
     }
 }

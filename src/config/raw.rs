@@ -286,8 +286,8 @@ pub(crate) fn check_openings(text: &str) -> std::result::Result<(), String> {
     match num_openings {
         0..=MAX_OPENINGS => Ok(()),
         _ => Err(format!(
-            "the configuration has {num_openings} brackets, dots and list dashes, which bound its nesting: expected at \
-             most {MAX_OPENINGS}"
+            "it has {num_openings} brackets, dots and list dashes: expected at most {MAX_OPENINGS}, as each of them may \
+             open a nested value"
         )),
     }
 }

@@ -142,7 +142,7 @@ fn an_unknown_key_is_named_with_its_line_and_the_nearest_key() {
         }
     }
     assert_eq!(message(&["zero.stages=1"]), "command line: unknown key 'zero.stages'; did you mean 'zero.stage'?");
-    let low = "command line: unknown key 'curriculum.low'; curriculum has solve_rate, every";
+    let low = "command line: unknown key 'curriculum.low'; curriculum has the keys solve_rate, every";
     assert_eq!(message(&["curriculum.low=0.1"]), low);
     let func = "command line: unknown key 'rewards.a.func'; did you mean 'rewards.*.function'?";
     assert_eq!(message(&["rewards.a.func=b"]), func);

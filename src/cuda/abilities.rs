@@ -93,8 +93,8 @@ mod tests {
         let told = |major, minor| shortfall("GPU", Capability::new(major, minor)).unwrap();
         assert_eq!(told(9, 0), None);
         let later = told(12, 0).unwrap();
-        assert!(later.starts_with("GPU (sm_120): ") && later.contains("gate and up") && !later.contains("adapters"));
-        assert!([0, 9].iter().all(|minor| told(8, *minor).unwrap().contains("adapters")));
+        assert!(later.starts_with("GPU (sm_120): ") && later.contains("fused gate-up GEMM") && !later.contains("LoRA"));
+        assert!([0, 9].iter().all(|minor| told(8, *minor).unwrap().contains("LoRA kernels")));
         let refused = shortfall("Tesla V100", Capability::new(7, 0)).unwrap_err().to_string();
         assert!(refused.contains("Tesla V100 has compute capability 7.0, expected at least 8.0"), "{refused}");
         let of = |[major, minor]: [i32; 2]| Capability::new(major, minor);

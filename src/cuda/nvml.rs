@@ -149,7 +149,7 @@ mod tests {
         let two = [process(7, UsedGpuMemory::Used(4 << 30)), process(9, UsedGpuMemory::Unavailable)];
         let text = describe(5 << 30, &two);
         assert_eq!(text, "5120 MiB are in use by process 7 (4096 MiB), process 9");
-        assert_eq!(describe(2 << 30, &[]), "2048 MiB are held by processes that are not visible from here");
+        assert_eq!(describe(2 << 30, &[]), "2048 MiB are in use by processes that are not visible from here");
         let uuid = uuid_text(&[0xab, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]);
         assert_eq!(uuid, "GPU-ab010203-0405-0607-0809-0a0b0c0d0e0f");
     }

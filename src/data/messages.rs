@@ -255,7 +255,7 @@ mod tests {
             (json!({"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}), "content[0]: expected {"),
             (
                 json!({"role": "user", "content": [{"type": "text", "text": "a", "more": 1}]}),
-                "content[0]: expected no field 'more'",
+                "content[0]: expected only the fields type and text, found 'more'",
             ),
             (json!({"role": "user", "content": [{"type": "text"}]}), "content[0]: "),
             (json!({"role": "user", "content": "a", "name": 3}), "name: "),

@@ -342,7 +342,10 @@ mod tests {
                 r#"{"role": "assistant", "content": "one", "weight": 1}"#,
                 ":1: the chat template does not use the field 'weight' of a",
             ),
-            (r#"{"role": "assistant", "content": "one", "thinking": "two"}"#, "reads no 'thinking' of a message"),
+            (
+                r#"{"role": "assistant", "content": "one", "thinking": "two"}"#,
+                "the chat template does not use the field 'thinking'",
+            ),
             (r#"{"role": "assistant", "content": null}"#, "column 'messages', message 2: expected content (text)"),
         ] {
             let wrong = refused(&format!(r#"{{"messages": [{{"role": "user", "content": "one"}}, {message}]}}"#));

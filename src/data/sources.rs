@@ -227,9 +227,9 @@ mod tests {
         let none = [named[0], "dataset_test_split=validation"];
         assert_eq!(held_out(&none, None).unwrap(), None);
         let missing = held_out(&none, Some(1)).unwrap_err().to_string();
-        assert!(missing.contains("dataset_test_split: no split 'validation'"), "{missing}");
+        assert!(missing.contains("dataset_test_split: there is no split 'validation'"), "{missing}");
         let missing = train(&[named[0], "dataset_train_split=more"]).unwrap_err().to_string();
-        assert!(missing.ends_with("no split 'more': it has the splits test, train"), "{missing}");
+        assert!(missing.ends_with("there is no split 'more': the data set has the splits test, train"), "{missing}");
         let address = train(&["train_file=hf://datasets/rows.jsonl"]).unwrap_err().to_string();
         assert!(address.contains("expected hf://datasets/USER/NAME/PATTERN"), "{address}");
     }

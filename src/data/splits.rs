@@ -191,7 +191,7 @@ mod tests {
     fn a_deeply_nested_readme_header_is_refused() {
         let deep = format!("---\nconfigs: {}\n---\n", "[".repeat(1_000_000));
         let refused = split_files(&files(&["train.jsonl"]), Some(deep), None, "train").unwrap_err();
-        assert!(refused.starts_with("the header of its README.md: 1000000 brackets"), "{refused}");
+        assert!(refused.starts_with("the header of its README.md: it has 1000000 brackets"), "{refused}");
     }
 
     fn files(names: &[&str]) -> Vec<String> {
@@ -214,7 +214,10 @@ mod tests {
         let of = |config, split| split_files(&files(&names), Some(GSM8K.to_owned()), config, split);
         assert_eq!(of(Some("main"), "test").unwrap(), ["main/test-00000-of-00001.parquet"]);
         assert_eq!(of(Some("socratic"), "train").unwrap(), ["socratic/train-00000-of-00001.parquet"]);
-        assert_eq!(of(Some("socratic"), "test").unwrap_err(), "no split 'test': it has the splits train");
+        assert_eq!(
+            of(Some("socratic"), "test").unwrap_err(),
+            "there is no split 'test': the data set has the splits train"
+        );
         let several = of(None, "train").unwrap_err();
         assert!(several.ends_with("as it has several: main, socratic"), "{several}");
         let wrong = of(Some("mian"), "train").unwrap_err();
@@ -245,7 +248,7 @@ mod tests {
         assert_eq!(of(&["math/train/0000.parquet", "art/train/0000.parquet"], Some("math"), "train").unwrap().len(), 1);
         assert_eq!(of(&["a.jsonl", "a.parquet"], None, "train").unwrap(), ["a.parquet"]);
         let none = of(&["note.txt", "gsm8k.py"], None, "train").unwrap_err();
-        assert!(none.ends_with("it has no data files (Parquet, JSONL, JSON, CSV)"), "{none}");
+        assert!(none.ends_with("the data set has no data files (Parquet, JSONL, JSON, CSV)"), "{none}");
         let saved =
             ["dataset_dict.json", "train/dataset_info.json", "train/state.json", "train/data-00000-of-00001.arrow"];
         let saved = of(&saved, None, "train").unwrap_err();

@@ -164,7 +164,7 @@ mod tests {
         let run = || Folder::new(folder.path());
         std::os::unix::fs::symlink(outside.path(), folder.path().join(FILE)).unwrap();
         let refused = JsonLines::open(run(), Some(1)).unwrap_err().to_string();
-        assert!(refused.contains("metrics.jsonl is a link"), "{refused}");
+        assert!(refused.contains("metrics.jsonl is a symbolic link"), "{refused}");
         let mut lines = JsonLines::open(run(), None).unwrap();
         lines.append(&line(1, &[])).unwrap();
         assert_eq!(read_metrics_in(&run()).unwrap().len(), 1);

@@ -141,7 +141,10 @@ mod tests {
         let keys = ["zero.stage=3", "num_generations=8", "generation_batch_size=32", "per_device_train_batch_size=16"];
         let told = advice(1 << 40, true, &keys);
         assert!(told.contains("an update of up to 1024 tokens per rank"), "{told}");
-        assert!(told.ends_with("is at least 16 of them, and 1 with max_tokens_per_micro_batch = 1024"), "{told}");
+        assert!(
+            told.ends_with("takes at least 16 micro-batches, and 1 with max_tokens_per_micro_batch = 1024"),
+            "{told}"
+        );
         let of_stage_2 = [&["zero.stage=2"], &keys[1..]].concat();
         assert_eq!(advice(1 << 40, true, &of_stage_2), "", "weights are whole");
         assert_eq!(advice(1 << 40, false, &keys), "", "on a CPU nothing is gained");

@@ -374,7 +374,7 @@ mod tests {
             let name = ["a", "b"][world.rank()];
             let error = world.subgroup(name, &[0, 1]).unwrap_err().to_string();
             assert!(
-                error.contains("rank 1 for 'b' of [0, 1]") || error.contains("rank 0 for 'a' of [0, 1]"),
+                error.contains("rank 1 wants 'b' of [0, 1]") || error.contains("rank 0 wants 'a' of [0, 1]"),
                 "{error}"
             );
             assert!(world.subgroup("c", &[1 - world.rank()]).is_err());

@@ -136,14 +136,14 @@ mod tests {
         let begun = |completions| RolloutGroup { first_step: 3, completions, ..fresh(1, &[1]) };
         assert!(refusal(begun(vec![of_tokens(vec![4])]), 1).contains("num_generations = 2"));
         assert!(refusal(begun(vec![of_tokens(vec![10]), of_tokens(vec![])]), 1).contains("below 10, got 10"));
-        assert!(refusal(fresh(1, &[1]), 2).contains("at most the 1 groups"));
+        assert!(refusal(fresh(1, &[1]), 2).contains("at most 1, the number of requests"));
         let routed = |per_token, experts: &[u16]| {
             let routed_experts = RoutedExperts { per_token, experts: experts.to_vec().into() };
             vec![Trajectory { routed_experts, ..of_tokens(vec![4]) }; 2]
         };
         let expected = "2 recorded experts per token, with indices below 4, got";
         for (per_token, experts, got) in
-            [(2, &[0, 4], "2 per token, with index 4 in prompt 1"), (1, &[0, 3], "1 a token in prompt 1")]
+            [(2, &[0, 4], "2 per token, with index 4 in prompt 1"), (1, &[0, 3], "1 per token in prompt 1")]
         {
             let message = refusal(begun(routed(per_token, experts)), 1);
             assert!(message.contains(&format!("{expected} {got}")), "{message}");

@@ -84,7 +84,7 @@ mod tests {
         };
         assert!(with_top(64).is_ok());
         let error = with_top(65).unwrap_err().to_string();
-        assert!(error.contains("distillation_topk = 65: expected at most 64, the tokens of"), "{error}");
+        assert!(error.contains("distillation_topk = 65: expected at most 64, the size of the vocabulary"), "{error}");
         let context = found.table.spec.max_position_embeddings;
         assert!(found.check_context(context).is_ok());
         let error = found.check_context(context + 1).unwrap_err().to_string();

@@ -101,7 +101,7 @@ mod tests {
         let grown = || (0..100).fold(String::from("a"), |text, _| format!("{text}{text}")).len();
         let at_once = || std::hint::black_box(vec![0_u8; 1 << 40]).len();
         for outcome in [once("test", LIMITS, grown), once("test", LIMITS, at_once)] {
-            assert_eq!(outcome.unwrap_err(), "it needs more than 1 MiB of memory");
+            assert_eq!(outcome.unwrap_err(), "processing it needs more than 1 MiB of memory");
         }
     }
 
@@ -125,7 +125,7 @@ mod tests {
             let _ = std::panic::catch_unwind(|| panic!("within the budget"));
             std::hint::black_box(vec![0_u8; 1 << 20]).len()
         };
-        assert_eq!(once("test", limits, grown).unwrap_err(), "it needs more than 0 MiB of memory");
+        assert_eq!(once("test", limits, grown).unwrap_err(), "processing it needs more than 0 MiB of memory");
         std::thread::spawn(|| panic!("elsewhere")).join().unwrap_err();
     }
 }

@@ -125,7 +125,7 @@ mod tests {
             ("pipe", "expected a regular file, found a pipe"),
             ("device", "expected a regular file, found a device"),
             ("folder", "expected a regular file, found a folder"),
-            ("long", "5 bytes: expected at most 4"),
+            ("long", "it has 5 bytes: expected at most 4"),
             (
                 "pointer",
                 "this is a Git LFS pointer, not the file itself: fetch the file with `git lfs pull` in that clone, or \

@@ -91,18 +91,21 @@ fn every_argument_of_a_command_is_imported_or_noted() {
     for (word, part) in [
         ("+algorithm.one=1", "algorithm.one = 1"),
         ("++algorithm.one=1", "algorithm.one = 1"),
-        ("~algorithm.one", "~algorithm.one: it sets no key"),
+        ("~algorithm.one", "~algorithm.one: it sets no known key"),
         ("model_engine=megatron", "model_engine"),
-        ("actor@actor_rollout_ref.actor=other", "actor@actor_rollout_ref.actor=other: it sets no key"),
-        ("rollout/engine=other", "rollout/engine=other: it sets no key"),
-        ("stray", "stray: it sets no key"),
-        ("--config-path=there --config-name=mine", "--config-name = \"mine\": there/mine.yaml is neither"),
-        ("-cp there -cn mine", "--config-name = \"mine\": there/mine.yaml is neither"),
+        ("actor@actor_rollout_ref.actor=other", "actor@actor_rollout_ref.actor=other: it sets no known key"),
+        ("rollout/engine=other", "rollout/engine=other: it sets no known key"),
+        ("stray", "stray: it sets no known key"),
+        (
+            "--config-path=there --config-name=mine",
+            "--config-name = \"mine\": the file there/mine.yaml was found neither",
+        ),
+        ("-cp there -cn mine", "--config-name = \"mine\": the file there/mine.yaml was found neither"),
         ("--config-name ppo_trainer", "--config-name: ppo_trainer is verl's own"),
-        ("--multirun", "--multirun: it sets no key"),
+        ("--multirun", "--multirun: it sets no known key"),
         ("\"${MORE[@]}\"", "algorithm.two = 2"),
         ("$SEVERAL", "algorithm.four = 4"),
-        ("${UNKNOWN[@]}", "${UNKNOWN[@]}: it sets no key"),
+        ("${UNKNOWN[@]}", "${UNKNOWN[@]}: it sets no known key"),
     ] {
         let script = format!(
             "MORE=(algorithm.two=2)\nSEVERAL=\"\n algorithm.three=3 \\\n algorithm.four=4\"\npython3 -m verl.trainer.main_ppo {own} {word} $@ 2>&1 | tee log\n"
@@ -135,7 +138,7 @@ fn shell_branches_are_evaluated_or_noted() {
         assert!(keys.lines().any(|known| known == line), "{line}: {keys}\n{notes}");
     }
     for part in [
-        "mini=32: in a branch that nothing here decides; 16 counts",
+        "mini=32: in a branch whose condition is unknown here; 16 is used",
         "rows=b.parquet: ",
         "algorithm.two=2: in a branch",
     ] {
@@ -157,7 +160,7 @@ fn the_trl_version_comes_from_an_option_a_pin_or_the_keys() {
         draft.text(&file, &program)
     };
     let newest = with("", None);
-    assert!(newest.contains("(defaults of trl 1.16, as the file says no version; --trl_version"), "{newest}");
+    assert!(newest.contains("(defaults of trl 1.16, as the file names no version; --trl_version"), "{newest}");
     assert!(!newest.contains("beta") && !newest.contains("loss_type"), "{newest}");
     let old = with("", Some("0.18.2"));
     for line in [

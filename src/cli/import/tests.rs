@@ -146,7 +146,7 @@ fn keys_without_an_equivalent_are_in_the_last_list() {
     ] {
         assert!(lost.contains("WITHOUT") && lost.contains(part), "{part}: {lost}");
     }
-    assert!(notes[0].starts_with("left out") && notes[0].contains("bf16"), "{notes:?}");
+    assert!(notes[0].starts_with("LEFT OUT") && notes[0].contains("bf16"), "{notes:?}");
     let notes = lists(&[("optim", json!("adamw_torch_fused"))]);
     assert!(!notes.concat().contains("WITHOUT"), "{notes:?}");
 }
@@ -239,7 +239,8 @@ fn unresolved_shell_variables_are_not_taken_as_values() {
     let notes = lists(&[("data.train_files", json!(["${ROOT}/a.parquet"])), ("data.val_files", json!("v.parquet"))]);
     let lost = notes.last().unwrap();
     assert!(
-        lost.contains("WITHOUT") && lost.contains("data.train_files = [\"${ROOT}/a.parquet\"]: a variable"),
+        lost.contains("WITHOUT")
+            && lost.contains("data.train_files = [\"${ROOT}/a.parquet\"]: a value without variables"),
         "{lost}"
     );
     assert!(!notes[0].contains("train_file"), "{notes:?}");

@@ -217,7 +217,7 @@ mod tests {
         // The block with attention is the only one whose rows do not fit.
         let hybrid = with_heads(ModelSpec::preset("tiny-hybrid").unwrap(), 3, 1);
         let error = <dyn StoredFormat>::check(&Nf4, &hybrid).unwrap_err().to_string();
-        assert!(error.ends_with("those of model.layers.3.self_attn.o_proj.weight have 96"), "{error}");
+        assert!(error.ends_with("rows of model.layers.3.self_attn.o_proj.weight have 96 elements"), "{error}");
         let ragged = spec.with_widths(160, 384);
         let error = <dyn StoredFormat>::check(&Nf4, &ragged).unwrap_err();
         assert_eq!(error.exit_code(), crate::error::ExitCode::Configuration);

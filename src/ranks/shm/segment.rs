@@ -199,7 +199,9 @@ mod tests {
         let link = std::fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd())).unwrap();
         assert_eq!(link.to_string_lossy(), "/memfd:colo-grpo-world (deleted)");
         let second = Segment::open(&file, 2, 4096, 7).unwrap();
-        for (num_ranks, run, expected) in [(3, 7, "shorter"), (1, 7, "made for 2 ranks"), (2, 8, "not this run's")] {
+        for (num_ranks, run, expected) in
+            [(3, 7, "shorter"), (1, 7, "made for 2 ranks"), (2, 8, "belongs to another run")]
+        {
             let refused = Segment::open(&file, num_ranks, 4096, run).unwrap_err().to_string();
             assert!(refused.contains(expected), "{refused}");
         }

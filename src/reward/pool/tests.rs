@@ -194,7 +194,7 @@ fn rewards_that_can_never_mark_a_sample_solved_give_a_warning() {
             "soft_overlong_punishment gives 1, which this reward never does",
         ),
         (&["get_repetition_penalty_reward"], &[], "eval_solved_by"),
-        (&["numeric_answer", "length"], &["numeric_answer", "length"], "where length gives 1"),
+        (&["numeric_answer", "length"], &["numeric_answer", "length"], "if length gives 1, which"),
         (&["tone", "brevity"], &[], "each of tone, brevity gives 1; if one of them cannot"),
     ] {
         let said = doubt(entries, chosen).unwrap_or_default();

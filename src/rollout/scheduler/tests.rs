@@ -379,7 +379,7 @@ fn sequences_that_can_never_fit_are_refused_with_the_numbers() {
         message.contains("at most 7 KV blocks") && message.contains("prompt of 10") && message.contains("8 blocks")
     );
     assert!(refusal(ROOMY, 64).contains("1 to 63 tokens"));
-    assert!(refusal(ROOMY, 0).contains("one of 0"));
+    assert!(refusal(ROOMY, 0).contains("got a prompt of 0 tokens"));
 }
 
 /// With as many steps under way as stages, each step has about equally many sequences, and no sequence is in two of them.

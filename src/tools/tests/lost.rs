@@ -32,7 +32,8 @@ fn a_killed_tool_process_is_replaced_and_its_trajectories_masked() {
             panic!("{outcome:?}")
         };
         assert!(
-            key == expected && failure.contains("the process of the tools has ended: its worker ended, signal: 9"),
+            key == expected
+                && failure.contains("the process of the tools has ended: its worker process ended with signal: 9"),
             "{failure}"
         );
     };
@@ -58,5 +59,5 @@ fn a_killed_tool_process_is_replaced_and_its_trajectories_masked() {
     played.conversations.turn_ended(asked, &[1], &trajectory).unwrap();
     let error = played.conversations.poll(Duration::from_secs(60), |_| true).unwrap_err();
     assert_eq!(error.exit_code(), ExitCode::RewardService);
-    assert!(error.to_string().starts_with("the process of the tools has ended 3 times in a row"), "{error}");
+    assert!(error.to_string().starts_with("the process of the tools ended 3 times in a row"), "{error}");
 }

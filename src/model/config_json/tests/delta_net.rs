@@ -26,7 +26,11 @@ fn gated_delta_net_settings_are_read_as_in_transformers_or_refused() {
             json!(vec!["full_attention"; 4]),
             "at least one layer of each type, but 4 of 4 have full_attention",
         ),
-        ("layer_types", json!(vec!["linear_attention"; 4]), "here 0 of 4 have full_attention"),
+        (
+            "layer_types",
+            json!(vec!["linear_attention"; 4]),
+            "at least one layer of each type, but 0 of 4 have full_attention",
+        ),
         (
             "linear_num_value_heads",
             json!(3),
@@ -59,7 +63,10 @@ fn gated_delta_net_settings_are_read_as_in_transformers_or_refused() {
     let dense = ModelSpec::preset("tiny").unwrap();
     assert_eq!(adapted(TargetModule::ALL).modules(&dense), TargetModule::ALL[..7]);
     let error = adapted(&[TargetModule::QProj, TargetModule::InProjZ]).check(&dense).unwrap_err().to_string();
-    assert!(error.starts_with("lora.target_modules = q_proj, in_proj_z: expected some of q_proj, k_proj"), "{error}");
+    assert!(
+        error.starts_with("lora.target_modules = q_proj, in_proj_z: expected modules among q_proj, k_proj"),
+        "{error}"
+    );
     assert!(error.ends_with("down_proj: this model has no in_proj_z"), "{error}");
     let muon = || [("optim", "muon".into())];
     spec.check_with(muon()).unwrap();

@@ -301,7 +301,10 @@ fn mismatched_nodes_are_refused_on_all_nodes() {
         let error = client.await_welcome(Deadline::after(PATIENCE)).unwrap_err();
         assert_eq!(error.exit_code(), ExitCode::Environment);
         let message = error.to_string();
-        assert!(message.contains("node 0 (host0) has 2 of 4 ranks, node 1 (host1) (its rank 3) 3 of 6"), "{message}");
+        assert!(
+            message.contains("node 0 (host0) has 2 of 4 ranks, but node 1 (host1) (its rank 3) has 3 of 6"),
+            "{message}"
+        );
     }
     assert_eq!(Error::from(WorldRefusal::Nodes("x".to_owned())).to_string(), "x");
     drop((own, other, served));
