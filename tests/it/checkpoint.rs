@@ -267,9 +267,11 @@ fn a_resumed_lora_run_equals_an_uninterrupted_one() {
     assert!(!runs.path("straight/checkpoint-4/model.safetensors").exists());
     let full = runs.train("full", 2, &["zero.stage=3", "force_resume=true", &resume]);
     assert_eq!(full.code, Some(2), "{}", full.output);
-    for fragment in
-        ["lora.r = \"none\": expected 4, that of ", "of adapters of rank 4 and not of all weights", "export --merge"]
-    {
+    for fragment in [
+        "lora.r = \"none\": expected 4, as in ",
+        "belongs to LoRA adapters of rank 4 and cannot be used for full weights",
+        "export --merge",
+    ] {
         assert!(full.output.contains(fragment), "{}", full.output);
     }
 }

@@ -227,7 +227,11 @@ fn plan_accepts_another_model_shape() {
 #[test]
 fn plan_advises_tensor_parallelism_for_large_models() {
     let command = "plan --nproc 8 --gpu_memory_gib 60 --model_preset qwen2.5-32b zero.stage=3 lora.r=16";
-    run(command).assert_error("32B, tp 1", 4, &["set tensor_parallel_size = 2 (ranks of an engine share its weights"]);
+    run(command).assert_error(
+        "32B, tp 1",
+        4,
+        &["set tensor_parallel_size = 2 (the ranks of an engine share its weights"],
+    );
     assert!(stdout_of(&format!("{command} tensor_parallel_size=2")).contains("of 60.0 GiB available"));
 }
 
@@ -242,7 +246,7 @@ fn plan_compare_lists_kv_blocks_of_engines() {
     assert_eq!((rows[2][0], rows[2][1], rows[2][3], rows[2][4]), ("1", "3", "3", "10,10,8"), "{said}");
     assert!(said.contains("of 139.0 GiB available"), "{said}");
     let eight = stdout_of(&format!("plan --compare --nproc 8 --gpu_memory_gib 79 {shape}"));
-    let sizes = eight.lines().skip(1).take_while(|line| !line.starts_with("of one engine"));
+    let sizes = eight.lines().skip(1).take_while(|line| !line.starts_with("columns for one engine"));
     let sizes: Vec<(&str, &str)> = sizes
         .map(|line| line.trim_start_matches('*').split_whitespace())
         .map(|mut cells| (cells.next().unwrap(), cells.next().unwrap()))
@@ -251,7 +255,8 @@ fn plan_compare_lists_kv_blocks_of_engines() {
         [("1", "1"), ("1", "2"), ("1", "4"), ("1", "8"), ("2", "1"), ("2", "2"), ("2", "4"), ("4", "1"), ("4", "2")];
     assert_eq!(sizes, expected, "28 heads are not divided by 8: {eight}");
     let nodes = stdout_of(&format!("plan --compare --nnodes 2 --nproc 7 --gpu_memory_gib 139 {shape}"));
-    let within: Vec<&str> = nodes.lines().skip(1).take_while(|line| !line.starts_with("of one engine")).collect();
+    let within: Vec<&str> =
+        nodes.lines().skip(1).take_while(|line| !line.starts_with("columns for one engine")).collect();
     assert!(within.len() == 2 && within[1].contains("5,5,4,4,4,4,2"), "none over nodes: {nodes}");
     let uneven = run(&format!("plan --compare --nproc 5 --gpu_memory_gib 79 {shape} per_device_train_batch_size=3"));
     uneven.assert_error("no row has a batch", 2, &["generation_batch_size = 15: expected"]);
@@ -310,8 +315,11 @@ fn too_few_ranks_are_reported_together_with_other_errors() {
     let size = format!(
         "tensor_parallel_size = 2: expected 1, as there is only one rank to generate; --nproc 2 starts more ranks (configs/tiny-cpu.toml:{line})"
     );
-    let others =
-        ["generation_batch_size = 3: expected", "reward_funcs = exact_match: expected names", "here: exact_answer"];
+    let others = [
+        "generation_batch_size = 3: expected",
+        "reward_funcs = exact_match: expected built-in rewards",
+        "the equivalent here: exact_answer",
+    ];
     ended.assert_error("one process", 2, &[&[&*size][..], &others].concat());
     run("--config configs/tiny-cpu.toml lr=1e-4").assert_error(
         "a short name",

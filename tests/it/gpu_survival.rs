@@ -135,7 +135,7 @@ fn gpu_out_of_memory_names_the_key_to_lower() {
     let _ = filled.kill();
     let ended = end(filled);
     println!("{}", json!({"test": "fill", "held_bytes": other.mapped_bytes(), "told": ended.stderr.lines().last()}));
-    ended.assert_error("filled", 11, &["out of memory: ", " held", "to mend: "]);
+    ended.assert_error("filled", 11, &["out of memory: ", "held", "to mend: "]);
 }
 
 /// 5, 6: a GPU that is full when a phase begins. What is left ends in the forward, in the backward or at once.

@@ -285,7 +285,7 @@ fn a_given_port_in_use_ends_the_launch() {
     });
     let ended = launcher.end();
     assert_eq!(ended.code, Some(4), "{}", ended.stderr);
-    assert!(ended.stderr.contains("error: --master_port"), "{}", ended.stderr);
+    assert!(ended.stderr.contains("error: cannot listen on --master_port"), "{}", ended.stderr);
 }
 
 #[test]

@@ -185,9 +185,9 @@ fn hostile_headers_are_refused_before_anything_is_allocated() {
     };
     let info = |start: u64, end: u64| json!({"dtype": "F32", "shape": [2], "data_offsets": [start, end]});
     let cases: Vec<(Vec<u8>, &str)> = vec![
-        (Vec::new(), "truncated: 0 bytes, expected at least 8"),
-        (vec![0; 7], "truncated: 7 bytes, expected at least 8"),
-        (u64::MAX.to_le_bytes().to_vec(), "header of 18446744073709551615 bytes: expected at most 100000000"),
+        (Vec::new(), "truncated: it has 0 bytes, expected at least 8"),
+        (vec![0; 7], "truncated: it has 7 bytes, expected at least 8"),
+        (u64::MAX.to_le_bytes().to_vec(), "the header has 18446744073709551615 bytes: expected at most 100000000"),
         (100u64.to_le_bytes().to_vec(), "the file is truncated: it has 8 bytes, but its header alone needs 108"),
         (file("", 0), "bad header"),
         (file("[]", 0), "bad header"),
@@ -250,7 +250,7 @@ fn a_truncated_file_names_expected_and_actual_bytes() {
     let path = folder.path().join("model.safetensors");
     let whole = std::fs::read(&path).unwrap();
     std::fs::write(&path, &whole[..whole.len() - 100]).unwrap();
-    refused(folder.path(), &format!("truncated: {} bytes, expected {}", whole.len() - 100, whole.len()));
+    refused(folder.path(), &format!("truncated: it has {} bytes, expected {}", whole.len() - 100, whole.len()));
 }
 
 #[test]

@@ -81,7 +81,7 @@ fn an_unreachable_rank_0_times_out() {
     let folder = tempfile::tempdir().unwrap();
     let line = format!("{SMALL_RUN} collective_timeout_s=1 output_dir={}", folder.path().join("run").display());
     let ended = end(node(1, port, &line).spawn().unwrap());
-    ended.assert_error("a silent rank 0", 4, &[&format!("could not connect to rank 0 at 127.0.0.1:{port} in 1 s")]);
+    ended.assert_error("a silent rank 0", 4, &[&format!("could not connect to rank 0 at 127.0.0.1:{port} within 1 s")]);
 }
 
 #[test]
@@ -95,7 +95,7 @@ fn mismatched_nodes_are_refused_by_name() {
         ended.assert_error(
             "another learning rate",
             2,
-            &["learning_rate = 0.5: expected the value of node 0", "node 1"],
+            &["learning_rate = 0.5: expected the same value on all nodes: node 0", "node 1"],
         );
     }
     let missing = end(node(0, port, &line).env_remove(TOKEN).spawn().unwrap());

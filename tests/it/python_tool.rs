@@ -268,7 +268,7 @@ fn all_tool_results_of_a_turn_share_one_limit() {
     let reply = python.reply();
     let contents: Vec<&str> = (0..3).map(|call| reply["results"][call]["content"].as_str().unwrap()).collect();
     assert_eq!((contents[0].len(), contents[2].len()), (600, 400));
-    assert_eq!(contents[1], "{'error': 'the results of this turn have more than 1000 characters'}");
+    assert_eq!(contents[1], "{'error': 'the results of this turn are longer than 1000 characters in all'}");
 }
 
 /// The calculator's model with the words of its calls renamed: what it wrote as `[add(a=23, b=41)]` is a call of `python`.

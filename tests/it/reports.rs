@@ -71,7 +71,7 @@ fn a_failing_reporting_service_is_reported_once() {
         (
             "raise ModuleNotFoundError('No module named wandb')",
             "report_to=wandb",
-            "to install it: python3 -m pip install wandb",
+            "install with: python3 -m pip install wandb",
         ),
     ] {
         let folder = tempfile::tempdir().unwrap();

@@ -329,7 +329,9 @@ fn unsupported_rollout_options_are_refused_with_the_numbers() {
         let mut rollout = engine.wake(model.weights(&SingleRank::default()), 1).unwrap();
         rollout.generate(&[prompt(5, token_ids)], &sampled(), |_| ()).unwrap_err().to_string()
     };
-    assert!(refusal(options(), vec![1; 128]).contains("1 to 127 tokens (max_model_length - 1), got one of 128"));
+    assert!(
+        refusal(options(), vec![1; 128]).contains("1 to 127 tokens (max_model_length - 1), got a prompt of 128 tokens")
+    );
     assert!(refusal(options(), vec![96]).contains("below 96, got 96 in prompt 5"));
     let block_bytes = colo_grpo::internal::rollout::kv_block_bytes(&model.spec, 1, 8, Kind::Float);
     let small = EngineOptions { kv_cache_bytes: 4 * block_bytes, ..options() };

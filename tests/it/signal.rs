@@ -254,13 +254,13 @@ fn a_run_whose_groups_all_have_equal_rewards_ends_with_the_counts() {
     let ended = runs.train("replace", 2, &[&solved[..], &replace].concat());
     assert_eq!(ended.code, Some(3), "{}", ended.output);
     let message = "no group of completions gives a training signal: 12 groups were sampled for a batch of 4 (at most 12: \
-                   dynamic_sampling_max_gen_batches = 3 batches, or the 256 rows there are): 12 have equal rewards; their mean \
-                   reward is 1.0000. Take rows";
+                   dynamic_sampling_max_gen_batches = 3 batches, or all 256 rows): 12 have equal rewards; their mean \
+                   reward is 1.0000. Use rows";
     assert!(ended.output.contains(message), "{}", ended.output);
     let ended = runs.train("filter", 2, &[&solved[..], &["dynamic_sampling=filter"]].concat());
     assert_eq!(ended.code, Some(3), "{}", ended.output);
     assert!(
-        ended.output.contains("3 steps in a row; 4 groups were sampled in the last: 4 have equal"),
+        ended.output.contains("3 steps in a row; 4 groups were sampled in the last one: 4 have equal"),
         "{}",
         ended.output
     );
@@ -275,7 +275,7 @@ fn a_run_whose_groups_all_have_equal_rewards_ends_with_the_counts() {
     let ended = runs.train("few", 2, &few);
     let seen = match ended.code {
         Some(0) => "of 6 sampled groups give a training signal, fewer than the 4 groups of a batch",
-        _ => "(at most 6: dynamic_sampling_max_gen_batches = 10 batches, or the 6 rows there are)",
+        _ => "(at most 6: dynamic_sampling_max_gen_batches = 10 batches, or all 6 rows)",
     };
     assert!(ended.output.contains(seen), "{}", ended.output);
 }

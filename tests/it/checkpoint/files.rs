@@ -278,8 +278,8 @@ fn inconsistent_optimizer_files_are_refused_by_name() {
     let with_header = |header: &str| [&(header.len() as u64).to_le_bytes()[..], header.as_bytes()].concat();
     let tensor = |offsets: &str| format!(r#"{{"{norm}/m":{{"dtype":"F32","shape":[32],"data_offsets":{offsets}}}}}"#);
     let raw: [(Vec<u8>, &str); 7] = [
-        (u64::MAX.to_le_bytes().to_vec(), "header of 18446744073709551615 bytes"),
-        (good[..4].to_vec(), "truncated: 4 bytes"),
+        (u64::MAX.to_le_bytes().to_vec(), "the header has 18446744073709551615 bytes"),
+        (good[..4].to_vec(), "truncated: it has 4 bytes"),
         (good[..good.len() - 1].to_vec(), "truncated: "),
         ([&good[..], &[0]].concat(), "but its header describes"),
         (with_header(&"[".repeat(100_000)), "bad header: "),

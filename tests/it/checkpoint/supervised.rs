@@ -56,7 +56,7 @@ fn a_resumed_supervised_run_equals_an_uninterrupted_one() {
     run(&other_rank).assert_error(
         "another rank",
         2,
-        &["lora.r = 8: expected 4, that of ", "to train adapters of rank 8"],
+        &["lora.r = 8: expected 4, as in ", "to train LoRA adapters of rank 8"],
     );
     run(&line("straight", "")).assert_error("beside another run's checkpoints", 2, &["output_dir", "checkpoint-6"]);
     let other = format!(
@@ -65,18 +65,17 @@ fn a_resumed_supervised_run_equals_an_uninterrupted_one() {
     );
     let named = format!("model_name_or_path = {}", straight.join("checkpoint-4").display());
     run(&other).assert_error("a supervised run's checkpoint", 5, &["written by a supervised run", &named]);
-    for (given, said) in [("straight", "straight/checkpoint-6"), ("straight/final", "model_name_or_path")] {
+    for (given, expected, said) in [
+        ("straight", "the folder of one checkpoint", "straight/checkpoint-6"),
+        ("straight/final", "a checkpoint's folder", "model_name_or_path"),
+    ] {
         let more = format!("resume_from_checkpoint={}", folder.path().join(given).display());
-        run(&line("other", &more)).assert_error(
-            given,
-            2,
-            &["resume_from_checkpoint = ", "a checkpoint's folder", said],
-        );
+        run(&line("other", &more)).assert_error(given, 2, &["resume_from_checkpoint = ", expected, said]);
     }
     let whole = format!("model_name_or_path={}", straight.display());
     run(&line("other", &whole)).assert_error(
         "a run's folder as a model",
         3,
-        &["config.json: missing", "straight/final"],
+        &["config.json: the file is missing", "straight/final"],
     );
 }

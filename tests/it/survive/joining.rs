@@ -82,7 +82,7 @@ fn shared_memory_named_by_another_user_is_refused() {
     file.write_all(&vec![0; 64 << 20]).unwrap();
     let (own, fd) = (std::process::id(), file.as_raw_fd());
     for (place, told) in [
-        (format!("{{\"Ok\":[{own},{fd}]}}"), "not this run's"),
+        (format!("{{\"Ok\":[{own},{fd}]}}"), "it belongs to another run"),
         (format!("{{\"Ok\":[{own},1000000]}}"), "memory of rank 0"),
         ("{\"Ok\":\"/dev/zero\"}".to_owned(), "rendezvous: invalid type"),
     ] {

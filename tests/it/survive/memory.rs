@@ -20,7 +20,7 @@ fn ends_with(phase: &str, left_mib: usize, key: &str) {
     let out = folder.path().join("run");
     let fault = format!("max_restarts=2 fault=0:0:{phase}:fill={left_mib}");
     let ended = run(&format!("{SMALL_RUN} {LARGE} {fault} output_dir={}", out.display()));
-    let told = format!("error: rank 0, step 0, {phase}: out of memory: a tensor in {phase} (held: ");
+    let told = format!("error: rank 0, step 0, {phase}: out of memory: a tensor in phase {phase} (held: ");
     ended.assert_error(phase, 11, &[&told, "policy_weights 3 MiB", "to mend: ", key, " bytes"]);
     assert!(!ended.stderr.contains("restart 1 of 2"), "{}", ended.stderr);
 }

@@ -36,7 +36,7 @@ impl ModuleTree {
         let tests = regex::Regex::new(r"(?m)^#\[cfg\(test\)\]\n(?:pub(?:\([a-z]+\))? )?mod (\w+);").unwrap();
         let inline = regex::Regex::new(r"(?ms)^#\[cfg\(test\)\]\nmod \w+ \{\n.*?^\}\n").unwrap();
         let comment = regex::Regex::new(r"(?m)^\s*//.*$| // .*$").unwrap();
-        let used = regex::Regex::new(r"\buse ([^;]+);").unwrap();
+        let used = regex::Regex::new(r"(?m)^\s*(?:pub(?:\([a-z: ]+\))? )?use ([\w:{},*\s]+);").unwrap();
         let named = regex::Regex::new(r"\b(?:super|crate|self)(?:::\w+)+").unwrap();
         let path_of = |file: &str| -> ModulePath {
             let path = file.trim_end_matches(".rs").trim_end_matches("/mod");
