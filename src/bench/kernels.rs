@@ -13,7 +13,7 @@ use super::limits::GpuLimits;
 use super::median;
 use crate::cuda::kernels::{
     self, Activation, AttentionPlan, AttentionShape, CANDIDATE_WORDS, DeltaOptions, DeltaPages, DeltaRows, DeltaRuns,
-    DeltaWeights, Draws, HeadTransform, KvBlocks, QkvViews, SharedPrefixes,
+    DeltaWeights, Draws, FILTER_HEAD_WORDS, Filters, HeadTransform, KvBlocks, QkvViews, SharedPrefixes,
 };
 use crate::cuda::{Context, EnergyMeter, Graph, Sustained, TorchStream};
 use crate::error::{Error, Result};
@@ -337,6 +337,22 @@ impl DecodeStep<'_> {
         let parts = kernels::sample_parts(rows, vocab) as i64;
         let mut candidates = Tensor::f_empty([parts, rows as i64, CANDIDATE_WORDS], (Kind::Double, self.device))?;
         self.time("sample", rows * vocab * 4, |_| kernels::sample(&logits, 0, &draws, &mut candidates))?;
+
+        let float = |value: f64| Tensor::f_full([rows as i64], value, options);
+        let (min_p, top_p, cut_top_p, top_k) = (float(0.0)?, float(1.0)?, float(0.95)?, self.ints(vec![50; rows]));
+        let no_top_k = self.ints(vec![0; rows]);
+        let shape = [rows as i64, kernels::filter_parts(rows, vocab) as i64, FILTER_HEAD_WORDS];
+        let mut heads = Tensor::f_empty(shape, (Kind::Int64, self.device))?;
+        let (mut cuts, whole_rows) = (self.ints(vec![0; 2 * rows]), logits.f_unsqueeze(0)?);
+        for (name, top_k, top_p) in [
+            ("filter: top-k 50", &top_k, &top_p),
+            ("filter: top-k 50, top-p 0.95", &top_k, &cut_top_p),
+            ("filter: top-p 0.95", &no_top_k, &cut_top_p),
+        ] {
+            let filters = Filters { min_p: &min_p, top_k, top_p };
+            let filter = |_: usize| kernels::filter(&whole_rows, vocab, 0, &draws, &filters, &mut heads, &mut cuts);
+            self.time(name, rows * vocab * 4, filter)?;
+        }
 
         let (mut token_ids, mut logprobs) = (self.ints(vec![0; rows]), Tensor::f_zeros([rows as i64], options)?);
         self.time("combine", 0, |_| kernels::combine(&candidates, &mut token_ids, &mut logprobs))

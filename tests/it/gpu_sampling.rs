@@ -131,13 +131,67 @@ fn gpu_sampling_filters_match_their_definitions() {
     }
 }
 
+/// What is hard to cut: ties, rows in order, few ids that may be drawn, values far from zero or all around it.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_filters_cut_hostile_rows() {
+    kernels::prepare(0, 1).unwrap();
+    let vocab = if is_small() { 4099 } else { 50_021 };
+    let normal = rand(&[1, vocab], Kind::Float) * 2.0;
+    let nothing = normal.full_like(f64::NEG_INFINITY);
+    let few = |count: i64| {
+        let row = nothing.copy();
+        (0..count).for_each(|nth| drop(row.get(0).get((nth * 7919 + 3) % vocab).fill_(nth as f64)));
+        row
+    };
+    let peaked = normal.copy();
+    let _ = peaked.get(0).get(vocab / 3).fill_(30.0);
+    let (ascending, _) = normal.sort(1, false);
+    let signs = Tensor::arange(vocab, (Kind::Float, Device::Cpu)).remainder(2.0).unsqueeze(0);
+    let rows = [
+        ("equal", normal.full_like(1.5)),
+        ("descending", ascending.flip([1])),
+        ("ascending", ascending),
+        ("one id", few(1)),
+        ("five ids", few(5)),
+        ("300 ids", few(300)),
+        ("peaked", peaked),
+        ("zeros of both signs", (signs - 0.5) * 1e-45),
+        ("narrow and far from zero", &normal * 0.01 - 1e4),
+        ("huge", &normal * 1e30),
+    ];
+    let cases = [
+        (0.0, 1, 1.0),
+        (0.0, 50, 0.95),
+        (0.0, 256, 1.0),
+        (0.0, 257, 1.0),
+        (0.0, 1000, 0.9),
+        (0.0, vocab + 7, 1.0),
+        (0.0, vocab + 7, 0.9),
+        (0.0, 0, 0.95),
+        (0.0, 0, 1e-6),
+        (0.0, 0, 0.9999),
+        (1.0, 0, 1.0),
+        (1e-4, 0, 0.9),
+        (0.3, 20, 0.7),
+        (1e-4, 2000, 0.99),
+    ];
+    for (name, logits) in rows {
+        let cases = if is_small() { &cases[4..8] } else { &cases[..] };
+        for &(min_p, top_k, top_p) in cases {
+            println!("{name}: min-p {min_p}, top-k {top_k}, top-p {top_p}");
+            compare_filter(&logits, min_p, top_k, top_p);
+        }
+    }
+}
+
 /// Draws many times from one row: all that is drawn must be kept by the filters, and all that they keep of much mass be drawn.
 fn compare_filter(logits: &Tensor, min_p: f32, top_k: i64, top_p: f32) {
     const DRAWS: i64 = 256;
     const TEMPERATURE: f32 = 1.3;
     let row = torch::f32_vec(&logits.get(0)).unwrap();
     let value = |id: usize| row[id] * (1.0 / TEMPERATURE);
-    let mut order: Vec<usize> = (0..row.len()).collect();
+    let mut order: Vec<usize> = (0..row.len()).filter(|&id| value(id) > f32::NEG_INFINITY).collect();
     order.sort_by(|&a, &b| value(b).total_cmp(&value(a)).then(a.cmp(&b)));
     let top = value(order[0]);
     order.retain(|&id| min_p == 0.0 || value(id) >= top + min_p.ln());
@@ -165,14 +219,15 @@ fn compare_filter(logits: &Tensor, min_p: f32, top_k: i64, top_p: f32) {
     let filters = kernels::Filters { min_p: &min_p, top_k: &top_k, top_p: &top_p };
     // Rows of two ranks, on one of them and split over both: all have the same logits.
     let mut cuts: Vec<i64> = Vec::new();
-    for (shards, rows, first) in [(1, 3, 0), (2, 2, 0), (2, 2, 2)] {
+    for (shards, rows, first, parts) in [(1, 3, 0, 1), (1, 3, 0, 16), (2, 2, 0, 2), (2, 2, 2, 5)] {
         let own = whole_rows(logits, shards, rows);
         let mut of_rank = ints(&vec![-7; 2 * rows as usize]);
-        kernels::filter(&own, row.len(), first, &draws, &filters, &mut of_rank).unwrap();
+        let mut heads = ints(&[-7]).to_kind(Kind::Int64).repeat([rows, parts, kernels::FILTER_HEAD_WORDS]);
+        kernels::filter(&own, row.len(), first, &draws, &filters, &mut heads, &mut of_rank).unwrap();
         cuts.extend(torch::i64_vec(&of_rank).unwrap());
     }
     let cut = &cuts[..2];
-    // Sums over shards are added in another order: the edge may then move, where there is one.
+    // Sums over parts and shards are added in another order: the edge may then move, where there is one.
     assert!(cuts.chunks(2).all(|other| other == cut || edge.is_some()), "{cuts:?}");
     let (logits, cuts) = (gpu(logits).expand([DRAWS, -1], false), ints(&cut.repeat(DRAWS as usize)));
     let is_kept = |id: usize| {
@@ -181,7 +236,7 @@ fn compare_filter(logits: &Tensor, min_p: f32, top_k: i64, top_p: f32) {
         let key = cut[0] as u32;
         ordered > key || (ordered == key && id as i64 <= cut[1])
     };
-    let kept: Vec<usize> = (0..row.len()).filter(|&id| is_kept(id)).collect();
+    let kept: Vec<usize> = (0..row.len()).filter(|&id| is_kept(id) && value(id) > f32::NEG_INFINITY).collect();
     let mut expected = order.clone();
     expected.sort_unstable();
     let is_near = edge.is_some() && {

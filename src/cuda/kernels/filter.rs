@@ -9,9 +9,28 @@ use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 
 pub(super) const SOURCE: &KernelSource = &nvrtc::FILTER;
-pub(super) const NAMES: &[&str] = &["filter"];
+pub(super) const NAMES: &[&str] = &["filter_heads", "filter"];
 
-const THREADS: u32 = 1024;
+const THREADS: u32 = 512;
+/// Ids that a thread takes at once.
+const RUN: usize = 8;
+/// Parts of a row, at most.
+const MOST_PARTS: usize = 16;
+/// Blocks that fill the largest GPU served.
+const FILLING_BLOCKS: usize = 264;
+/// Words of 64 bits that a part of a row leaves: its best ids, their number and its mass.
+pub const FILTER_HEAD_WORDS: i64 = 258;
+
+/// Parts that [`filter`] should split each row into, so that few rows fill the GPU, too.
+pub fn filter_parts(rows: usize, vocab: usize) -> usize {
+    let most = vocab.div_ceil(RUN * THREADS as usize).clamp(1, MOST_PARTS);
+    (FILLING_BLOCKS / rows.max(1)).clamp(1, most)
+}
+
+/// Parts of all rows together, at most, where there are no more than `rows`.
+pub fn most_filter_parts(rows: usize) -> usize {
+    rows.max(FILLING_BLOCKS.min(MOST_PARTS * rows))
+}
 
 /// min-p, top-k and top-p for every draw; each may be off.
 #[derive(Debug, Clone, Copy)]
@@ -24,9 +43,10 @@ pub struct Filters<'a> {
     pub top_p: &'a Tensor,
 }
 
-/// Filters whole rows of logits, after penalty and temperature, by min-p, then top-k, then top-p, like the CPU sampler. Greedy draws keep all ids.
-/// With tensor parallelism an all-to-all first collects the shards of each row, so that each rank filters its own rows: the draws from `first` on.
-/// Allocates nothing.
+/// Filters whole rows of the vocabulary, after penalty and temperature: min-p, then top-k, then top-p, as the
+/// host's sampler has them; greedy draws keep all. With tensor parallelism an all-to-all brings the shards of a row together,
+/// so that each rank cuts rows of its own: draws `first ..`, as far as there are any. Ids at minus infinity are not counted. Where the
+/// mass of a whole row decides, the number of parts may change its last bits. Allocates nothing.
 ///
 /// # Errors
 /// The errors of `sample` for the same tensors.
@@ -36,7 +56,8 @@ pub fn filter(
     first: usize,    // the draw of row 0
     draws: &Draws,   // S; `cuts` is not read
     filters: &Filters,
-    cuts: &mut Tensor, // [R, 2] i32
+    heads: &mut Tensor, // [R, parts, FILTER_HEAD_WORDS] i64
+    cuts: &mut Tensor,  // [R, 2] i32
 ) -> Result<()> {
     const OP: &str = "filter";
     let (gpu, num_draws) = (ordinal(OP, logits)?, draws.positions.numel());
@@ -46,8 +67,12 @@ pub fn filter(
     if shards == 0 || stride < (vocab as i64 + shards - 1) / shards {
         return Err(invalid(OP, format!("shards of {vocab} ids"), logits.size()));
     }
+    let parts = match heads.size()[..] {
+        [_, parts, FILTER_HEAD_WORDS] if (1..=MOST_PARTS as i64).contains(&parts) => parts,
+        _ => return Err(invalid(OP, "heads [R, parts, FILTER_HEAD_WORDS] of at most 16 parts", heads.size())),
+    };
     let ([penalties, seen], words) = draws.penalty_arguments(OP, vocab, gpu)?;
-    let arguments = [
+    let inputs = [
         address(OP, logits, Kind::Float, (shards * rows * stride) as usize, gpu)?,
         address(OP, draws.positions, Kind::Int, num_draws, gpu)?,
         address(OP, draws.temperatures, Kind::Float, num_draws, gpu)?,
@@ -56,17 +81,18 @@ pub fn filter(
         address(OP, filters.min_p, Kind::Float, num_draws, gpu)?,
         address(OP, filters.top_k, Kind::Int, num_draws, gpu)?,
         address(OP, filters.top_p, Kind::Float, num_draws, gpu)?,
-        address(OP, cuts, Kind::Int, 2 * rows as usize, gpu)?,
-        Argument::Count(first as i64),
-        Argument::Count(rows),
-        Argument::Count(stride),
-        Argument::Count(vocab as i64),
-        Argument::Count(shards),
-        Argument::Count(words as i64),
+        address(OP, heads, Kind::Int64, (rows * parts * FILTER_HEAD_WORDS) as usize, gpu)?,
     ];
+    let cuts = address(OP, cuts, Kind::Int, 2 * rows as usize, gpu)?;
+    let sizes = [parts, first as i64, rows, stride, vocab as i64, shards, words as i64].map(Argument::Count);
     let blocks = num_draws.saturating_sub(first).min(rows as usize) as u32;
+    // SAFETY: the kernel's parameters in order; one block a part of a row that has a draw.
+    unsafe {
+        let shape = (blocks * parts as u32, THREADS, 0);
+        launch_early(SOURCE, "filter_heads", gpu, shape, &[&inputs[..], &sizes].concat())?;
+    }
     // SAFETY: the kernel's parameters in order; one block a row that has a draw.
-    unsafe { launch_early(SOURCE, OP, gpu, (blocks, THREADS, 0), &arguments) }
+    unsafe { launch_early(SOURCE, OP, gpu, (blocks, THREADS, 0), &[&inputs[..], &[cuts], &sizes].concat()) }
 }
 
 #[cfg(test)]
@@ -76,6 +102,22 @@ mod tests {
 
     #[test]
     fn rust_constants_match_the_kernel_source() {
-        assert_declared(SOURCE, &[("THREADS", THREADS as usize)]);
+        let constants = [
+            ("THREADS", THREADS as usize),
+            ("RUN", RUN),
+            ("MOST_PARTS", MOST_PARTS),
+            ("HEAD_WORDS", FILTER_HEAD_WORDS as usize),
+        ];
+        assert_declared(SOURCE, &constants);
+    }
+
+    #[test]
+    fn parts_of_fewer_rows_fit_where_those_of_more_do() {
+        for most in [1, 7, 16, 17, 100, 256, 264, 265, 1000] {
+            let room = most_filter_parts(most);
+            assert!((1..=most).all(|rows| rows * filter_parts(rows, 152_064) <= room), "{most}");
+        }
+        assert_eq!([1, 17, 64, 256, 1000].map(|rows| filter_parts(rows, 152_064)), [16, 15, 4, 1, 1]);
+        assert_eq!(filter_parts(1, 63), 1);
     }
 }

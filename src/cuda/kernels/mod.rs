@@ -70,7 +70,7 @@ pub use expert_tile::ExpertTile;
 pub use experts::{
     ExpertAdapter, LowRows, experts_down, experts_down_fp8, experts_gate_up, experts_gate_up_fp8, experts_low,
 };
-pub use filter::{Filters, filter};
+pub use filter::{FILTER_HEAD_WORDS, Filters, filter, filter_parts, most_filter_parts};
 pub use fp8::{
     ScaledRows, add_rms_norm_fp8, fp8_norm_serves, fp8_rows, fp8_rows_of_step, fp8_serves, fp8_swiglu_serves,
     fp8_trains, rms_norm_fp8, silu_mul_fp8, swiglu_backward_fp8,

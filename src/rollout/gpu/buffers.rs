@@ -8,7 +8,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::delta_columns::DeltaColumns;
 use super::expert_buffers::{ExpertBuffers, ExpertShape};
-use crate::cuda::kernels::{CANDIDATE_WORDS, RowSums, ScaledRows};
+use crate::cuda::kernels::{CANDIDATE_WORDS, FILTER_HEAD_WORDS, RowSums, ScaledRows, most_filter_parts};
 use crate::error::Result;
 use crate::memory::Arena;
 use crate::model::{Format, Mlp, ModelSpec, Section, SharedExpertSpec};
@@ -77,6 +77,7 @@ pub(super) struct DecodeBuffers {
     pub(super) scales: Tensor,     // flat, scales of `rounded`
     pub(super) logits: Tensor,     // [S', W] f32
     pub(super) shards: Tensor,     // [S' W] f32, whole rows for this rank's share of the draws; empty on a single rank
+    pub(super) heads: Tensor,      // i64, as `kernels::filter` has them of this rank's share of the draws
     pub(super) own_cuts: Tensor,   // [2 S' / ranks] i32, the filters' result for these rows
     pub(super) cuts: Tensor,       // [2 S'] i32, the filters' results for all draws
     pub(super) history: Tensor,    // [KV blocks, block_size] i32, token ids by KV slot
@@ -189,6 +190,7 @@ impl StepShape {
             scales,
             (vec![draws as i64, width as i64], Kind::Float),
             (vec![whole as i64], Kind::Float),
+            (vec![most_filter_parts(draws / self.tp_size) as i64 * FILTER_HEAD_WORDS], Kind::Int64),
             words(&[2 * draws / self.tp_size]),
             words(&[2 * draws]),
             words(&self.kv_slots),
@@ -232,6 +234,7 @@ impl StepShape {
             scales: next()?,
             logits: next()?,
             shards: next()?,
+            heads: next()?,
             own_cuts: next()?,
             cuts: next()?,
             history: next()?,

@@ -66,22 +66,29 @@ impl DecoderNetwork<'_> {
         kernels::combine(&candidates, &mut ids.narrow(0, 0, rows), &mut logprobs.narrow(0, 0, rows))
     }
 
-    /// Applies the filters to every draw and writes the result to the buffer `cuts`. Filters need whole rows of the vocabulary, so each rank gets the
-    /// rows of its share of the draws.
+    /// Writes what filters leave of every draw into the buffers' `cuts`. They need whole rows of the vocabulary: each rank gets those of
+    /// its share of the draws.
     fn cut(&self, draws: &Draws, sampling: &Sampling) -> Result<()> {
         let (ranks, rank, width) = (self.tp.size() as i64, self.tp.rank() as i64, self.buffers.logits.size()[1]);
         let per_rank = (draws.positions.size()[0] + ranks - 1) / ranks;
         let logits = self.buffers.logits.narrow(0, 0, ranks * per_rank); // includes rows without a draw
         let Sampling { min_p, top_k, top_p, .. } = sampling;
         let (filters, vocab) = (Filters { min_p, top_k, top_p }, self.spec.vocab_size);
+        let parts = match self.tuning {
+            Tuning::Fixed | Tuning::Exact => 1, // the mass of strict steps is summed alike in all batches
+            _ => kernels::filter_parts(per_rank as usize, vocab) as i64,
+        };
+        let shape = [per_rank, parts, kernels::FILTER_HEAD_WORDS];
+        let mut heads = self.buffers.heads.narrow(0, 0, shape.iter().product()).view(shape);
         if ranks == 1 {
             let mut cuts = self.buffers.cuts.narrow(0, 0, 2 * per_rank);
-            return kernels::filter(&logits.unsqueeze(0), vocab, 0, draws, &filters, &mut cuts);
+            return kernels::filter(&logits.unsqueeze(0), vocab, 0, draws, &filters, &mut heads, &mut cuts);
         }
         let mut shards = self.buffers.shards.narrow(0, 0, ranks * per_rank * width).view([ranks, per_rank, width]);
         self.tp.all_to_all(&logits, &mut shards)?;
         let mut own = self.buffers.own_cuts.narrow(0, 0, 2 * per_rank);
-        kernels::filter(&shards, vocab, (rank * per_rank) as usize, draws, &filters, &mut own)?;
+        let first = (rank * per_rank) as usize;
+        kernels::filter(&shards, vocab, first, draws, &filters, &mut heads, &mut own)?;
         self.tp.all_gather(&own, &mut self.buffers.cuts.narrow(0, 0, 2 * ranks * per_rank))
     }
 }
