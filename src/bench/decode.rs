@@ -8,11 +8,13 @@ use serde_json::{Value, json};
 use tch::Device;
 
 use super::generate::GenerateBench;
+use super::launches::{self, StepLaunches};
 use super::limits::GpuLimits;
-use crate::cuda::{EnergyMeter, Graph, Sustained};
-use crate::error::Result;
+use crate::console;
+use crate::cuda::{EnergyMeter, Graph, Sustained, record_launches};
+use crate::error::{Error, Result};
 use crate::model::{BlockParams, LinearSpec, Lora, Mlp, StepCost, TpSplit};
-use crate::ranks::{ReduceOp, all_reduce_f64};
+use crate::ranks::{ReduceOp, World, all_reduce_f64};
 use crate::rollout::{DecoderOp, EngineWeights, TrialBatch, TrialStep, state_page_bytes};
 use crate::serve::Served;
 
@@ -20,6 +22,8 @@ use crate::serve::Served;
 const REPLAYS: usize = 20;
 /// Number of replays of a whole step: enough for the GPU to reach the clock of a long run.
 const STEP_REPLAYS: usize = 150;
+/// Replays of a whole step whose launches are recorded.
+const RECORDED_REPLAYS: usize = 5;
 /// Number of GEMMs of a routed expert; those of the shared expert follow in [`ExpertsSpec::linears`](crate::model::ExpertsSpec::linears).
 const EXPERT_PRODUCTS: usize = 2;
 
@@ -77,18 +81,29 @@ struct OpWork {
 
 impl GenerateBench {
     /// Measures decode steps by batch size, at the mean context: microseconds, and the theoretical minimum as a share of them.
-    pub(super) fn decode_steps(&self, served: &mut Served, limits: &GpuLimits) -> Result<Value> {
+    pub(super) fn decode_steps(&self, world: &World, served: &mut Served, limits: &GpuLimits) -> Result<Value> {
         let most = self.max_num_seqs().min(self.num_sequences());
         let context = self.prompt_len + self.longest() / 2;
         let batches: Vec<usize> = (0..).map(|power| 1 << power).take_while(|&batch| batch < most).collect();
         let mut rows = Vec::new();
-        for sequences in batches.into_iter().chain([most]) {
+        let batch_of = |sequences: usize| {
             let group = if sequences.is_multiple_of(self.group) { self.group } else { 1 };
-            let batch = TrialBatch { sequences, group, prompt_len: self.prompt_len, context };
+            TrialBatch { sequences, group, prompt_len: self.prompt_len, context }
+        };
+        let batches: Vec<TrialBatch> = batches.into_iter().chain([most]).map(batch_of).collect();
+        for &batch in &batches {
+            let sequences = batch.sequences;
             let sustains = self.profile && sequences == most;
             let profile =
                 served.with_engine(|rollout| rollout.try_step(batch, |step| self.profile(batch, step, sustains)))?;
             rows.push(report(batch, &profile, self.profile || sequences == most, limits));
+        }
+        if self.profile {
+            let steps = record_steps(served, &batches)?;
+            rows.iter_mut().zip(&steps).for_each(|(row, step)| row["launches"] = step.to_json());
+            if world.rank() == 0 && !steps.is_empty() {
+                console::say(launches::table(&steps));
+            }
         }
         Ok(Value::Array(rows))
     }
@@ -137,6 +152,38 @@ fn time(step: &mut TrialStep<'_>, op: Option<DecoderOp>, meter: Option<&EnergyMe
     // SAFETY: as above.
     let replay = || unsafe { graph.replay(stream) };
     Ok(Timing { us, sustained: Some(Sustained::measure(meter, stream, longest_us[0], replay)?) })
+}
+
+/// Records the launches of each step; none, and a warning, where they cannot be recorded. To be called last: times after a recording may be
+/// longer.
+fn record_steps(served: &mut Served, batches: &[TrialBatch]) -> Result<Vec<StepLaunches>> {
+    let record =
+        |&batch: &TrialBatch| served.with_engine(|rollout| rollout.try_step(batch, |step| record(batch, step)));
+    match batches.iter().map(record).collect() {
+        Err(Error::Environment { message }) => {
+            console::say(format_args!("warning: launches are not shown: {message}"));
+            Ok(Vec::new())
+        }
+        steps => steps,
+    }
+}
+
+/// Records the launches of a step: of several replays those of the one that takes the median time.
+fn record(batch: TrialBatch, step: TrialStep<'_>) -> Result<StepLaunches> {
+    let TrialStep { run, stream, .. } = step;
+    let mut run = || DecoderOp::only(None, &mut *run);
+    run()?;
+    let mut graph = Graph::capture(stream, run)?;
+    // SAFETY: recorded just now, over memory that stays as long as the engine is awake.
+    let step_us = unsafe { graph.median_time(stream, REPLAYS)? }.as_secs_f64() * 1e6;
+    let mut record = || {
+        // SAFETY: as above.
+        let launches = record_launches(stream.context(), || unsafe { graph.replay(stream) })?;
+        Ok(StepLaunches::new(batch.sequences, step_us, &launches))
+    };
+    let mut recorded = (0..RECORDED_REPLAYS).map(|_| record()).collect::<Result<Vec<_>>>()?;
+    recorded.sort_by(|a, b| a.span_us().total_cmp(&b.span_us()));
+    Ok(recorded.swap_remove(RECORDED_REPLAYS / 2))
 }
 
 fn report(batch: TrialBatch, profile: &StepProfile, with_ops: bool, limits: &GpuLimits) -> Value {

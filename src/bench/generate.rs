@@ -153,7 +153,7 @@ pub fn bench_generate(bench: &GenerateBench, world: Arc<World>) -> Result<Value>
         result["gpu"] = limits.to_json();
     }
     if let Some(limits) = limits.filter(|_| num_stages == 1) {
-        result["decode"] = bench.decode_steps(&mut served, &limits)?;
+        result["decode"] = bench.decode_steps(&world, &mut served, &limits)?;
     }
     Ok(result)
 }
@@ -208,7 +208,7 @@ impl GenerateBench {
             "prompt_len": self.prompt_len,
             "completion_len": self.completion_len,
             "gpu": limits.to_json(),
-            "decode": self.decode_steps(&mut served, &limits)?,
+            "decode": self.decode_steps(world, &mut served, &limits)?,
         }))
     }
 

@@ -7,6 +7,7 @@ mod decode;
 mod floor;
 mod generate;
 mod kernels;
+mod launches;
 mod limits;
 mod memory;
 mod products;

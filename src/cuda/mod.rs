@@ -3,18 +3,17 @@
 //!
 //! | file | content |
 //! |---|---|
-//! | `library`, `devices` | libtorch's CUDA libraries and NCCL; the visible GPUs |
-//! | `nvml` | which processes use memory of the visible GPUs |
-//! | `capability`, `abilities`, `chips` | compute capability, supported features, and data-sheet throughput of GPUs |
-//! | `placement` | device and dtype of a run |
-//! | `context`, `stream` | the context shared with libtorch; own streams and events |
-//! | `torch_stream`, `graph` | streams for libtorch's operations; CUDA graphs captured on them |
-//! | `nvrtc`, `kernel`, `cache`, `packaged_kernels` | compiles `src/kernels/*.cu` into a cache of cubins, or when packaging; loads and launches them
-//! |
-//! | `peer_memory` | memory of several GPUs that all their processes map |
-//! | `pinned` | pinned host memory for asynchronous copies |
-//! | `products` | GEMMs through cuBLASLt |
-//! | `profile`, `stopwatch` | time of operations by family; time of selected work, summed over a step |
+//! | `library`, `devices` | libtorch's CUDA half and the one NCCL; which GPUs are visible |
+//! | `nvml` | who holds memory of the visible GPUs |
+//! | `capability`, `abilities`, `chips` | what GPUs can do: by their number; of what kernels ask for; by their data sheets |
+//! | `placement` | where a run computes, and in what kind |
+//! | `context`, `stream` | the context shared with libtorch; streams and events beside libtorch's |
+//! | `torch_stream`, `graph` | streams that libtorch's operations are sent to; what is queued there, recorded and replayed |
+//! | `nvrtc`, `kernel`, `cache`, `packaged_kernels` | `src/kernels/*.cu` compiled once into a cache of cubins, or at packaging; loaded and launched |
+//! | `peer_memory` | memory of several GPUs that their processes all map |
+//! | `pinned` | host memory that is copied from and to while the host goes on |
+//! | `products` | matrix products through cuBLASLt |
+//! | `profile`, `stopwatch`, `launches` | the time of operations by family; of some of them, added up over a step; of every kernel |
 //! | `kernels` | one safe function per kernel, over tensors |
 
 mod abilities;
@@ -28,6 +27,7 @@ mod graph;
 mod image;
 mod kernel;
 pub mod kernels;
+mod launches;
 mod library;
 mod nvml;
 mod nvrtc;
@@ -49,6 +49,7 @@ pub use context::{Context, FreeMemory};
 pub(crate) use context::{OUT_OF_MEMORY, check};
 pub use devices::{available_bytes, devices, first_name};
 pub use graph::Graph;
+pub use launches::{GpuLaunch, record_launches};
 pub use library::require;
 pub use nvml::{EnergyMeter, GpuMemory, MemoryMeter, require_free};
 pub use packaged_kernels::write_kernels;

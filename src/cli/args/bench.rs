@@ -174,7 +174,8 @@ pub struct BenchGenerateArgs {
     /// Decode steps over made-up batches alone, on a GPU: nothing is generated, so that long contexts cost no prefill
     #[arg(long)]
     pub steps_only: bool,
-    /// Time of every operation of a decode step at every batch size; at the largest also its energy, under lasting load
+    /// Time of every operation of a decode step at every batch size, and its launches with the gaps between them; at the largest also its
+    /// energy, under lasting load
     #[arg(long)]
     pub profile: bool,
     /// Ranks that share one engine
