@@ -1,22 +1,25 @@
 // dw += dy^T x for every matrix with the rows of its group, on Hopper's tensor cores: TMA and wgmma, float32 sums that are added to float32 memory in
 // place.
 //
-// As many blocks as run at once process tiles of all matrices in turn, so that neighbouring blocks read one group's rows from the L2. In a block one
-// warp copies 64 rows at once, and two warpgroups multiply, each 64 features with all columns. The sum is over rows, so both operands are read as
-// stored. A group may start at any row: in its last rows, those of the next group are zeroed in one operand. Each sum is added once, in the L2, which
-// flushes denormal numbers to zero.
+// Factors of bf16 are read as they lie; those of e4m3 are transposes with a scale for each row of a group, whose rows, up to a multiple of 128 with
+// zeros, are what a step of a stage has.
+//
+// As many blocks as run at once take tiles of all matrices in turn, so that neighbours read one group's rows from the L2. In a block
+// one warp copies 64 rows of bf16, or 128 of e4m3, at once, and two warpgroups multiply, each 64 features by all columns. In bf16 a group may begin
+// at any row: of its last rows those of the next group become zeros in one factor. Each sum is added once, by the L2, which takes numbers too small for float32's full precision as zeros.
 #include "hopper.cuh"
 #include "scalar.cuh"
 
 constexpr int FEATURES = 128;   // of dy per tile
 constexpr int COLUMNS = 256;    // of x per tile
-constexpr int STEP = 64;        // rows per stage
+constexpr int STEP = 64;        // rows of a stage in bf16
 constexpr int STAGES = 4;
 constexpr int CONSUMERS = 256;  // threads that multiply
 
 struct Gradient {
-    const int* ends;  // of the groups
+    const int* ends;  // of the groups; of e4m3 the tiles of 128 rows before each group, and all
     float* dw;        // [E, features, columns]
+    const float *dy_scales, *x_scales;  // [E, features], [E, columns] of e4m3
     long long expert, row;  // strides between experts and between rows
     int experts, features, columns;
 };
@@ -27,16 +30,52 @@ constexpr int BOX = 64;                      // columns per box
 constexpr int BOX_BYTES = STEP * ROW_BYTES;  // 64 rows of 64 columns
 constexpr int DY_BYTES = FEATURES / BOX * BOX_BYTES, STAGE_BYTES = DY_BYTES + COLUMNS / BOX * BOX_BYTES;
 
-struct Rows {};  // layout of both operands: a row contains what is summed over in a column
+// Both factors have in a row what is summed over in a column.
+struct Rows {
+    static constexpr int STEP_ROWS = STEP;
+    static constexpr int DEEP = 16, ADVANCE = 16 * ROW_BYTES / 16;  // rows of an instruction, and how far its factors begin after the last one's
+    static constexpr bool IS_SCALED = false;
+
+    __device__ __forceinline__ static int first(const int* ends, int expert) { return expert > 0 ? ends[expert - 1] : 0; }
+    __device__ __forceinline__ static int last(const int* ends, int expert) { return ends[expert]; }
+
+    // Of boxes that follow one another, each of 64 columns, eight rows 1024 bytes apart.
+    __device__ __forceinline__ static unsigned long long describe(unsigned at) {
+        return descriptor(at) & ~(0x3fffull << 16) | static_cast<unsigned long long>(BOX_BYTES / 16) << 16;
+    }
+
+    template <int BOXES>
+    __device__ __forceinline__ static void copy_boxes(
+        unsigned at, const TensorMap* map, int column, int row, unsigned barrier, unsigned long long policy
+    ) {
+#pragma unroll
+        for (int box = 0; box < BOXES; ++box) copy(at + box * BOX_BYTES, map, column + box * BOX, row, barrier, policy);
+    }
+};
+
+// Both factors are turned: 128 rows are a row of bytes. A box has all that a stage has of a factor.
+struct Turned {
+    static constexpr int STEP_ROWS = ROW_BYTES;
+    static constexpr int DEEP = 32, ADVANCE = 32 / 16;
+    static constexpr bool IS_SCALED = true;
+
+    __device__ __forceinline__ static int first(const int* starts, int expert) { return starts[expert] * STEP_ROWS; }
+    __device__ __forceinline__ static int last(const int* starts, int expert) { return starts[expert + 1] * STEP_ROWS; }
+    __device__ __forceinline__ static unsigned long long describe(unsigned at) { return descriptor(at); }
+
+    template <int BOXES>
+    __device__ __forceinline__ static void copy_boxes(
+        unsigned at, const TensorMap* map, int column, int row, unsigned barrier, unsigned long long policy
+    ) {
+        copy(at, map, row, column, barrier, policy);
+    }
+};
 
 MULTIPLY_KIND(Rows, "k16.f32.bf16.bf16", ", 1, 1", 256, 128, 128, 129, 130)
-
-// Descriptor of consecutive boxes, each of 64 columns, eight rows 1024 bytes apart.
-__device__ __forceinline__ unsigned long long boxes_descriptor(unsigned at) {
-    return descriptor(at) & ~(0x3fffull << 16) | static_cast<unsigned long long>(BOX_BYTES / 16) << 16;
-}
+MULTIPLY_KIND(Turned, "k32.f32.e4m3.e4m3", "", 256, 128, 128, 129, 130)
 
 // A tile of one matrix.
+template <typename Factor>
 struct Item {
     int expert, first, last, feature, column;
 
@@ -45,8 +84,8 @@ struct Item {
         expert = item / (down * across);
         feature = item % down * FEATURES;
         column = item / down % across * COLUMNS;
-        first = expert > 0 ? to.ends[expert - 1] : 0;
-        last = to.ends[expert];
+        first = Factor::first(to.ends, expert);
+        last = Factor::last(to.ends, expert);
     }
     __device__ __forceinline__ static int count(const Gradient& to) {
         return to.experts * ((to.features + FEATURES - 1) / FEATURES) * ((to.columns + COLUMNS - 1) / COLUMNS);
@@ -64,21 +103,19 @@ struct Pipe {
 };
 
 // Copies all tiles' rows; one thread.
+template <typename Factor>
 __device__ __forceinline__ void produce(const TensorMap& dy, const TensorMap& x, const Gradient& to, Pipe pipe) {
     unsigned long long often;
     asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(often));
-    const int items = Item::count(to);
+    const int items = Item<Factor>::count(to);
     for (int i = blockIdx.x; i < items; i += gridDim.x) {
-        const Item item(to, i);
-        for (int row = item.first; row < item.last; row += STEP) {
+        const Item<Factor> item(to, i);
+        for (int row = item.first; row < item.last; row += Factor::STEP_ROWS) {
             const unsigned at = pipe.stages + pipe.stage * STAGE_BYTES, barrier = pipe.full + 8 * pipe.stage;
             wait(pipe.empty + 8 * pipe.stage, pipe.parity ^ 1);
             expect(barrier, STAGE_BYTES);
-#pragma unroll
-            for (int box = 0; box < FEATURES / BOX; ++box) copy(at + box * BOX_BYTES, &dy, item.feature + box * BOX, row, barrier, often);
-#pragma unroll
-            for (int box = 0; box < COLUMNS / BOX; ++box)
-                copy(at + DY_BYTES + box * BOX_BYTES, &x, item.column + box * BOX, row, barrier, often);
+            Factor::template copy_boxes<FEATURES / BOX>(at, &dy, item.feature, row, barrier, often);
+            Factor::template copy_boxes<COLUMNS / BOX>(at + DY_BYTES, &x, item.column, row, barrier, often);
             pipe.next();
         }
     }
@@ -97,7 +134,8 @@ __device__ __forceinline__ void add_4(float* to, float a, float b, float c, floa
 }
 
 // Two neighbouring lanes exchange halves of two blocks of eight columns, so that each has four consecutive columns of one of them.
-__device__ __forceinline__ void add_sums(const float (&d)[128], const Gradient& to, const Item& item, int group) {
+template <typename Factor>
+__device__ __forceinline__ void add_sums(const float (&d)[128], const Gradient& to, const Item<Factor>& item, int group) {
     const int lane = threadIdx.x % 32, odd = lane % 2;
     const int row = item.feature + group * 64 + threadIdx.x % GROUP / 32 * 16 + lane / 4;
     const int column = item.column + odd * 8 + lane % 4 / 2 * 4;
@@ -111,32 +149,37 @@ __device__ __forceinline__ void add_sums(const float (&d)[128], const Gradient& 
             const float y = __shfl_xor_sync(0xffffffffu, odd ? own[1] : own[5], 1);
             if (row + half * 8 >= to.features || column + i * 2 >= to.columns) continue;
             float* place = at + half * 8 * to.row + i * 2;
-            if (odd) {
-                add_4(place, x, y, own[4], own[5]);
-            } else {
-                add_4(place, own[0], own[1], x, y);
+            float4 sums = odd ? make_float4(x, y, own[4], own[5]) : make_float4(own[0], own[1], x, y);
+            if (Factor::IS_SCALED) {
+                const float of_row = to.dy_scales[item.expert * to.features + row + half * 8];
+                const float* of_columns = to.x_scales + item.expert * to.columns + column + i * 2;
+                const float4 scales = *reinterpret_cast<const float4*>(of_columns);
+                sums.x = sums.x * of_row * scales.x, sums.y = sums.y * of_row * scales.y;
+                sums.z = sums.z * of_row * scales.z, sums.w = sums.w * of_row * scales.w;
             }
+            add_4(place, sums.x, sums.y, sums.z, sums.w);
         }
     }
 }
 
-// Computes a warpgroup's half of all tiles.
+// A warpgroup's half of all tiles.
+template <typename Factor>
 __device__ __forceinline__ void consume(const Gradient& to, Pipe pipe, int group) {
-    const int items = Item::count(to);
+    const int items = Item<Factor>::count(to);
     float d[128];
     for (int i = blockIdx.x; i < items; i += gridDim.x) {
-        const Item item(to, i);
+        const Item<Factor> item(to, i);
         if (item.first == item.last) continue;
         int before = 0;
-        for (int row = item.first; row < item.last; row += STEP) {
+        for (int row = item.first; row < item.last; row += Factor::STEP_ROWS) {
             const unsigned at = pipe.stages + pipe.stage * STAGE_BYTES, own = at + group * BOX_BYTES;
             wait(pipe.full + 8 * pipe.stage, pipe.parity);
-            if (item.last - row < STEP) clear_rows(own, item.last - row, group);
-            const unsigned long long a = boxes_descriptor(own), b = boxes_descriptor(at + DY_BYTES);
+            if (item.last - row < Factor::STEP_ROWS) clear_rows(own, item.last - row, group);  // never of e4m3
+            const unsigned long long a = Factor::describe(own), b = Factor::describe(at + DY_BYTES);
             asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-            for (int k = 0; k < STEP; k += 16)
-                multiply(Rows{}, d, a + k * ROW_BYTES / 16, b + k * ROW_BYTES / 16, row > item.first || k > 0);
+            for (int k = 0; k < Factor::STEP_ROWS / Factor::DEEP; ++k)
+                multiply(Factor{}, d, a + k * Factor::ADVANCE, b + k * Factor::ADVANCE, row > item.first || k > 0);
             asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
             wait_products<1>();
             if (row > item.first && threadIdx.x % GROUP == 0) arrive(pipe.empty + 8 * before);
@@ -149,6 +192,7 @@ __device__ __forceinline__ void consume(const Gradient& to, Pipe pipe, int group
     }
 }
 
+template <typename Factor>
 __device__ __forceinline__ void accumulate(const TensorMap& dy, const TensorMap& x, const Gradient& to) {
     extern __shared__ unsigned char memory[];
     __shared__ alignas(8) unsigned long long barriers[2 * STAGES];
@@ -165,15 +209,19 @@ __device__ __forceinline__ void accumulate(const TensorMap& dy, const TensorMap&
     __syncthreads();
     if (threadIdx.x >= CONSUMERS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-        if (threadIdx.x == CONSUMERS) produce(dy, x, to, pipe);
+        if (threadIdx.x == CONSUMERS) produce<Factor>(dy, x, to, pipe);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-        consume(to, pipe, threadIdx.x / GROUP);
+        consume<Factor>(to, pipe, threadIdx.x / GROUP);
     }
 }
 
 #else  // other GPUs: never launched there
 
+struct Rows {};
+struct Turned {};
+
+template <typename Factor>
 __device__ __forceinline__ void accumulate(const TensorMap&, const TensorMap&, const Gradient&) {}
 
 #endif
@@ -182,5 +230,16 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + GROUP, 1) grouped_weigh
     const __grid_constant__ TensorMap dy, const __grid_constant__ TensorMap x, const int* ends, float* dw, long long expert,
     long long row, long long experts, long long features, long long columns
 ) {
-    accumulate(dy, x, {ends, dw, expert, row, static_cast<int>(experts), static_cast<int>(features), static_cast<int>(columns)});
+    const Gradient to = {
+        ends, dw, nullptr, nullptr, expert, row, static_cast<int>(experts), static_cast<int>(features), static_cast<int>(columns)};
+    accumulate<Rows>(dy, x, to);
+}
+
+extern "C" __global__ void __launch_bounds__(CONSUMERS + GROUP, 1) grouped_weight_fp8(
+    const __grid_constant__ TensorMap dy, const __grid_constant__ TensorMap x, const float* dy_scales, const float* x_scales,
+    const int* starts, float* dw, long long expert, long long row, long long experts, long long features, long long columns
+) {
+    const Gradient to = {starts, dw, dy_scales, x_scales, expert, row, static_cast<int>(experts), static_cast<int>(features),
+                         static_cast<int>(columns)};
+    accumulate<Turned>(dy, x, to);
 }

@@ -6,12 +6,14 @@
 //!
 //! R rows, E matrices [N, K].
 
+mod rows;
 mod scaled;
 
 use std::ops::Range;
 
 use tch::{Device, Kind, Tensor};
 
+pub use self::rows::ExpertRows;
 use super::swiglu::{GateUp, halves};
 use super::{linear, try_map};
 use crate::cuda::{OpCost, kernels, timed};

@@ -4,6 +4,8 @@
 use tch::{Kind, Tensor};
 
 use super::boxes::{lies_well, rows_boxes};
+use super::fp8::ScaledRows;
+use super::fp8_groups::GroupTiles;
 use super::launch::{Argument, address, invalid, is_aligned, ordinal, queue, strided};
 use crate::cuda::capability::Capability;
 use crate::cuda::context::Context;
@@ -11,7 +13,7 @@ use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 
 pub(super) const SOURCE: &KernelSource = &nvrtc::GROUPED_WEIGHT;
-pub(super) const NAMES: &[&str] = &["grouped_weight"];
+pub(super) const NAMES: &[&str] = &["grouped_weight", "grouped_weight_fp8"];
 
 const OP: &str = "grouped_weight";
 const CONSUMERS: u32 = 256;
@@ -77,12 +79,63 @@ pub fn grouped_weight(
     unsafe { queue(SOURCE, NAMES[0], gpu, shape, (1, false), &arguments) }
 }
 
-/// Whether the tensors permit copies and additions of 16 bytes at once.
+/// dw += dy^T x for the rows of every group, of each group's columns as [`fp8_group_columns`](super::fp8_group_columns) rounds them, each sum
+/// made on the tensor cores, scaled and added once. On Hopper.
+///
+/// # Errors
+/// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].
+pub fn grouped_weight_fp8(
+    dy: &ScaledRows, // [N, pitch], [E N]
+    x: &ScaledRows,  // [K, pitch], [E K]
+    tiles: &GroupTiles,
+    dw: &Tensor, // [E, N, K] f32
+) -> Result<()> {
+    const OP: &str = "grouped_weight_fp8";
+    let (&[experts, features, columns], gpu) = (&dw.size()[..], ordinal(OP, &dy.values)?) else {
+        return Err(invalid(OP, "gradients [E, N, K]", dw.size()));
+    };
+    let pitch = tiles.pitch() as i64;
+    let fits = [&dy.values, &x.values].into_iter().all(lies_well)
+        && experts == tiles.groups() as i64
+        && features % 16 == 0
+        && columns % 16 == 0
+        && adds_well(dw);
+    if !fits {
+        return Err(invalid(OP, "turned factors, and sums at multiples of 16 bytes", (dw.size(), dw.stride())));
+    }
+    strided(OP, &dy.values, Kind::Float8e4m3fn, &[features, pitch], gpu)?;
+    strided(OP, &x.values, Kind::Float8e4m3fn, &[columns, pitch], gpu)?;
+    if pitch == 0 || experts == 0 {
+        return Ok(());
+    }
+    let arguments = [
+        rows_boxes(&dy.values, FEATURES)?,
+        rows_boxes(&x.values, COLUMNS)?,
+        address(OP, &dy.scales, Kind::Float, (experts * features) as usize, gpu)?,
+        address(OP, &x.scales, Kind::Float, (experts * columns) as usize, gpu)?,
+        address(OP, &tiles.starts, Kind::Int, experts as usize + 1, gpu)?,
+        strided(OP, dw, Kind::Float, &[experts, features, columns], gpu)?,
+        Argument::Count(dw.stride()[0]),
+        Argument::Count(dw.stride()[1]),
+        Argument::Count(experts),
+        Argument::Count(features),
+        Argument::Count(columns),
+    ];
+    let blocks = Context::retain(gpu)?.num_processors()?;
+    let shape = (blocks as u32, THREADS, SHARED_BYTES);
+    // SAFETY: the kernel's parameters in order; boxes beyond the factors read as zeros, and of dw only what it has is written. Tiles are within
+    // the factors' pitch.
+    unsafe { queue(SOURCE, OP, gpu, shape, (1, false), &arguments) }
+}
+
+/// Whether rows are copied, and sums added, 16 bytes at once.
 fn takes(dy: &Tensor, x: &Tensor, dw: &Tensor) -> bool {
     let are_rows = |t: &Tensor| t.dim() == 2 && t.kind() == Kind::BFloat16 && lies_well(t) && t.size()[1] % 8 == 0;
-    let strides = dw.stride();
-    let adds_well = matches!(strides[..], [expert, row, 1] if expert % 4 == 0 && row % 4 == 0) && is_aligned(dw);
-    are_rows(dy) && are_rows(x) && adds_well
+    are_rows(dy) && are_rows(x) && adds_well(dw)
+}
+
+fn adds_well(dw: &Tensor) -> bool {
+    matches!(dw.stride()[..], [expert, row, 1] if expert % 4 == 0 && row % 4 == 0) && is_aligned(dw)
 }
 
 #[cfg(test)]

@@ -16,7 +16,7 @@ use crate::model::correction;
 use crate::model::lora::Lora;
 use crate::model::spec::{ExpertsSpec, MLP_NORMS as NORMS, Matrix, ParamName};
 use crate::ops::expert_bias;
-use crate::ops::grouped::Dispatch;
+use crate::ops::grouped::{Dispatch, ExpertRows};
 use crate::ops::linear;
 use crate::ops::router::{self, Routing};
 use crate::ops::swiglu::{Activation, GateUp, WeightedGradient};
@@ -199,7 +199,8 @@ fn expand_backward(
     let (linear, gradients) = (w.linear(Matrix::GateUp), grads.linear_mut(Matrix::GateUp));
     let mut d_rows = linear.format.experts_gate_up_backward(dispatch, d_gate_up, linear.piece())?;
     if let Some(piece) = gradients.pieces.first_mut() {
-        dispatch.accumulate_gate_up(d_gate_up, &dispatch.scatter(normed)?, &mut piece.weight)?;
+        let (d, x) = (ExpertRows::GateUp(d_gate_up), ExpertRows::OfTokens(normed));
+        linear.format.experts_weight_gradient(dispatch, d, x, &mut piece.weight)?;
     }
     if let (Some(lora), Some(gradient)) = (&linear.lora, &mut gradients.lora) {
         lora.gate_up_backward(dispatch, d_gate_up, &dispatch.scatter(normed)?, &mut d_rows, gradient)?;
@@ -218,11 +219,12 @@ fn contract_backward(
     grads: &mut BlockParams,
 ) -> Result<(GateUp, Tensor)> {
     let down = w.linear(Matrix::Down);
-    let rows = down.format.experts_rows(dispatch, d_output, true)?;
-    let d_rows = rows.plain(); // [R, D]
+    let gathers = down.format.experts_gather();
+    let is_read = down.lora.is_some() || !gathers;
+    let rows = down.format.experts_rows(dispatch, d_output, is_read)?; // [R, D]
     let weights = dispatch.of_rows(&routing.weights)?; // [R, 1]
     let mut d_act = down.format.experts_backward_input(dispatch, &rows, down.piece())?; // [R, I], of weights of 1
-    let d_low = |lora: &Lora| dispatch.backward_input(d_rows, &lora.b); // [R, k]
+    let d_low = |lora: &Lora| dispatch.backward_input(rows.plain(), &lora.b); // [R, k]
     let d_low = down.lora.as_ref().map(d_low).transpose()?;
     let adapter = down.lora.as_ref().zip(d_low.as_ref());
     if let Some((lora, d_low)) = adapter {
@@ -232,10 +234,11 @@ fn contract_backward(
     drop(d_act);
     let gradients = grads.linear_mut(Matrix::Down);
     if let Some(piece) = gradients.pieces.first_mut() {
-        dispatch.accumulate_weight(d_rows, &act, &mut piece.weight)?;
+        let dy = if gathers { ExpertRows::OfTokens(d_output) } else { ExpertRows::Sorted(rows.plain()) };
+        down.format.experts_weight_gradient(dispatch, dy, ExpertRows::Sorted(&act), &mut piece.weight)?;
     }
     if let (Some((lora, d_low)), Some(gradient)) = (adapter, &mut gradients.lora) {
-        lora.accumulate_rows(dispatch, (d_rows, d_low), &act, gradient)?;
+        lora.accumulate_rows(dispatch, (rows.plain(), d_low), &act, gradient)?;
     }
     Ok((d_gate_up, dispatch.of_choices(&d_weights)?))
 }

@@ -10,7 +10,7 @@ use crate::cuda::{Context, OpCost, Products, timed};
 use crate::error::Result;
 use crate::model::spec::{ElementBytes, LinearSpec, ModelSpec};
 use crate::ops::fp8;
-use crate::ops::grouped::Dispatch;
+use crate::ops::grouped::{Dispatch, ExpertRows};
 use crate::ops::linear::{self, Onto};
 use crate::ops::swiglu::{Activation, GateUp};
 
@@ -52,12 +52,6 @@ impl Format for Fp8 {
     }
 
     fn refusal(&self, of: Use, spec: &ModelSpec, on_gpu: bool) -> Option<String> {
-        if matches!(of, Use::Training) && self.rounds_columns && spec.num_expert_layers() > 0 {
-            return Some(
-                "weight gradients of experts are not supported in FP8; use fp8, which computes them in dtype"
-                    .to_owned(),
-            );
-        }
         if !on_gpu {
             return None;
         }
@@ -155,6 +149,17 @@ impl Format for Fp8 {
 
     fn experts_gate_up_backward(&self, dispatch: &Dispatch, d: &GateUp, w: &Piece) -> Result<Tensor> {
         dispatch.backward_input_fp8(&fp8::rounded(&d.pairs()?)?, &w.weight, w.weight.kind())
+    }
+
+    fn experts_gather(&self) -> bool {
+        self.rounds_columns
+    }
+
+    fn experts_weight_gradient(&self, by: &Dispatch, dy: ExpertRows, x: ExpertRows, dw: &mut Tensor) -> Result<()> {
+        match self.rounds_columns {
+            true => by.accumulate_weight_fp8(dy, x, dw),
+            false => by.accumulate_weight_of(dy, x, dw),
+        }
     }
 
     fn backward_input(&self, dy: &Tensor, w: &Piece) -> Result<Tensor> {

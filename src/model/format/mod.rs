@@ -27,6 +27,7 @@ use std::fmt::Debug;
 
 use tch::{Device, Kind, Tensor};
 
+pub use self::choice::Use;
 pub use self::exact::{Exact, bytes_of_parts, trial_bytes};
 pub use self::fp8::Fp8;
 pub use self::nf4::Nf4;
@@ -38,22 +39,10 @@ use super::lora::Lora;
 use super::spec::{ElementBytes, ModelSpec};
 use crate::cuda::kernels::{self, NormedRows, ScaledRows};
 use crate::error::Result;
-use crate::ops::grouped::Dispatch;
+use crate::ops::grouped::{Dispatch, ExpertRows};
 use crate::ops::linear::{self, Onto};
 use crate::ops::rms_norm::NormOptions;
 use crate::ops::swiglu::{Activation, GateUp, SwigluGradient};
-
-/// What a format is used for.
-#[derive(Debug, Clone, Copy)]
-pub enum Use {
-    /// GEMMs of training.
-    Training,
-    /// GEMMs of an engine.
-    Engine {
-        /// Number of tensor-parallel ranks that split its matrices.
-        tp_size: usize,
-    },
-}
 
 /// Shape and type of a tensor.
 pub type Section = (Vec<i64>, Kind);
@@ -205,7 +194,20 @@ pub trait Format: Debug + Sync {
         dispatch.gate_up_backward_input(d, &w.weight)
     }
 
-    /// Returns dx = dy w. [T, K]
+    /// Whether gradients of experts' weights are made of what tokens have where it lies, without a copy of it for each sorted row.
+    fn experts_gather(&self) -> bool {
+        false
+    }
+
+    /// dw += dy^T x of rows that are sorted by expert, each matrix [N, K] with the rows of its own.
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`], as of all products.
+    fn experts_weight_gradient(&self, by: &Dispatch, dy: ExpertRows, x: ExpertRows, dw: &mut Tensor) -> Result<()> {
+        by.accumulate_weight_of(dy, x, dw)
+    }
+
+    /// dx = dy w. [T, K]
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].

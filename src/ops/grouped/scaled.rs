@@ -4,10 +4,12 @@
 
 use tch::{Kind, Tensor};
 
-use super::{Dispatch, Groups, each};
+use super::{Dispatch, ExpertRows, Groups, each};
+use crate::cuda::kernels::{GroupTiles, fp8_group_columns, grouped_weight_fp8};
 use crate::cuda::{OpCost, timed};
 use crate::error::Result;
 use crate::ops::fp8::{self, ScaledRows};
+use crate::ops::linear::Onto;
 use crate::torch;
 
 impl Dispatch {
@@ -50,6 +52,41 @@ impl Dispatch {
     ) -> Result<Tensor> {
         let w = fp8::rounded_columns_of_each(w)?; // [E K, N]
         self.product_fp8("grouped product in FP8, gradient of its input", dy, &w, kind)
+    }
+
+    /// dw += dy^T x of rounded columns, each matrix with the rows of its group, whose columns have scales of their own. On a GPU where libtorch
+    /// finds the groups' ends on the device, a kernel of this crate makes and adds all of them at once.
+    ///
+    /// # Errors
+    /// The errors of [`fp8::weight_gradient`].
+    pub fn accumulate_weight_fp8(
+        &self,
+        dy: ExpertRows<'_>, // [R, N]
+        x: ExpertRows<'_>,  // [R, K]
+        dw: &mut Tensor,    // [E, N, K]
+    ) -> Result<()> {
+        let Groups::Ends(ends) = &self.groups else {
+            let (before, sizes) = self.groups.sizes()?;
+            let [dy, x] = [dy.sorted(self)?, x.sorted(self)?];
+            return each(before, &sizes, |expert, start, size| {
+                let rows = |t: &Tensor| t.f_narrow(0, start, size);
+                fp8::weight_gradient(&rows(&dy)?, &rows(&x)?, &dw.f_select(0, expert)?, Onto::Sum)
+            });
+        };
+        let rows = self.tokens.numel();
+        let tiles = timed("rounding to FP8", OpCost::default, || GroupTiles::new(ends, rows))?;
+        let rounded = |x: ExpertRows<'_>| {
+            let (x, tokens) = match x {
+                ExpertRows::OfTokens(x) => (x.f_contiguous()?, Some(&self.tokens)),
+                x => (x.sorted(self)?.f_contiguous()?, None),
+            };
+            let bytes = 5.0 * rows as f64 * x.size()[1] as f64; // twice two bytes are read, one is written
+            timed("rounding to FP8", || OpCost { bytes, flop: 0.0 }, || fp8_group_columns(&x, tokens, &tiles))
+        };
+        let (dy, x) = (rounded(dy)?, rounded(x)?);
+        let work = || fp8::cost([dw.size()[1], dw.size()[2], rows as i64]);
+        let run = || grouped_weight_fp8(&dy, &x, &tiles, dw);
+        timed("grouped product in FP8, added to its weight's gradient", work, run)
     }
 
     fn product_fp8(
@@ -173,6 +210,36 @@ mod tests {
                 };
                 let row = dispatch.rows.int64_value(&[token, choice]);
                 assert!(dx.narrow(0, row, 1).allclose(&expected, 1e-6, 1e-6, false), "{token} {choice}");
+            }
+        }
+    }
+
+    /// An expert's gradient is that of its own rows alone, whose columns are rounded; of an expert without rows nothing is added. Rows may be
+    /// there, or those of their tokens.
+    #[test]
+    fn gradients_of_weights_have_the_rounded_columns_of_their_rows() {
+        let rand = |shape: &[i64]| Tensor::randn(shape, (Kind::Float, Device::Cpu));
+        let (dy, x) = (rand(&[5, 6]), rand(&[5, 16]));
+        let experts = Tensor::from_slice(&[3i64, 0, 1, 3, 4, 0, 0, 1, 3, 4]).view([5, 2]);
+        for own in [0..5, 1..4] {
+            let dispatch = Dispatch::new(&experts, 5, own.clone(), Kind::Float).unwrap();
+            let rows = [&dy, &x].map(|t| dispatch.scatter(t).unwrap());
+            let before = rand(&[own.len() as i64, 6, 16]);
+            let [sorted, gathered] = [(); 2].map(|()| before.copy());
+            let [of_dy, of_x] = [0, 1].map(|factor: usize| ExpertRows::Sorted(&rows[factor]));
+            dispatch.accumulate_weight_fp8(of_dy, of_x, &mut sorted.shallow_clone()).unwrap();
+            let of_tokens = ExpertRows::OfTokens;
+            dispatch.accumulate_weight_fp8(of_tokens(&dy), of_tokens(&x), &mut gathered.shallow_clone()).unwrap();
+            assert!(sorted.equal(&gathered));
+            for (index, expert) in own.enumerate() {
+                let choices = dispatch.rows.masked_select(&experts.eq(expert as i64));
+                let (choices, _) = choices.sort(0, false);
+                let expected = before.get(index as i64);
+                if choices.numel() > 0 {
+                    let [dy, x] = [&rows[0], &rows[1]].map(|t| t.index_select(0, &choices));
+                    fp8::weight_gradient(&dy, &x, &expected, Onto::Sum).unwrap();
+                }
+                assert!(sorted.get(index as i64).allclose(&expected, 1e-6, 1e-6, false), "expert {expert}");
             }
         }
     }
