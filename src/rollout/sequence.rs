@@ -186,6 +186,11 @@ impl EngineSequence {
         self.num_tokens() >= self.max_len
     }
 
+    /// Whether its end is reported: it has no blocks any more.
+    pub(super) fn is_finished(&self) -> bool {
+        self.finish_reason.is_some() && self.block_table.is_empty()
+    }
+
     pub(super) fn completion(&self) -> &[u32] {
         &self.token_ids[self.prompt_len..]
     }

@@ -34,9 +34,14 @@ impl RoutedExperts {
         Self { per_token: self.per_token, experts: self.experts[..num_tokens * self.per_token].to_vec().into() }
     }
 
-    /// Appends the experts of the token at `position`, if this is the next token to record.
+    /// Appends the experts of the token at `position`. A token that is computed again keeps those that it had.
+    ///
+    /// # Panics
+    /// If the experts of a token before it are not known.
     pub fn push(&mut self, position: usize, own: &[u16]) {
-        if self.num_tokens() == position {
+        let num_known = self.num_tokens();
+        assert!(position <= num_known, "experts of token {position} behind those of {num_known} tokens");
+        if position == num_known {
             self.per_token = own.len();
             Arc::make_mut(&mut self.experts).extend_from_slice(own);
         }
@@ -52,12 +57,19 @@ mod tests {
         let mut routed = RoutedExperts::default();
         assert_eq!((routed.of(0), routed.num_tokens()), (None, 0));
         routed.push(0, &[3, 1]);
-        routed.push(2, &[9, 9]); // not the next one
         routed.push(1, &[0, 4]);
-        routed.push(1, &[9, 9]);
+        routed.push(1, &[9, 9]); // is known
         assert_eq!((routed.of(0), routed.of(1), routed.of(2)), (Some(&[3, 1][..]), Some(&[0, 4][..]), None));
         assert_eq!((routed.num_tokens(), routed.per_token), (2, 2));
         let within = |start: usize, end: usize| routed.within(start..end);
         assert_eq!((within(0, 1), within(1, 5), within(4, 5)), (&[3, 1][..], &[0, 4][..], &[][..]));
+    }
+
+    #[test]
+    #[should_panic = "experts of token 2 behind those of 1 tokens"]
+    fn no_token_is_left_out() {
+        let mut routed = RoutedExperts::default();
+        routed.push(0, &[3, 1]);
+        routed.push(2, &[9, 9]);
     }
 }

@@ -11,16 +11,20 @@ use crate::types::FinishReason;
 impl Scheduler {
     /// Records the experts of the oldest step's tokens in their sequences, if there are any; the experts of a prompt are recorded in all members of
     /// its group.
-    pub(in crate::rollout) fn record_experts(&mut self, step: &Step, experts: &[u16]) {
+    pub(in crate::rollout) fn record_experts(&mut self, step: &Step, mut experts: &[u16]) {
         let per_token = experts.len().checked_div(step.num_tokens()).unwrap_or(0);
         if per_token == 0 {
             return;
         }
-        let mut rows = experts.chunks_exact(per_token);
         for run in &step.runs {
+            let (of_run, others) = experts.split_at(run.tokens.len() * per_token);
+            experts = others;
+            if self.sequences[run.sequence].is_finished() {
+                continue; // the step ran ahead of its end
+            }
             self.share_experts(run);
             let own = &mut self.sequences[run.sequence].routed_experts;
-            for (position, experts) in run.tokens.clone().zip(&mut rows) {
+            for (position, experts) in run.tokens.clone().zip(of_run.chunks_exact(per_token)) {
                 own.push(position, experts);
             }
             for member in run.samples.clone().filter(|member| *member != run.sequence) {
@@ -59,7 +63,10 @@ impl Scheduler {
     /// Appends a token to a sequence unless that has ended. Returns whether the sequence continues.
     fn append(&mut self, index: usize, sampled: &Sampled, rules: &StopRules) -> Result<bool> {
         let sequence = &mut self.sequences[index];
-        if sequence.finish_reason.is_some() {
+        if let Some(reason) = sequence.finish_reason {
+            if !sequence.is_finished() {
+                self.finish(index, reason); // this step had its last experts
+            }
             return Ok(false);
         }
         sampled.check(self.groups[sequence.group - self.num_dropped].prompt_id, sequence.len())?;
@@ -126,14 +133,18 @@ impl Scheduler {
 
     fn finish(&mut self, index: usize, reason: FinishReason) {
         let (request, sample) = self.place(index);
-        self.stats.num_finished += 1;
         match reason {
-            FinishReason::Eos | FinishReason::Stop if self.keeps_turns => self.leave_to_next_turn(index),
+            FinishReason::Eos | FinishReason::Stop if self.keeps_turns => {
+                if self.awaits_experts(index) {
+                    return; // until that step's results
+                }
+                self.leave_to_next_turn(index);
+            }
             _ => self.release(index),
         }
+        self.stats.num_finished += 1;
         self.events.push(Event::Finished { request, sample, reason });
-        let is_finished = |member: usize| self.sequences[member].finish_reason.is_some();
-        if self.members(request.0).all(is_finished) {
+        if self.members(request.0).all(|member| self.sequences[member].is_finished()) {
             self.end_drafts(request.0);
             self.events.push(Event::Complete { request });
         }

@@ -10,8 +10,8 @@ use super::*;
 use crate::rollout::request::ModelIds;
 use crate::rollout::sampler::Sampled;
 use crate::rollout::stop::StopRules;
-use crate::types::{FinishReason, SamplingParams, Trajectory};
-use network::{Cache, Model, next_token, settle};
+use crate::types::{FinishReason, RoutedExperts, SamplingParams, Trajectory};
+use network::{Cache, Model, check_experts, collect, next_token, settle};
 
 const ROOMY: StepLimits = StepLimits {
     num_blocks: 200,
@@ -88,7 +88,6 @@ fn complete(events: Vec<Event>) -> Vec<usize> {
 /// Runs until `num_groups` are complete or no work is left, then collects the steps under way. Returns the complete groups.
 fn run(scheduler: &mut Scheduler, cache: &mut Cache, lag: usize, num_groups: usize) -> Vec<usize> {
     let limits = scheduler.limits;
-    let rules = StopRules { eos_token_ids: &[END], decode: &|_| Ok(String::new()) };
     let tokens = scheduler.sequences.iter().map(|sequence| sequence.token_ids.clone()).collect();
     let mut model = Model { cache, tokens };
     let (mut complete, mut under_way) = (Vec::new(), VecDeque::<(Step, Vec<Sampled>)>::new());
@@ -96,7 +95,7 @@ fn run(scheduler: &mut Scheduler, cache: &mut Cache, lag: usize, num_groups: usi
         let goes_on = scheduler.has_work() && complete.len() < num_groups;
         if goes_on && (scheduler.is_to_draft() || under_way.iter().any(|(step, _)| step.has_drafts())) {
             for (step, sampled) in under_way.drain(..) {
-                scheduler.postprocess(&step, &sampled, &rules).unwrap();
+                collect(scheduler, &step, &sampled, true);
             }
             complete.extend(self::complete(scheduler.take_events()));
         }
@@ -116,11 +115,12 @@ fn run(scheduler: &mut Scheduler, cache: &mut Cache, lag: usize, num_groups: usi
         }
         if is_idle || under_way.len() > lag {
             let (step, sampled) = under_way.pop_front().expect("idle only while results are awaited");
-            scheduler.postprocess(&step, &sampled, &rules).unwrap();
+            collect(scheduler, &step, &sampled, true);
             complete.extend(self::complete(scheduler.take_events()));
             scheduler.check_integrity().unwrap();
         }
     }
+    scheduler.sequences.iter().filter(|sequence| !sequence.completion().is_empty()).for_each(check_experts);
     complete
 }
 
@@ -347,27 +347,20 @@ fn a_group_computes_its_prompt_once() {
     assert_eq!((stats.num_generated_tokens, stats.num_finished), (generated, 8));
 }
 
-/// The dummy model's expert for a token is the token's position.
 #[test]
 fn shared_blocks_keep_the_experts_recorded_for_them() {
-    let rules = StopRules { eos_token_ids: &[END], decode: &|_| Ok(String::new()) };
     let held = vec![vec![begun(&[9; 5]), Trajectory::default(), Trajectory::default()]];
     let (kept, stats) = Default::default();
     let (mut scheduler, _) = resumed(ROOMY, &[(1..11).collect()], 3, held, kept, stats);
     // Three steps: the partly sampled completion with the prompt; the others after its full blocks; all of them.
     for _ in 0..3 {
         let step = scheduler.schedule().expect("nothing is under way");
-        let experts = step.runs.iter().flat_map(|run| run.tokens.clone()).map(|position| position as u16);
-        scheduler.record_experts(&step, &experts.collect::<Vec<_>>());
         let samples = step.runs.iter().flat_map(|run| run.samples.clone());
         let sampled = samples.map(|_| Sampled { token_id: 5, logprob: 0.0, top: Vec::new() });
-        scheduler.postprocess(&step, &sampled.collect::<Vec<_>>(), &rules).unwrap();
+        collect(&mut scheduler, &step, &sampled.collect::<Vec<_>>(), true);
     }
     assert_eq!(scheduler.stats.num_prefilled_tokens, 15 + 2, "the others share blocks");
-    for sequence in &scheduler.sequences {
-        let expected: Vec<u16> = (0..sequence.len() as u16 - 1).collect();
-        assert_eq!(*sequence.routed_experts.experts, expected);
-    }
+    scheduler.sequences.iter().for_each(check_experts);
 }
 
 #[test]

@@ -39,7 +39,15 @@ impl Scheduler {
         }
     }
 
-    /// Takes over the kept blocks of an earlier rollout for a sequence that is between two turns.
+    /// Whether a step under way feeds the last token of a sequence that ended a turn. Its states have taken the token in by then, so that the
+    /// next turn does not compute it: that step's experts are the token's only ones. The turn ends with them.
+    pub(super) fn awaits_experts(&self, index: usize) -> bool {
+        let sequence = &self.sequences[index];
+        let has_fed_all = sequence.state_page.is_some() && sequence.num_in_state == sequence.len();
+        has_fed_all && sequence.num_pending > 0 && sequence.routed_experts.per_token > 0
+    }
+
+    /// Takes over what an earlier rollout kept of a begun sequence that is between two turns.
     pub(super) fn adopt_turn(&mut self, index: usize) {
         let sequence = &self.sequences[index];
         let end = match sequence.finish_reason {

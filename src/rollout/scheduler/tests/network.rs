@@ -78,7 +78,22 @@ impl Model<'_> {
     }
 }
 
-/// Moves the first stored draft tokens of a page into its state.
+/// What a session does with a step's results. The expert of a token is its position.
+pub(super) fn collect(scheduler: &mut Scheduler, step: &Step, sampled: &[Sampled], records_experts: bool) {
+    let rules = StopRules { eos_token_ids: &[END], decode: &|_| Ok(String::new()) };
+    let positions = step.runs.iter().flat_map(|run| run.tokens.clone());
+    let experts: Vec<u16> = positions.map(|position| position as u16).collect();
+    scheduler.record_experts(step, if records_experts { &experts } else { &[] });
+    scheduler.postprocess(step, sampled, &rules).unwrap();
+}
+
+/// All tokens that were fed have their experts.
+pub(super) fn check_experts(sequence: &EngineSequence) {
+    let RoutedExperts { experts, .. } = &sequence.routed_experts;
+    assert!(experts.iter().copied().eq(0..experts.len() as u16) && experts.len() + 1 >= sequence.len(), "{experts:?}");
+}
+
+/// The first stored drafts become part of a page's state.
 fn take_in(cache: &mut Cache, page: u32, num_stored: usize) {
     if num_stored > 0 {
         let drafts = cache[&(page, DRAFTS)][..num_stored].to_vec();

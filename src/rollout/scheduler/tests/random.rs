@@ -19,6 +19,7 @@ struct Calls {
     turns: Vec<Vec<u32>>, // finished turns that may have left blocks for a next turn
     num_complete: usize,
     drafts: bool,
+    records_experts: bool,
 }
 
 impl Calls {
@@ -36,6 +37,7 @@ impl Calls {
             turns: Vec::new(),
             num_complete: 0,
             drafts: seed % 2 == 1,
+            records_experts: seed % 4 < 2,
         };
         let (block_size, num_stages) = (1 + calls.below(5), 1 + calls.below(3));
         let limits = StepLimits {
@@ -127,8 +129,7 @@ impl Calls {
 
     fn collect(&mut self) {
         if let Some((step, sampled)) = self.under_way.pop_front() {
-            let rules = StopRules { eos_token_ids: &[END], decode: &|_| Ok(String::new()) };
-            self.scheduler.postprocess(&step, &sampled, &rules).unwrap();
+            collect(&mut self.scheduler, &step, &sampled, self.records_experts);
         }
         self.take_events();
     }
@@ -154,6 +155,9 @@ impl Calls {
                 assert_eq!(token_id, next_token(before, first_sample + sample).token_id);
             }
             assert!(sequence.token_ids.ends_with(&[END]) || sequence.len() >= sequence.max_len);
+            if self.records_experts {
+                check_experts(sequence);
+            }
         }
     }
 

@@ -48,8 +48,8 @@ fn a_turn_prefills_only_its_new_context_if_blocks_were_kept() {
     }
 }
 
-/// A turn leaves its state to the next unless a step that ran ahead has added a token that was never sampled. Pages that other sequences need are
-/// freed.
+/// A state is left behind unless a step that ran ahead has fed what was never sampled; pages that others need are given up. A step that ran
+/// ahead and fed the turn's last token has the token's experts.
 #[test]
 fn a_turn_continues_from_the_saved_delta_net_states() {
     for num_blocks in [10, 24, ROOMY.num_blocks] {
