@@ -282,7 +282,7 @@ impl Scheduler {
         let (request, sample) = self.place(index);
         self.release(index);
         let sequence = &mut self.sequences[index];
-        sequence.num_computed = 0;
+        (sequence.num_computed, sequence.num_in_state) = (0, 0);
         sequence.num_known = if sequence.is_fresh() { 0 } else { usize::MAX };
         sequence.turn = QueuePriority::First;
         self.waiting.push_front(index);

@@ -161,7 +161,23 @@ fn drafts_come_from_completions_of_earlier_rollouts() {
     assert!(second.num_steps < first.num_steps);
 }
 
-/// Sequences of one step end, continue and are removed while their draft tokens are under way.
+/// A session may end once a preempted sequence has blocks again, before its tokens are computed.
+#[test]
+fn a_sequence_that_is_to_be_computed_again_has_no_drafts_to_settle() {
+    let limits = StepLimits { has_states: true, max_num_batched_tokens: 8, ..ROOMY };
+    let mut scheduler = scheduler(limits, &[vec![1; 8], vec![2; 8]], 1);
+    for _ in 0..2 {
+        let step = scheduler.schedule().expect("a prompt");
+        collect(&mut scheduler, &step, &[next_token(&[1], 0)], false);
+    }
+    (0..2).for_each(|_| scheduler.preempt_last());
+    assert_eq!(scheduler.schedule().map(|step| step.runs.len()), Some(1));
+    let num_computed: Vec<usize> = scheduler.running.iter().map(|&at| scheduler.sequences[at].num_computed).collect();
+    assert_eq!(num_computed, [8, 0]);
+    assert!(scheduler.settle_drafts().is_empty());
+}
+
+/// Sequences of one step end, go on and are removed while their drafts are under way.
 #[test]
 fn a_removed_request_leaves_no_state() {
     let mut scheduler = drafting(speculator(right), ROOMY, &prompts());
