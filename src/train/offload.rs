@@ -71,8 +71,7 @@ impl ActivationOffload {
     /// remains of an earlier one, which may have failed.
     pub(super) fn before_forward(&mut self, layer: usize, input: &Tensor /* [T, D] */) -> Result<()> {
         if layer == 0 {
-            self.leaving.clear();
-            self.arriving.clear();
+            self.drop_unfinished();
             (self.pool, self.taken) = (0, 0);
         }
         self.blocks.truncate(layer);
@@ -80,7 +79,13 @@ impl ActivationOffload {
         self.send(&input.f_contiguous()?)
     }
 
-    /// Takes a block's kept tensors: the input, whose copy is under way, and the others, whose copies start now. Waits for earlier copies.
+    /// Frees the tensors that are on their way in a pass that failed.
+    pub(super) fn drop_unfinished(&mut self) {
+        self.leaving.clear();
+        self.arriving.clear();
+    }
+
+    /// Takes the block's tensors: the input, which is on its way, and the others, which start. Waits for those that started before.
     pub(super) fn after_forward(&mut self, block: &mut SavedBlock) -> Result<()> {
         self.release()?;
         for (place, tensor) in block.movable().enumerate() {
@@ -175,5 +180,51 @@ impl MovingTensor {
         let came = pool.mark_libtorch()?;
         copy.hold_libtorch()?;
         Ok(TensorMove { bytes, began, ended, came })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::super::{AdamOptions, GradientOptions, NetworkOptions, Optim, Policy, PolicyOptions};
+    use super::*;
+    use crate::config::GradientCheckpointing;
+    use crate::model::{ModelSpec, ParamTable, Plain, init_unit_on};
+    use crate::ranks::World;
+
+    const DEVICE: Device = Device::Cpu;
+
+    fn pool(bytes: usize) -> HostPool {
+        HostPool::new("offload_unit_test", bytes, DEVICE, &mut |_, _| ()).unwrap()
+    }
+
+    /// Of so many bytes.
+    fn tensor(bytes: usize) -> Tensor {
+        Tensor::ones([bytes as i64], (Kind::Uint8, DEVICE))
+    }
+
+    /// A pass may fail in the backward of a block, beside which the tensors of the block below come back.
+    #[test]
+    fn tensors_on_their_way_are_dropped_with_the_gradients() {
+        let table = Arc::new(ParamTable::new(Arc::new(ModelSpec::preset("micro").unwrap()), 1));
+        let options = PolicyOptions {
+            stage: 0,
+            network: NetworkOptions { kind: Kind::Float, residual: Kind::Float, device: DEVICE, format: &Plain },
+            gradient_checkpointing: GradientCheckpointing::Full,
+            optim: Optim::AdamW,
+            adam: AdamOptions { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0 },
+            gradients: GradientOptions::default(),
+        };
+        let mesh = World::single().mesh(1, 1).unwrap();
+        let policy = Policy::new(table, &mesh, options, &|layout| init_unit_on(layout, 1, Kind::Float, DEVICE));
+        let mut policy = policy.unwrap().with_activation_offload(pool(4096));
+        let offload = policy.network.offload.as_mut().unwrap();
+        offload.before_forward(0, &tensor(100)).unwrap();
+        offload.fetch(0).unwrap();
+        assert_eq!((offload.leaving.len(), offload.arriving.len()), (1, 1));
+        policy.drop_gradients();
+        let offload = policy.network.offload.as_ref().unwrap();
+        assert_eq!((offload.leaving.len(), offload.arriving.len()), (0, 0));
     }
 }

@@ -318,11 +318,12 @@ impl Policy {
         Ok(())
     }
 
-    /// Drops the gradients, and frees them and all gathered weights.
+    /// Forgets the gradients and frees them, all gathered weights and what a pass that failed has left.
     pub fn drop_gradients(&mut self) {
         self.gradients.free();
         self.num_micro_batches = 0;
         self.network.weights.free_gathered();
+        self.network.offload.iter_mut().for_each(|offload| offload.drop_unfinished());
     }
 
     /// A whole unit's weights `[len]`: the stored tensor itself at stages 0 to 2, else a new tensor (collective).
