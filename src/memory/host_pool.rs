@@ -53,6 +53,14 @@ impl Mark {
         };
         start.time_until(end)
     }
+
+    /// Whether the device has come this far.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`].
+    pub fn is_past(&self) -> Result<bool> {
+        self.event.as_ref().map_or(Ok(true), CudaEvent::is_done)
+    }
 }
 
 impl HostPool {

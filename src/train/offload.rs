@@ -30,7 +30,10 @@ pub(super) struct ActivationOffload {
     blocks: Vec<Vec<HostTensor>>,
     leaving: VecDeque<MovingTensor>,
     arriving: Vec<MovingTensor>,
-    moves: Vec<TensorMove>,
+    /// Copies whose times are not known yet, the oldest first.
+    moves: VecDeque<TensorMove>,
+    /// The others since they were taken last.
+    moved: Transitions,
 }
 
 /// Place and shape of a tensor in a pool.
@@ -63,8 +66,16 @@ struct TensorMove {
 impl ActivationOffload {
     /// Creates the offload with memory for one micro-batch.
     pub(super) fn new(pool: HostPool) -> Self {
-        let (leaving, arriving) = (VecDeque::new(), Vec::new());
-        Self { pools: vec![pool], taken: 0, pool: 0, blocks: Vec::new(), leaving, arriving, moves: Vec::new() }
+        Self {
+            pools: vec![pool],
+            taken: 0,
+            pool: 0,
+            blocks: Vec::new(),
+            leaving: VecDeque::new(),
+            arriving: Vec::new(),
+            moves: VecDeque::new(),
+            moved: Transitions::default(),
+        }
     }
 
     /// Starts copying a block's input to the host. Call it before the block's forward is queued. The first block starts a new pass and drops any
@@ -72,6 +83,7 @@ impl ActivationOffload {
     pub(super) fn before_forward(&mut self, layer: usize, input: &Tensor /* [T, D] */) -> Result<()> {
         if layer == 0 {
             self.drop_unfinished();
+            self.sum_moves(TensorMove::is_over)?;
             (self.pool, self.taken) = (0, 0);
         }
         self.blocks.truncate(layer);
@@ -100,7 +112,7 @@ impl ActivationOffload {
     /// Makes the device wait for all tensors being copied to the host, and frees them.
     pub(super) fn release(&mut self) -> Result<()> {
         while let Some(moving) = self.leaving.pop_front() {
-            self.moves.push(moving.hold_libtorch(&self.pools[0])?);
+            self.moves.push_back(moving.hold_libtorch(&self.pools[0])?);
         }
         Ok(())
     }
@@ -114,7 +126,7 @@ impl ActivationOffload {
             }
             for (place, moving) in block.movable().zip(std::mem::take(&mut self.arriving)) {
                 *place = moving.copy.tensor().shallow_clone();
-                self.moves.push(moving.hold_libtorch(&self.pools[0])?);
+                self.moves.push_back(moving.hold_libtorch(&self.pools[0])?);
             }
         }
         if layer > 0 && layer <= self.blocks.len() { self.fetch(layer - 1) } else { Ok(()) }
@@ -122,13 +134,22 @@ impl ActivationOffload {
 
     /// Bytes and times of copies since the last call. Waits until these copies have finished.
     pub(super) fn take_moves(&mut self) -> Result<Transitions> {
-        let mut total = Transitions::default();
-        for TensorMove { bytes, began, ended, came } in self.moves.drain(..) {
-            total.bytes += bytes;
-            total.copying += began.until(&ended)?;
-            total.exposed += came.until(&ended)?;
+        self.sum_moves(|_| Ok(true))?;
+        Ok(std::mem::take(&mut self.moved))
+    }
+
+    /// Adds the oldest moves up, as far as `is_due` says.
+    fn sum_moves(&mut self, is_due: impl Fn(&TensorMove) -> Result<bool>) -> Result<()> {
+        while let Some(oldest) = self.moves.front()
+            && is_due(oldest)?
+        {
+            let TensorMove { bytes, began, ended, came } = oldest;
+            self.moved.bytes += bytes;
+            self.moved.copying += began.until(ended)?;
+            self.moved.exposed += came.until(ended)?;
+            self.moves.pop_front();
         }
-        Ok(total)
+        Ok(())
     }
 
     fn send(&mut self, tensor: &Tensor) -> Result<()> {
@@ -174,6 +195,13 @@ impl ActivationOffload {
     }
 }
 
+impl TensorMove {
+    /// Whether its times are known without waiting.
+    fn is_over(&self) -> Result<bool> {
+        Ok(self.came.is_past()? && self.ended.is_past()?)
+    }
+}
+
 impl MovingTensor {
     fn hold_libtorch(self, pool: &HostPool) -> Result<TensorMove> {
         let Self { copy, bytes, began, ended } = self;
@@ -202,6 +230,19 @@ mod tests {
     /// Of so many bytes.
     fn tensor(bytes: usize) -> Tensor {
         Tensor::ones([bytes as i64], (Kind::Uint8, DEVICE))
+    }
+
+    /// Each holds three events of a GPU.
+    #[test]
+    fn moves_that_are_over_do_not_pile_up() {
+        let mut offload = ActivationOffload::new(pool(4096));
+        for _ in 0..5 {
+            offload.before_forward(0, &tensor(100)).unwrap();
+            offload.release().unwrap();
+            assert_eq!(offload.moves.len(), 1);
+        }
+        assert_eq!(offload.take_moves().unwrap().bytes, 500);
+        assert_eq!(offload.take_moves().unwrap(), Transitions::default());
     }
 
     /// A pass may fail in the backward of a block, beside which the tensors of the block below come back.
