@@ -179,14 +179,17 @@ impl ActivationOffload {
         Ok(())
     }
 
-    /// The offset of this many free bytes in the current pool. Adds a further pool if it is full.
+    /// The offset of so many free bytes in [`Self::pool`], which becomes a further one where this one is full. Of further pools, those that
+    /// are too small give way to larger ones.
     fn place(&mut self, bytes: usize, device: Device) -> Result<usize> {
         if self.taken + bytes > self.pools[self.pool].len_bytes() {
             (self.pool, self.taken) = (self.pool + 1, 0);
-            let is_enough = self.pools.get(self.pool).is_some_and(|pool| pool.len_bytes() >= bytes);
-            if !is_enough {
+            while self.pools.get(self.pool).is_some_and(|pool| pool.len_bytes() < bytes) {
+                self.pools.remove(self.pool);
+            }
+            if self.pool == self.pools.len() {
                 let bytes = bytes.max(self.pools[0].len_bytes() / 4);
-                self.pools.insert(self.pool, HostPool::new("activations_host", bytes, device, &mut |_, _| ())?);
+                self.pools.push(HostPool::new("activations_host", bytes, device, &mut |_, _| ())?);
             }
         }
         let byte_offset = self.taken;
@@ -243,6 +246,22 @@ mod tests {
         }
         assert_eq!(offload.take_moves().unwrap().bytes, 500);
         assert_eq!(offload.take_moves().unwrap(), Transitions::default());
+    }
+
+    /// Micro-batches that are longer than was planned, and then a longer one.
+    #[test]
+    fn pools_that_are_too_small_give_way() {
+        let mut offload = ActivationOffload::new(pool(1 << 16));
+        let mut pools_of = |bytes: usize, count: usize| {
+            for layer in 0..count {
+                offload.before_forward(layer, &tensor(bytes)).unwrap();
+                offload.release().unwrap();
+            }
+            offload.pools[1..].iter().map(HostPool::len_bytes).collect::<Vec<_>>()
+        };
+        assert_eq!(pools_of(1 << 14, 6), [1 << 14; 2]);
+        assert_eq!(pools_of(1 << 15, 4), [1 << 15; 2]);
+        assert_eq!(pools_of(1 << 14, 6), [1 << 15; 2]);
     }
 
     /// A pass may fail in the backward of a block, beside which the tensors of the block below come back.
