@@ -1,5 +1,6 @@
 //! Rewards on threads and in processes of their own, while generation goes on.
 
+use std::cell::Cell;
 use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
@@ -205,12 +206,13 @@ impl RewardPool {
     /// a ticket's scores were taken before.
     pub fn wait(&mut self, groups: &mut [RolloutGroup], tickets: &[RewardTicket]) -> Result<()> {
         self.shared.lock().check_open(groups.len(), tickets.iter().map(|ticket| ticket.0))?;
-        let progress = Progress::new("reward", "groups").when_slow();
-        let mut state = self.await_until(|state| {
-            let num_scored = tickets.iter().filter(|ticket| state.is_scored(ticket.0)).count();
-            progress.tell(num_scored as u64, tickets.len() as u64);
-            num_scored == tickets.len()
-        })?;
+        let (progress, num_scored) = (Progress::new("reward", "groups").when_slow(), Cell::new(0));
+        let are_scored = |state: &PoolState| {
+            num_scored.set(tickets.iter().filter(|ticket| state.is_scored(ticket.0)).count());
+            num_scored.get() == tickets.len()
+        };
+        let show = || progress.tell(num_scored.get() as u64, tickets.len() as u64);
+        let mut state = self.await_until(are_scored, show)?;
         groups.iter_mut().zip(tickets).for_each(|(group, ticket)| self.fill(&mut state, group, *ticket));
         Ok(())
     }
@@ -228,7 +230,8 @@ impl RewardPool {
     ) -> Result<Vec<bool>> {
         self.shared.lock().check_open(groups.len(), tickets.iter().map(|ticket| ticket.0))?;
         let waits = waits && !tickets.is_empty();
-        let mut state = self.await_until(|state| !waits || tickets.iter().any(|ticket| state.is_scored(ticket.0)))?;
+        let is_due = |state: &PoolState| !waits || tickets.iter().any(|ticket| state.is_scored(ticket.0));
+        let mut state = self.await_until(is_due, || ())?;
         let scored: Vec<bool> = tickets.iter().map(|ticket| state.is_scored(ticket.0)).collect();
         for ((group, ticket), _) in groups.iter_mut().zip(tickets).zip(&scored).filter(|(_, is_scored)| **is_scored) {
             self.fill(&mut state, group, *ticket);
@@ -241,8 +244,13 @@ impl RewardPool {
         self.shared.lock().pending.clear();
     }
 
-    /// Waits until `holds`, while deadlines are kept and threads that were given up are replaced.
-    fn await_until(&self, holds: impl Fn(&PoolState) -> bool) -> Result<MutexGuard<'_, PoolState>> {
+    /// Waits until `holds`, while deadlines are kept and threads that were given up are replaced. `meanwhile` is called after each wait, without
+    /// the lock: it may write to a slow terminal.
+    fn await_until(
+        &self,
+        holds: impl Fn(&PoolState) -> bool,
+        meanwhile: impl Fn(),
+    ) -> Result<MutexGuard<'_, PoolState>> {
         let mut state = self.shared.lock();
         self.start_services(&mut state)?;
         loop {
@@ -253,7 +261,9 @@ impl RewardPool {
                 return Ok(state);
             }
             state.check()?;
-            state = self.shared.wait(state, LOOK);
+            drop(self.shared.wait(state, LOOK));
+            meanwhile();
+            state = self.shared.lock();
         }
     }
 

@@ -233,3 +233,17 @@ fn scored_groups_are_returned_before_unscored_ones() {
     assert_eq!(pool.poll(&mut groups[..1], &tickets[..1], true).unwrap(), [true]);
     assert_eq!(rewards(&groups[0]), [Some(1.0), Some(1.0)]);
 }
+
+/// A terminal that does not take what is shown keeps no thread from scoring.
+#[test]
+fn threads_have_the_lock_while_progress_is_shown() {
+    let pool = pool(1, 60.0, function(|_| Ok(1.0)));
+    let (ticket, is_shown) = (pool.submit(&group(1, &["a"])), Cell::new(false));
+    let show = || {
+        while !pool.shared.lock().is_scored(ticket.0) {
+            std::thread::yield_now();
+        }
+        is_shown.set(true);
+    };
+    drop(pool.await_until(|_| is_shown.get(), show).unwrap());
+}
