@@ -6,6 +6,7 @@ use std::fmt;
 use super::planned_run::PlannedRun;
 use super::preflight::{MakePlan, OpenModel, Preflight, combination};
 use super::sizing::{self, ExpectedStep};
+use super::teacher::Teacher;
 use crate::config::{AutoOr, Config, WorldSize, divisors};
 use crate::cuda::Placement;
 use crate::error::Result;
@@ -53,9 +54,11 @@ impl Preflight {
 /// The possible values of `sequence_parallel_size`, ascending, apart from memory.
 fn sizes(config: &Config, spec: &ModelSpec, placement: Placement, world_size: WorldSize) -> Result<Vec<usize>> {
     let num_trainers = config.roles(world_size.ranks)?.num_trainers;
+    let teacher = Teacher::spec(config)?;
     let can_be = |size: &usize| {
         world_size.check_sequence_groups(num_trainers, *size).is_ok()
             && spec.validate_sequence_parallel(*size).is_ok()
+            && teacher.as_ref().is_none_or(|teacher| teacher.validate_sequence_parallel(*size).is_ok())
             && combination(&config.sharing(*size), spec, placement, world_size).check().is_ok()
     };
     Ok(divisors(num_trainers).into_iter().filter(can_be).collect())

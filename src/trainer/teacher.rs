@@ -25,9 +25,8 @@ impl Teacher {
     /// # Errors
     /// Errors of its folder; [`Error::InvalidValue`] if it has adapters or another tokenizer.
     pub fn open(config: &Config, tokenizer: &Tokenizer, shards: usize) -> Result<Option<Self>> {
-        let distillation = &config.distillation;
-        let Some(name) = &distillation.teacher_model_name_or_path else { return Ok(None) };
-        let source = ModelSource::find(name, distillation.teacher_model_revision.as_deref(), None, &Hub::cached())?;
+        let named = &config.distillation.teacher_model_name_or_path;
+        let Some((name, source)) = named.as_ref().zip(Self::source(config)?) else { return Ok(None) };
         let invalid = |expected: String| Err(Error::invalid_value(KEY, name.display(), expected));
         if source.adapters.is_some() {
             return invalid("a full model: merge these LoRA adapters into their base first".to_owned());
@@ -42,7 +41,22 @@ impl Teacher {
         Ok(Some(Self { folder: source.base, table: Arc::new(ParamTable::new(spec, shards)) }))
     }
 
-    /// Refuses a `distillation_topk` larger than the teacher's vocabulary.
+    /// The architecture of the one that the configuration names, if any.
+    ///
+    /// # Errors
+    /// An error of its folder.
+    pub fn spec(config: &Config) -> Result<Option<ModelSpec>> {
+        Self::source(config)?.map(|source| ModelSpec::from_folder(&source.base)).transpose()
+    }
+
+    fn source(config: &Config) -> Result<Option<ModelSource>> {
+        let (named, revision) =
+            (&config.distillation.teacher_model_name_or_path, &config.distillation.teacher_model_revision);
+        let find = |name| ModelSource::find(name, revision.as_deref(), None, &Hub::cached());
+        named.as_ref().map(find).transpose()
+    }
+
+    /// Refuses more tokens of each distribution than a teacher has.
     ///
     /// # Errors
     /// [`Error::InvalidValue`].

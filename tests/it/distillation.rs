@@ -58,3 +58,25 @@ fn a_larger_teacher_trains_adapters_in_split_mode() {
     let values = &runs.metrics("split")[&(1, false)].values;
     assert!(values["distillation/kl"] > 0.1 && values["grad_norm"] > 1e-3, "{values:?}");
 }
+
+/// A teacher whose heads fewer ranks can share than the policy's: so many ranks are no choice. Where memory is short for all numbers, the plan
+/// says so, and nothing of heads.
+#[test]
+fn ranks_share_micro_batches_as_the_teacher_can_share_them() {
+    let folder = tempfile::tempdir().unwrap();
+    let teacher = folder.path().join("teacher");
+    let place = teacher.display();
+    let made = run(&format!("init --preset micro --tokenizer {MODEL} --output {place}"));
+    assert_eq!(made.code, Some(0), "{}", made.stderr);
+    let path = teacher.join("config.json");
+    let four = std::fs::read_to_string(&path).unwrap();
+    let two = four.replace("\"num_attention_heads\": 4", "\"num_attention_heads\": 2");
+    assert_ne!(four, two);
+    std::fs::write(&path, two).unwrap();
+    let plan = format!(
+        "plan --nproc 4 --config configs/tiny-cpu.toml teacher_model_name_or_path={place} sequence_parallel_size=auto"
+    );
+    let planned = run(&plan);
+    assert!(planned.stdout.contains("free while training, of 1, 2\n"), "{}{}", planned.stdout, planned.stderr);
+    run(&format!("{plan} kv_cache_bytes=1000000000000000")).assert_error("a cache", 4, &["per rank and", "available"]);
+}
