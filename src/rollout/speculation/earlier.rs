@@ -40,7 +40,7 @@ impl EarlierCompletions {
         self.of_prompts.get(&prompt).map_or(&[], |remembered| &remembered.completions)
     }
 
-    /// Stores completions of a prompt.
+    /// Remembers completions of a prompt, in place of what they begin with: earlier turns.
     pub(super) fn remember<'a>(&mut self, prompt: u64, completions: impl Iterator<Item = &'a [u32]>) {
         let mut completions = completions.peekable();
         if completions.peek().is_none() {
@@ -52,6 +52,9 @@ impl EarlierCompletions {
         remembered.number = self.num_prompts;
         self.order.insert(self.num_prompts, prompt);
         for completion in completions {
+            if let Some(turn) = remembered.completions.iter().position(|turn| completion.starts_with(turn)) {
+                self.num_tokens -= remembered.completions.remove(turn).len() + BESIDE;
+            }
             self.num_tokens += completion.len() + BESIDE;
             remembered.completions.insert(0, completion.into());
             let mut hasher = DefaultHasher::new();

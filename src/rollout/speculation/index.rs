@@ -72,8 +72,13 @@ impl DraftIndex {
         }
     }
 
-    /// Up to `most` draft tokens: those that followed the longest earlier match with the end of the text. Among equal lengths the newest match is
-    /// used.
+    /// Whether the newest `len` tokens of a text are the first of `token_ids`.
+    pub(super) fn begins(&self, text: usize, len: usize, token_ids: &[u32]) -> bool {
+        let own = &self.texts[text];
+        token_ids.starts_with(&own[own.len() - len..])
+    }
+
+    /// Up to `most` tokens that followed the longest end of a text that occurred before, of equals the newest.
     pub(super) fn drafts(&self, text: usize, most: usize) -> Drafts {
         let own = &self.texts[text];
         let mut next = pair(own).and_then(|pair| self.newest.get(&pair)).copied().unwrap_or(NONE);

@@ -110,6 +110,8 @@ struct TextGroup {
     num_requests: usize,
     index: DraftIndex,
     texts: HashMap<(usize, usize), OwnText>, // by request and completion number
+    /// Texts of requests that have ended: a next turn goes on with one.
+    ended: Vec<OwnText>,
 }
 
 #[derive(Debug)]
@@ -163,9 +165,11 @@ impl Speculator {
     /// Ends a request that is complete or removed; its completions so far are stored for later rollouts.
     pub(super) fn end<'a>(&mut self, request: usize, completions: impl Iterator<Item = &'a [u32]>) {
         let Some(key) = self.prompts.remove(&request) else { return };
-        self.earlier.remember(key, completions.filter(|completion| !completion.is_empty()));
+        let completions: Vec<&[u32]> = completions.collect();
+        self.earlier.remember(key, completions.iter().copied().filter(|completion| !completion.is_empty()));
         if let Some(group) = self.groups.get_mut(&key) {
             group.num_requests -= 1;
+            group.ended.extend((0..completions.len()).filter_map(|sample| group.texts.remove(&(request, sample))));
             if group.num_requests == 0 {
                 self.groups.remove(&key);
             }
@@ -185,7 +189,7 @@ impl Speculator {
         if completion.is_empty() {
             return; // the completion waits, and is indexed when it runs
         }
-        if group.texts.is_empty() {
+        if group.texts.is_empty() && group.ended.is_empty() {
             group.begin(prompt, self.earlier.of(self.prompts[&text.request]));
         }
         let own = group.own(text);
@@ -312,16 +316,22 @@ impl TextGroup {
         let text = self.index.begin(&[]);
         self.index.extend(text, prompt);
         for completion in earlier.iter().rev() {
-            let text = self.index.begin(prompt);
-            self.index.extend(text, completion);
+            let number = self.index.begin(prompt);
+            self.index.extend(number, completion);
+            self.ended.push(OwnText { number, num_indexed: completion.len(), looked: None });
         }
     }
 
+    /// The text of a completion: the longest that its earlier turns have left, or a new one.
     fn own(&mut self, text: DraftedText) -> &mut OwnText {
-        let index = &mut self.index;
-        self.texts.entry((text.request, text.sample)).or_insert_with(|| {
-            let number = index.begin(&text.token_ids[..text.prompt_len]);
-            OwnText { number, num_indexed: 0, looked: None }
+        let Self { index, ended, texts, .. } = self;
+        texts.entry((text.request, text.sample)).or_insert_with(|| {
+            let (prompt, completion) = text.token_ids.split_at(text.prompt_len);
+            let begun = ended.iter().enumerate().filter(|(_, it)| index.begins(it.number, it.num_indexed, completion));
+            match begun.max_by_key(|(_, it)| it.num_indexed).map(|(place, _)| place) {
+                Some(place) => OwnText { looked: None, ..ended.swap_remove(place) },
+                None => OwnText { number: index.begin(prompt), num_indexed: 0, looked: None },
+            }
         })
     }
 }

@@ -46,6 +46,28 @@ fn completions_are_remembered_until_their_prompt_repeats() {
     assert_eq!(drafts(&mut speculator, text(0, 0, &tokens(&[2, 3])), 9), [4, 5]);
 }
 
+/// The turns of an episode are requests of their own.
+#[test]
+fn a_turn_goes_on_with_the_text_of_the_one_before() {
+    let mut speculator = speculator(Speculation::Ngram);
+    speculator.begin(0, &PROMPT);
+    let turns: [&[u32]; 4] = [&[2, 3], &[2, 3, 4, 5], &[2, 3, 6], &[2, 3, 4, 5, 6, 7]];
+    let mut numbers = Vec::new();
+    for (request, completion) in (1..).zip(turns) {
+        if request == 4 {
+            speculator.end(0, std::iter::empty()); // of the prompt there is no request for a while
+            assert!(speculator.groups.is_empty());
+        }
+        speculator.begin(request, &PROMPT);
+        speculator.observe(text(request, 0, &tokens(completion)));
+        numbers.extend(speculator.groups.values().map(|group| group.texts[&(request, 0)].number));
+        speculator.end(request, [completion].into_iter());
+    }
+    assert_eq!(numbers, [1, 1, 2, 1], "the first text is the prompt");
+    let earlier = speculator.earlier.of(prompt_key(&PROMPT));
+    assert!(earlier.iter().map(|completion| &**completion).eq([turns[3], turns[2]]));
+}
+
 #[test]
 fn drafting_pauses_until_drafts_would_be_accepted() {
     let mut speculator = speculator(Speculation::Ngram);
