@@ -199,7 +199,7 @@ fn step_bench(args: &BenchStepArgs) -> Result<ExitCode> {
         overrides: args.overrides.clone(),
     };
     let config = bench.config(args.launch.num_ranks())?;
-    let placement = Placement::new(config.device, config.dtype)?;
+    let placement = Placement::new(config.model.device, config.model.dtype)?;
     let timeout = Duration::from_secs_f64(config.supervision.collective_timeout_s);
     let watch = Supervision { timeout, ..Supervision::within(config.supervision.heartbeat.limits()) };
     distributed(&args.launch, watch, placement.on_cuda, |world| {

@@ -145,7 +145,7 @@ fn train(args: &RunArgs) -> Result<ExitCode> {
     if private::checks_here()? {
         private::check_run(&config, args.config.as_deref())?;
     }
-    let placement = Placement::new(config.device, config.dtype)?;
+    let placement = Placement::new(config.model.device, config.model.dtype)?;
     if is_first {
         let room = Room::available(placement, args.launch.nproc)?;
         let planned = PlannedRun::with_rows(&config, placement);
@@ -201,7 +201,7 @@ fn sft(args: &RunArgs) -> Result<ExitCode> {
         },
     )?;
     say_once(&notices)?;
-    let placement = Placement::new(config.device, config.dtype)?;
+    let placement = Placement::new(config.model.device, config.model.dtype)?;
     let watch = Supervision::of_run(&config.supervision, &config.output.output_dir, config.compared());
     distributed(&args.launch, watch, placement.on_cuda, |world| {
         let summary = Sft::new(config, world.clone())?.run()?;
@@ -233,10 +233,10 @@ fn plan(args: &PlanArgs) -> Result<ExitCode> {
         Some(gib) => {
             let host_bytes = host_memory_gib.map_or(usize::MAX, bytes);
             let room = Room { available_bytes: bytes(gib), swap_bytes: Some(host_bytes / nproc) };
-            (Placement::on_other_gpus(config.dtype), room)
+            (Placement::on_other_gpus(config.model.dtype), room)
         }
         None => {
-            let placement = Placement::new(config.device, config.dtype)?;
+            let placement = Placement::new(config.model.device, config.model.dtype)?;
             (placement, Room::available(placement, nproc)?)
         }
     };

@@ -31,32 +31,15 @@ keys! {
     #[non_exhaustive]
     pub struct Config {
         section "What is trained, on what";
-        /// Model of the policy (and of the reference, if `beta` > 0): a folder, or a name on the Hugging Face Hub
-        /// (`Qwen/Qwen2.5-1.5B-Instruct`).
-        pub model_name_or_path: PathBuf,
-        /// Branch, tag or commit of a model that is named; `none` is `main`.
-        pub model_revision: Option<String> = None,
+        /// The model that is trained.
+        #[serde(flatten)]
+        pub model: ModelConfig,
         /// Rows and prompts.
         #[serde(flatten)]
         pub data: DataConfig,
         /// Where the run writes, and what it goes on from.
         #[serde(flatten)]
         pub output: OutputConfig,
-        /// `auto` is CUDA where a GPU is visible.
-        pub device: Device = Device::Auto,
-        /// Type of weights and activations; `auto` is bfloat16 on CUDA and float32 on a CPU.
-        pub dtype: Dtype = Dtype::Auto,
-        /// Type of the residual stream, of policy, reference and engine alike; `auto` is `dtype`, in which its gradient stays.
-        /// `float32` halves what sampler and trainer differ by on a GPU, though the engine, and a CPU, still rounds to `dtype`
-        /// what it adds to the stream. No file of a model has it: `generate` and `eval` are to be given it again.
-        pub residual_dtype: ResidualDtype = ResidualDtype::Auto,
-        /// The precision in which training multiplies by the weights of blocks, in forward and for the gradients of activations. `fp8`
-        /// rounds both factors to e4m3 as they are multiplied; weights' gradients are made of what is not rounded, and master weights and
-        /// sums stay in float32. `fp8_all` rounds for weights' gradients, too, by columns of a micro-batch, so that they depend on how
-        /// tokens are packed and accumulated. Policy and reference alike; `importance_sampling_correction` makes up for what the sampler then differs
-        /// by, which `rollout_quantization` makes small. On GPUs it needs an H100 or H200 and `dtype = bfloat16`; on a CPU its rounding is
-        /// simulated.
-        pub mixed_precision: MixedPrecision = MixedPrecision::None,
         /// Longest prompt in tokens; longer ones are counted and left out. `none` leaves what the context allows. In either
         /// case a prompt is left out that with `max_completion_length` tokens more is longer than the context.
         pub max_prompt_length: Option<usize> = None => COUNT,

@@ -101,6 +101,7 @@ mod grpo;
 mod heartbeat;
 mod load;
 mod lora;
+mod model;
 mod numbers;
 mod objective;
 mod optimizer;
@@ -122,7 +123,6 @@ mod unread;
 mod validate;
 mod yaml;
 
-use std::path::PathBuf;
 use std::sync::OnceLock;
 
 pub use batch::{BatchPlan, WorldSize};
@@ -141,6 +141,7 @@ pub use heartbeat::HeartbeatConfig;
 pub(crate) use load::{ForeignEntry, foreign_entries};
 pub(crate) use lora::MAX_RANK;
 pub use lora::{LoraConfig, TargetModules};
+pub use model::ModelConfig;
 pub(crate) use numbers::divisors;
 pub use objective::ObjectiveConfig;
 pub use optimizer::{LrSchedulerKwargs, MuonConfig, OptimizerConfig};

@@ -1,13 +1,11 @@
 //! The configuration of supervised fine-tuning; keys that [`Config`](super::Config) has too mean the same.
 
-use std::path::PathBuf;
-
 use super::field::{keys, names};
 use super::range::{COUNT, SEED, above, from_to};
 use super::together::Combination;
 use super::{
-    DataConfig, Device, Dtype, GradientCheckpointing, LoraConfig, MixedPrecision, OptimizerConfig, OutputConfig,
-    Quantization, ResidualDtype, SavingConfig, SupervisionConfig, ZeroConfig,
+    DataConfig, GradientCheckpointing, LoraConfig, ModelConfig, OptimizerConfig, OutputConfig, Quantization,
+    SavingConfig, SupervisionConfig, ZeroConfig,
 };
 
 keys! {
@@ -15,10 +13,9 @@ keys! {
     #[derive(Debug, Clone, PartialEq, serde::Serialize)]
     #[non_exhaustive]
     pub struct SftConfig {
-        /// Model: a folder, or a name on the Hugging Face Hub.
-        pub model_name_or_path: PathBuf,
-        /// Branch, tag or commit of a model that is named; `none` is `main`.
-        pub model_revision: Option<String> = None,
+        /// The model that is trained.
+        #[serde(flatten)]
+        pub model: ModelConfig,
         /// Rows: `prompt` and `completion`, both as text or as messages, or a conversation in `messages`. Every answer of the
         /// assistant's, from a `completion` on, is learned behind all that precedes it. Held-out rows give a loss after training.
         #[serde(flatten)]
@@ -28,16 +25,6 @@ keys! {
         /// Where the run writes, and what it goes on from.
         #[serde(flatten)]
         pub output: OutputConfig,
-        /// `auto` is CUDA where a GPU is visible.
-        pub device: Device = Device::Auto,
-        /// `auto` is bfloat16 on CUDA and float32 on a CPU.
-        pub dtype: Dtype = Dtype::Auto,
-        /// Type of the residual stream; `auto` is `dtype`, in which its gradient stays. `generate` and `eval` are to be given it again.
-        pub residual_dtype: ResidualDtype = ResidualDtype::Auto,
-        /// The precision in which training multiplies by the weights of blocks, in forward and for the gradients of activations. `fp8`
-        /// rounds both factors to e4m3 as they are multiplied, `fp8_all` for weights' gradients, too. On GPUs it needs an H100 or H200 and
-        /// `dtype = bfloat16`; on a CPU its rounding is simulated.
-        pub mixed_precision: MixedPrecision = MixedPrecision::None,
         /// Longest row in tokens, prompt and completion; longer ones are counted and left out.
         pub max_length: usize = 1024 => COUNT,
         /// Shuffle rows each epoch, by a counter-based key.

@@ -45,10 +45,9 @@ fn assert_frozen(keys: &[String], expected: &str) {
 /// A key that appears here is a promise to users: adding is fine, renaming and removing are not.
 #[test]
 fn the_key_list_is_frozen() {
-    let expected = "model_name_or_path model_revision train_file train_file_weights eval_file dataset_name dataset_config \
+    let expected = "model_name_or_path model_revision device dtype residual_dtype mixed_precision train_file train_file_weights eval_file dataset_name dataset_config \
         dataset_train_split dataset_test_split max_train_samples max_eval_samples dataset_prompt_column prompt_format \
-        system_prompt chat_template_kwargs.* output_dir resume_from_checkpoint force_resume device dtype \
-        residual_dtype mixed_precision max_prompt_length shuffle_dataset dataloader_drop_last mode split.rollout_gpus split.async_steps split.in_flight_updates num_generations \
+        system_prompt chat_template_kwargs.* output_dir resume_from_checkpoint force_resume max_prompt_length shuffle_dataset dataloader_drop_last mode split.rollout_gpus split.async_steps split.in_flight_updates num_generations \
         per_device_train_batch_size gradient_accumulation_steps steps_per_generation generation_batch_size num_iterations \
         max_tokens_per_micro_batch sequence_parallel_size share_prompts max_completion_length max_model_length temperature top_p top_k min_p \
         repetition_penalty stop tensor_parallel_size pipeline_parallel_size pipeline_partition enable_expert_parallel gpu_memory_utilization kv_cache_bytes kv_block_size max_num_seqs \
@@ -82,10 +81,9 @@ fn the_key_list_is_frozen() {
         greater_is_better early_stopping_patience early_stopping_threshold eval_num_generations eval_temperature eval_solved_by log_completions trace seed \
         full_determinism collective_timeout_s node_timeout_s max_restarts heartbeat fault";
     assert_frozen(Config::keys(), expected);
-    let expected = "model_name_or_path model_revision train_file train_file_weights eval_file dataset_name dataset_config \
+    let expected = "model_name_or_path model_revision device dtype residual_dtype mixed_precision train_file train_file_weights eval_file dataset_name dataset_config \
         dataset_train_split dataset_test_split max_train_samples max_eval_samples dataset_prompt_column prompt_format \
-        system_prompt chat_template_kwargs.* dataset_completion_column output_dir resume_from_checkpoint force_resume device dtype \
-        residual_dtype mixed_precision max_length shuffle_dataset \
+        system_prompt chat_template_kwargs.* dataset_completion_column output_dir resume_from_checkpoint force_resume max_length shuffle_dataset \
         per_device_train_batch_size gradient_accumulation_steps max_tokens_per_micro_batch sequence_parallel_size learning_rate router_aux_loss_coef \
         optim muon.momentum muon.nesterov muon.ns_steps muon.adjust_lr_fn adam_beta1 adam_beta2 adam_epsilon weight_decay \
         max_grad_norm lr_scheduler_type lr_scheduler_kwargs.min_lr_rate warmup_steps warmup_ratio max_steps num_train_epochs \

@@ -326,7 +326,7 @@ pub(crate) fn engine_options(
         max_num_batched_tokens: config.max_num_batched_tokens,
         max_model_length,
         kind,
-        residual: residual_kind(config.residual_dtype, kind),
+        residual: residual_kind(config.model.residual_dtype, kind),
         quantization: config.rollout_quantization,
         kv_cache_dtype: config.kv_cache_dtype,
         state_dtype: config.mamba_ssm_cache_dtype,

@@ -79,7 +79,7 @@ impl World {
     /// # Errors
     /// Returns the errors of [`World::from_env`]; [`Error::InvalidValue`] for a device that does not exist.
     pub fn for_run(config: &Config) -> Result<Self> {
-        let on_cuda = Placement::new(config.device, config.dtype)?.on_cuda;
+        let on_cuda = Placement::new(config.model.device, config.model.dtype)?.on_cuda;
         Self::from_env(WorldOptions {
             timeout: Duration::from_secs_f64(config.supervision.collective_timeout_s),
             backend: if on_cuda { Backend::Nccl } else { Backend::Shm },

@@ -27,12 +27,12 @@ pub(super) fn load(
     world: Arc<World>,
     OpenedFolder { checkpoint, claim }: OpenedFolder,
 ) -> Result<Sft> {
-    let revision = config.model_revision.as_deref();
-    let source = ModelSource::find(&config.model_name_or_path, revision, None, &Hub::cached())?;
+    let revision = config.model.model_revision.as_deref();
+    let source = ModelSource::find(&config.model.model_name_or_path, revision, None, &Hub::cached())?;
     let spec = Arc::new(ModelSpec::from_folder(&source.base)?);
-    let placement = Placement::in_world(config.device, config.dtype, world.device())?;
+    let placement = Placement::in_world(config.model.device, config.model.dtype, world.device())?;
     config.combination().with(placement.settings()).in_circumstances(spec.circumstances()).check()?;
-    config.mixed_precision.format().check(Use::Training, &spec, placement.on_cuda)?;
+    config.model.mixed_precision.format().check(Use::Training, &spec, placement.on_cuda)?;
     world.world_size().check_sequence_groups(world.size(), config.sequence_parallel_size)?;
     spec.validate_sequence_parallel(config.sequence_parallel_size)?;
     let (sources, rows, eval_rows, description) = read_rows(&config, &source, &spec, world.rank() == 0)?;
@@ -144,11 +144,11 @@ fn policy(
     spec: Arc<ModelSpec>,
 ) -> Result<Policy> {
     let device = world.device();
-    let kind = Placement::in_world(config.device, config.dtype, device)?.kind;
-    let residual = residual_kind(config.residual_dtype, kind);
+    let kind = Placement::in_world(config.model.device, config.model.dtype, device)?.kind;
+    let residual = residual_kind(config.model.residual_dtype, kind);
     let options = PolicyOptions {
         stage: config.zero.stage,
-        network: NetworkOptions { kind, residual, device, format: config.mixed_precision.format() },
+        network: NetworkOptions { kind, residual, device, format: config.model.mixed_precision.format() },
         gradient_checkpointing: config.gradient_checkpointing,
         optim: Optim::new(config.optimizer.optim, &config.optimizer.muon),
         adam: AdamOptions::new(&config.optimizer),

@@ -73,7 +73,7 @@ impl<'a> TrainedModel<'a> {
     pub fn of(config: &Config, table: &'a ParamTable, kind: Kind) -> Self {
         let gradients = GradientOptions::new(config.zero.grad_accum_dtype, config.zero.reduce_dtype);
         let (lora, quantization) = (LoraSpec::new(&config.lora), config.quantization);
-        let residual = residual_kind(config.residual_dtype, kind);
+        let residual = residual_kind(config.model.residual_dtype, kind);
         let optim = Optim::new(config.optimizer.optim, &config.optimizer.muon);
         let (format, sharers) = (config.training_format(), config.num_sharers());
         Self {

@@ -183,7 +183,7 @@ fn load(
     opened: OpenedFolder,
 ) -> Result<Trainer> {
     torch::set_deterministic(config.full_determinism)?;
-    let placement = Placement::in_world(config.device, config.dtype, world.device())?;
+    let placement = Placement::in_world(config.model.device, config.model.dtype, world.device())?;
     let room = Room::common(placement, &world)?;
     let model = open_model(&config, placement)?;
     config.validate_world(world.size())?;

@@ -176,7 +176,7 @@ fn learner(
 ) -> Result<Learner> {
     let Preflight { table, plan, .. } = preflight;
     let (kind, device) = (preflight.kind, world.device());
-    let (residual, format) = (residual_kind(config.residual_dtype, kind), config.training_format());
+    let (residual, format) = (residual_kind(config.model.residual_dtype, kind), config.training_format());
     let network = NetworkOptions { kind, residual, device, format };
     let options = PolicyOptions {
         stage: config.zero.stage,

@@ -93,7 +93,7 @@ impl Preflight {
         config.quantization.format().map_or(Ok(()), |format| format.check(&spec))?;
         let (on_cuda, tp_size) = (placement.on_cuda, config.tensor_parallel_size);
         config.rollout_quantization.format().check(Use::Engine { tp_size }, &spec, on_cuda)?;
-        config.mixed_precision.format().check(Use::Training, &spec, on_cuda)?;
+        config.model.mixed_precision.format().check(Use::Training, &spec, on_cuda)?;
         if let Some(lora) = LoraSpec::new(&config.lora) {
             lora.check(&spec)?;
             if placement.on_cuda {
@@ -211,5 +211,5 @@ pub(super) fn open_model(config: &Config, placement: Placement) -> Result<OpenMo
 
 /// The model's folders; those of a Hub repository must be in the cache.
 pub(super) fn source(config: &Config) -> Result<ModelSource> {
-    ModelSource::find(&config.model_name_or_path, config.model_revision.as_deref(), None, &Hub::cached())
+    ModelSource::find(&config.model.model_name_or_path, config.model.model_revision.as_deref(), None, &Hub::cached())
 }

@@ -122,7 +122,7 @@ pub(super) fn assembled(keys: &[&str], spec: ModelSpec, tokenizer: Arc<Tokenizer
     let keys: Vec<String> = keys.iter().map(|&key| key.to_owned()).collect();
     let config = Config::load(None, &keys).unwrap();
     let world = Arc::new(World::single());
-    let placement = Placement::in_world(config.device, config.dtype, world.device()).unwrap();
+    let placement = Placement::in_world(config.model.device, config.model.dtype, world.device()).unwrap();
     let room = Room::common(placement, &world).unwrap();
     let model = OpenModel { spec: Arc::new(spec), tokenizer, has_adapters: false };
     let preflight = Preflight::of_model(&config, model, placement, world.world_size(), room).unwrap();
@@ -140,7 +140,7 @@ pub(super) fn assembled(keys: &[&str], spec: ModelSpec, tokenizer: Arc<Tokenizer
         rewards: RewardPool::with_functions(&config, &[("length", length)]).unwrap(),
         tools,
         rows: TrainingRows::made(Dataset::new(prompts)),
-        source: ModelSource { base: config.model_name_or_path.clone(), adapters: None },
+        source: ModelSource { base: config.model.model_name_or_path.clone(), adapters: None },
         checkpoint: None,
         claim: None,
         writes_files: false,

@@ -82,7 +82,7 @@ pub fn bench_step(bench: &StepBench, world: Arc<World>) -> Result<BenchedSteps> 
 
 /// Creates a trainer with random weights that writes no files. The model's tokens are numbers. Collective over the world.
 fn trainer_on_random(config: Config, spec: &ModelSpec, prompts: Vec<Prompt>, world: &Arc<World>) -> Result<Trainer> {
-    let placement = Placement::in_world(config.device, config.dtype, world.device())?;
+    let placement = Placement::in_world(config.model.device, config.model.dtype, world.device())?;
     let room = Room::common(placement, world)?;
     let preflight = PlannedRun::of_shape(&config, spec, placement)?.preflight(placement, world.world_size(), room)?;
     let (seed, kind, device) = (config.seed, preflight.kind, world.device());
@@ -92,7 +92,7 @@ fn trainer_on_random(config: Config, spec: &ModelSpec, prompts: Vec<Prompt>, wor
         rewards: RewardPool::with_functions(&config, &[("random", Arc::new(random_reward))])?,
         tools: None,
         rows: TrainingRows::made(Dataset::new(prompts)),
-        source: ModelSource { base: config.model_name_or_path.clone(), adapters: None },
+        source: ModelSource { base: config.model.model_name_or_path.clone(), adapters: None },
         checkpoint: None,
         claim: None,
         writes_files: false,

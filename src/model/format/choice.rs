@@ -22,7 +22,7 @@ pub enum Use {
 impl Config {
     /// The number format in which the policy and the reference model compute GEMMs.
     pub(crate) fn training_format(&self) -> &'static dyn Format {
-        if self.exact { &Exact } else { self.mixed_precision.format() }
+        if self.exact { &Exact } else { self.model.mixed_precision.format() }
     }
 }
 

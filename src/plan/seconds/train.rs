@@ -38,7 +38,7 @@ impl PlannedStep<'_> {
         let (forward, product_rate) = self.forward(gpu, share);
         let block_flop = 2.0 * self.block_params() * share.tokens;
         let of_inputs = forward.products;
-        let of_weights = match (trains_adapters, config.mixed_precision) {
+        let of_weights = match (trains_adapters, config.model.mixed_precision) {
             (true, _) => 0.0,
             (false, MixedPrecision::Fp8All) => forward.products,
             (false, _) => block_flop / product_rate,
@@ -100,7 +100,7 @@ impl PlannedStep<'_> {
             true => gpu.product_flop_per_s * TRAIN.experts,
             false => gpu.product_flop_per_s * TRAIN.products / (1.0 + TRAIN.narrow / self.spec.hidden_size as f64),
         };
-        let own_rate = match self.config.mixed_precision {
+        let own_rate = match self.config.model.mixed_precision {
             MixedPrecision::None => rate,
             _ => gpu.product_flop_per_s * TRAIN.fp8,
         };

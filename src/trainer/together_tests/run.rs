@@ -20,9 +20,9 @@ impl DraftedRun {
             (*model).clone().with_expert_parallel(draft.set.get("enable_expert_parallel") == Some(&json!(true)))?,
         );
         let config = draft.config()?;
-        let placement = match config.device {
-            Device::Cuda => Placement::on_other_gpus(config.dtype),
-            _ => Placement::new(Device::Cpu, config.dtype)?,
+        let placement = match config.model.device {
+            Device::Cuda => Placement::on_other_gpus(config.model.dtype),
+            _ => Placement::new(Device::Cpu, config.model.dtype)?,
         };
         let own = draft.has.iter().copied().filter(|one| !is_of_model(*one));
         combination(&config, &model, placement, world).in_circumstances(own).check()?;
@@ -73,7 +73,7 @@ impl DraftedRun {
             rewards: RewardPool::with_functions(&config, &[])?,
             tools: None,
             rows: rows::TrainingRows::made(Dataset::new((0..64).map(prompt).collect())),
-            source: ModelSource { base: config.model_name_or_path.clone(), adapters: None },
+            source: ModelSource { base: config.model.model_name_or_path.clone(), adapters: None },
             checkpoint: None,
             claim: None,
             writes_files: false,

@@ -1,0 +1,43 @@
+//! Keys of every run about its model.
+
+use std::path::PathBuf;
+
+use super::field::keys;
+use super::{Device, Dtype, MixedPrecision, ResidualDtype};
+
+keys! {
+    /// The model that is trained, and the device and types that it is computed in; keys of the top.
+    ///
+    /// ```
+    /// use colo_grpo::Config;
+    /// use colo_grpo::config::{Dtype, ModelConfig, ResidualDtype};
+    ///
+    /// let words = ["dtype=bfloat16", "residual_dtype=float32"].map(str::to_owned);
+    /// let config = Config::load(Some("configs/tiny-cpu.toml".as_ref()), &words)?;
+    /// let model: &ModelConfig = &config.model;
+    /// assert_eq!((model.dtype, model.residual_dtype), (Dtype::Bfloat16, ResidualDtype::Float32));
+    /// # Ok::<(), colo_grpo::Error>(())
+    /// ```
+    #[derive(Debug, Clone, PartialEq, serde::Serialize)]
+    pub struct ModelConfig: flat {
+        /// Model that is trained: a folder, or a name on the Hugging Face Hub (`Qwen/Qwen2.5-1.5B-Instruct`).
+        pub model_name_or_path: PathBuf,
+        /// Branch, tag or commit of a model that is named; `none` is `main`.
+        pub model_revision: Option<String> = None,
+        /// `auto` is CUDA where a GPU is visible.
+        pub device: Device = Device::Auto,
+        /// Type of weights and activations; `auto` is bfloat16 on CUDA and float32 on a CPU.
+        pub dtype: Dtype = Dtype::Auto,
+        /// Type of the residual stream, of policy, reference and engine alike; `auto` is `dtype`, in which its gradient stays.
+        /// `float32` halves what sampler and trainer differ by on a GPU, though the engine, and a CPU, still rounds to `dtype`
+        /// what it adds to the stream. No file of a model has it: `generate` and `eval` are to be given it again.
+        pub residual_dtype: ResidualDtype = ResidualDtype::Auto,
+        /// The precision in which training multiplies by the weights of blocks, in forward and for the gradients of activations. `fp8`
+        /// rounds both factors to e4m3 as they are multiplied; weights' gradients are made of what is not rounded, and master weights and
+        /// sums stay in float32. `fp8_all` rounds for weights' gradients, too, by columns of a micro-batch, so that they depend on how
+        /// tokens are packed and accumulated. A reference model is computed in it, too. The sampler then differs more from the trainer:
+        /// `rollout_quantization` makes that small, and `importance_sampling_correction` makes up for it. On GPUs it needs an H100 or H200
+        /// and `dtype = bfloat16`; on a CPU its rounding is simulated.
+        pub mixed_precision: MixedPrecision = MixedPrecision::None,
+    }
+}
