@@ -1,8 +1,28 @@
 //! colo-grpo trains a language model with GRPO. In colocated mode every GPU does both jobs in turn: all ranks generate rollouts, then all
 //! ranks train on them.
 //!
-//! The folders are the architecture: each is a module on a layer. A file may import only from modules on lower layers; `tests/it/tidy.rs`
-//! checks this.
+//! A program of its own, with a reward of its own; `docs/library.md` has losses, advantages and loops, too:
+//!
+//! ```no_run
+//! use std::sync::Arc;
+//! use colo_grpo::{Config, Result, Trainer, World};
+//!
+//! fn main() {
+//!     colo_grpo::main(train) // prints an error as the program does, and ends with its exit code
+//! }
+//!
+//! fn train() -> Result<()> {
+//!     let config = Config::load(Some("run.toml".as_ref()), &["reward_funcs=[\"brevity\"]".to_owned()])?;
+//!     let world = Arc::new(World::for_run(&config)?);
+//!     let mut trainer = Trainer::builder(config, world)
+//!         .reward("brevity", |input| Ok(1.0 / (1.0 + input.token_ids.len() as f32)))
+//!         .build()?;
+//!     println!("{}", trainer.run()?.model_dir.display());
+//!     Ok(())
+//! }
+//! ```
+//!
+//! The folders are the architecture. A file may use only floors below its own; `tests/it/tidy.rs` holds the code to it.
 //!
 //! | layer | modules |
 //! |---|---|

@@ -63,8 +63,19 @@ pub struct EnvironmentEnd {
     pub state: Option<String>,
 }
 
-/// One completion of a prompt: the sampled tokens, turn by turn, with the context tokens (tool results, environment observations) between the turns.
-/// A completion of one turn has no context tokens.
+/// The continuation of a prompt in one sample: the tokens that the policy sampled, turn by turn, and between two turns the
+/// context that an environment or a tool answered with. A completion of one turn is the simplest one.
+///
+/// ```
+/// use colo_grpo::Trajectory;
+///
+/// let mut completion = Trajectory::default();
+/// completion.push_sampled(7, -0.5, 0); // a tool call: token, log-probability, version of the weights
+/// completion.push_context(&[8, 9], 0); // the tool's answer
+/// completion.push_sampled(10, -0.25, 0);
+/// assert_eq!(completion.loss_mask, [true, false, false, true]);
+/// assert_eq!((completion.turns(), completion.num_sampled()), (vec![0..1, 3..4], 2));
+/// ```
 #[derive(Debug, Clone, Default, PartialEq, serde::Serialize, serde::Deserialize)]
 #[serde(into = "PackedTrajectory", try_from = "PackedTrajectory")]
 pub struct Trajectory {
@@ -209,7 +220,15 @@ pub struct TokenLogprob {
     pub logprob: f32,
 }
 
-/// Sampling parameters. Defaults are those of TRL's `GRPOConfig`.
+/// How tokens are drawn. Defaults are those of TRL's `GRPOConfig`.
+///
+/// ```
+/// use colo_grpo::engine::{SamplingParams, Structure};
+///
+/// let verdict = Structure::Choice(vec!["yes".to_owned(), "no".to_owned()]);
+/// let params = SamplingParams { temperature: 0.7, structure: Some(verdict), ..SamplingParams::default() };
+/// assert!(params.num_generations == 8 && SamplingParams::is_temperature(params.temperature));
+/// ```
 #[derive(Debug, Clone, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct SamplingParams {
     /// Completions per prompt.

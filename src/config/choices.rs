@@ -3,7 +3,7 @@
 use super::choice::choices;
 
 choices! {
-    /// Where tensors live.
+    /// Where tensors live (`device`).
     Device {
         /// CUDA where a GPU is visible, else the CPU.
         Auto = "auto",
@@ -14,7 +14,7 @@ choices! {
     }
 }
 choices! {
-    /// Where the two halves of a step run.
+    /// Where the two halves of a step run (`mode`).
     Mode {
         /// On every GPU in turn.
         Colocated = "colocated",
@@ -23,7 +23,7 @@ choices! {
     }
 }
 choices! {
-    /// The treatment of a prompt that is text.
+    /// The treatment of a prompt that is text (`prompt_format`).
     #[derive(Default)]
     PromptFormat {
         /// A user's message where the model has a chat template.
@@ -36,7 +36,7 @@ choices! {
     }
 }
 choices! {
-    /// The treatment of the keys and values of carried groups.
+    /// The treatment of the keys and values of carried groups (`carried_kv`).
     CarriedKv {
         /// Computed again at the next wake, with the newest weights.
         Recompute = "recompute",
@@ -45,7 +45,7 @@ choices! {
     }
 }
 choices! {
-    /// The model that the KL term compares with where adapters train.
+    /// The model that the KL term compares with where adapters train (`reference`).
     ReferenceModel {
         /// A frozen copy of the adapters that training starts from; the base where they are new.
         Initial = "initial",
@@ -54,7 +54,7 @@ choices! {
     }
 }
 choices! {
-    /// Type of weights and activations.
+    /// Type of weights and activations (`dtype`).
     Dtype {
         /// bfloat16 on CUDA, float32 on a CPU.
         Auto = "auto",
@@ -65,7 +65,7 @@ choices! {
     }
 }
 choices! {
-    /// Type of the residual stream.
+    /// Type of the residual stream (`residual_dtype`).
     ResidualDtype {
         /// The type of weights and activations.
         Auto = "auto",
@@ -74,7 +74,7 @@ choices! {
     }
 }
 choices! {
-    /// The precision in which training multiplies by the weights of blocks.
+    /// The precision in which training multiplies by the weights of blocks (`mixed_precision`).
     MixedPrecision {
         /// That of weights and activations.
         None = "none",
@@ -85,7 +85,7 @@ choices! {
     }
 }
 choices! {
-    /// How token losses become one number.
+    /// How token losses become one number (`loss_type`).
     LossType {
         /// Mean per sequence, then mean over sequences (arXiv 2402.03300).
         Grpo = "grpo",
@@ -106,7 +106,7 @@ choices! {
     }
 }
 choices! {
-    /// Estimator of the KL divergence from policy to reference, by verl's names. d is the log-probability under the policy less
+    /// Estimator of the KL divergence from policy to reference, by verl's names (`kl_estimator`). d is the log-probability under the policy less
     /// that under the reference.
     KlEstimator {
         /// `d`.
@@ -118,7 +118,7 @@ choices! {
     }
 }
 choices! {
-    /// Tokens that a divergence from a teacher is over, by TRL's names.
+    /// Tokens that a divergence from a teacher is over, by TRL's names (`distillation_mode`).
     DistillationMode {
         /// The sampled tokens: an estimate of the reverse KL divergence.
         SampledToken = "sampled_token",
@@ -127,7 +127,7 @@ choices! {
     }
 }
 choices! {
-    /// How the policy is its own teacher, by the names of TRL's trainers: behind which longer prompt it scores its samples.
+    /// How the policy is its own teacher, by the names of TRL's trainers: behind which longer prompt it scores its samples (`self_distillation`).
     SelfDistillation {
         /// It is not.
         None = "none",
@@ -138,7 +138,7 @@ choices! {
     }
 }
 choices! {
-    /// Source of the trainer's experts, of a model with experts.
+    /// Source of the trainer's experts, of a model with experts (`router_replay`).
     RouterReplay {
         /// The sampler's choices, with the trainer's own probabilities (rollout routing replay, arXiv 2510.11370).
         R3 = "R3",
@@ -147,7 +147,7 @@ choices! {
     }
 }
 choices! {
-    /// Baseline that rewards are compared with.
+    /// Baseline that rewards are compared with (`advantage_estimator`).
     AdvantageEstimator {
         /// Mean of the group (arXiv 2402.03300).
         Grpo = "grpo",
@@ -156,7 +156,7 @@ choices! {
     }
 }
 choices! {
-    /// How several rewards become one advantage.
+    /// How several rewards become one advantage (`multi_objective_aggregation`).
     MultiObjectiveAggregation {
         /// Weighted sum of the rewards, then scaled.
         SumThenNormalize = "sum_then_normalize",
@@ -165,7 +165,7 @@ choices! {
     }
 }
 choices! {
-    /// Level of the policy ratio.
+    /// Level of the policy ratio (`importance_sampling_level`).
     ImportanceSamplingLevel {
         /// One ratio a token.
         Token = "token",
@@ -174,7 +174,7 @@ choices! {
     }
 }
 choices! {
-    /// The treatment of groups that teach nothing.
+    /// The treatment of groups that teach nothing (`dynamic_sampling`).
     DynamicSampling {
         /// They are in the batch, with advantages of 0.
         None = "none",
@@ -185,7 +185,7 @@ choices! {
     }
 }
 choices! {
-    /// Divisor of the advantages.
+    /// Divisor of the advantages (`scale_rewards`).
     ScaleRewards {
         /// Standard deviation of the group.
         Group = "group",
@@ -196,7 +196,7 @@ choices! {
     }
 }
 choices! {
-    /// Correction for the difference between sampler and trainer log-probabilities (TRL's modes).
+    /// Correction for the difference between sampler and trainer log-probabilities (TRL's modes) (`importance_sampling_mode`).
     ImportanceSamplingMode {
         /// Token ratios, cut at the bounds.
         TokenTruncate = "token_truncate",
@@ -209,7 +209,7 @@ choices! {
     }
 }
 choices! {
-    /// Shape of the learning rate after warm-up.
+    /// Shape of the learning rate after warm-up (`lr_scheduler_type`).
     LrSchedulerType {
         /// Stays at the peak.
         Constant = "constant",
@@ -222,7 +222,7 @@ choices! {
     }
 }
 choices! {
-    /// The activations that backward recomputes.
+    /// The activations that backward recomputes (`gradient_checkpointing`).
     GradientCheckpointing {
         /// Norms, the activation and the convolution of gated delta nets alone, which cost a reading of memory.
         KeepChunks = "keep_chunks",
@@ -260,7 +260,7 @@ impl GradientCheckpointing {
 }
 
 choices! {
-    /// A projection that can have a low-rank adapter.
+    /// A projection that can have a low-rank adapter (`lora.target_modules`).
     #[derive(PartialOrd, Ord)]
     TargetModule {
         /// Queries.
@@ -290,7 +290,7 @@ choices! {
     }
 }
 choices! {
-    /// How the frozen base of a LoRA run is stored.
+    /// How the frozen base of a LoRA run is stored (`quantization`).
     Quantization {
         /// In the type of the network.
         None = "none",
@@ -299,7 +299,7 @@ choices! {
     }
 }
 choices! {
-    /// How the engine's products read the weights of blocks.
+    /// How the engine's products read the weights of blocks (`rollout_quantization`).
     RolloutQuantization {
         /// The engine's weights have the policy's dtype.
         None = "none",
@@ -308,7 +308,7 @@ choices! {
     }
 }
 choices! {
-    /// Where draft tokens come from, which the engine checks by drawing.
+    /// Where draft tokens come from, which the engine checks by drawing (`speculation`).
     Speculation {
         /// There are none.
         None = "none",
@@ -321,7 +321,7 @@ choices! {
     }
 }
 choices! {
-    /// How the engine stores keys and values.
+    /// How the engine stores keys and values (`kv_cache_dtype`).
     KvCacheDtype {
         /// In the type of the network.
         Auto = "auto",
@@ -332,7 +332,7 @@ choices! {
     }
 }
 choices! {
-    /// How the engine stores the states of gated delta nets between steps.
+    /// How the engine stores the states of gated delta nets between steps (`mamba_ssm_cache_dtype`).
     StateDtype {
         /// In float32, in which they are computed.
         Float32 = "float32",
@@ -341,7 +341,7 @@ choices! {
     }
 }
 choices! {
-    /// The optimizer.
+    /// The optimizer (`optim`).
     OptimizerName {
         /// AdamW (arXiv 1711.05101).
         AdamW = "adamw",
@@ -352,7 +352,7 @@ choices! {
     }
 }
 choices! {
-    /// How Muon's learning rate follows from a matrix of A rows and B columns.
+    /// How Muon's learning rate follows from a matrix of A rows and B columns (`muon.adjust_lr_fn`).
     AdjustLr {
         /// Times sqrt(max(1, A / B)), as Jordan's Muon.
         Original = "original",
@@ -361,7 +361,7 @@ choices! {
     }
 }
 choices! {
-    /// Where optimizer state lives during rollout.
+    /// Where optimizer state lives during rollout (`residency.optimizer`).
     OptimizerResidency {
         /// On the device, always.
         Resident = "resident",
@@ -372,7 +372,7 @@ choices! {
     }
 }
 choices! {
-    /// Where reference weights live.
+    /// Where reference weights live (`residency.reference`).
     ReferenceResidency {
         /// On the device, sharded over the shard group.
         Resident = "resident",

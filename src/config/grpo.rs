@@ -27,6 +27,63 @@ impl Config {
 
 keys! {
     /// A validated run. Every field is a configuration key; nested structs are tables (`zero.stage`).
+    ///
+    /// Dr. GRPO, whose sums have a constant divisor, with ratios of whole sequences as in GSPO:
+    ///
+    /// ```
+    /// use colo_grpo::Config;
+    /// use colo_grpo::config::{ImportanceSamplingLevel, ImportanceSamplingMode, LossType, ScaleRewards};
+    ///
+    /// let words = [
+    ///     "loss_type=dr_grpo",
+    ///     "scale_rewards=none",
+    ///     "importance_sampling_level=sequence",
+    ///     "epsilon=3e-4",
+    ///     "importance_sampling_mode=token_mask",
+    /// ]
+    /// .map(str::to_owned);
+    /// let config = Config::load(Some("configs/tiny-cpu.toml".as_ref()), &words)?;
+    /// assert_eq!((config.loss_type, config.scale_rewards), (LossType::DrGrpo, ScaleRewards::None));
+    /// assert_eq!(config.importance_sampling_level, ImportanceSamplingLevel::Sequence);
+    /// assert_eq!(config.importance_sampling_mode, ImportanceSamplingMode::TokenMask); // of sampler and trainer
+    /// # Ok::<(), colo_grpo::Error>(())
+    /// ```
+    ///
+    /// An engine that rounds its weights, keys, values and states, and drafts tokens:
+    ///
+    /// ```
+    /// use colo_grpo::Config;
+    /// use colo_grpo::config::{KvCacheDtype, RolloutQuantization, Speculation, StateDtype};
+    ///
+    /// let words = [
+    ///     "rollout_quantization=fp8",
+    ///     "kv_cache_dtype=int8",
+    ///     "mamba_ssm_cache_dtype=bfloat16",
+    ///     "speculation=ngram",
+    /// ]
+    /// .map(str::to_owned);
+    /// let config = Config::load(Some("configs/tiny-cpu.toml".as_ref()), &words)?;
+    /// assert_eq!((config.rollout_quantization, config.kv_cache_dtype), (RolloutQuantization::Fp8, KvCacheDtype::Int8));
+    /// assert_eq!((config.mamba_ssm_cache_dtype, config.speculation), (StateDtype::Bfloat16, Speculation::Ngram));
+    /// # Ok::<(), colo_grpo::Error>(())
+    /// ```
+    ///
+    /// Groups that are not complete when a step ends go on in the next one; or groups that teach nothing are replaced:
+    ///
+    /// ```
+    /// use colo_grpo::Config;
+    /// use colo_grpo::config::{CarriedKv, DynamicSampling};
+    ///
+    /// let load = |words: &[&str]| {
+    ///     let words: Vec<String> = words.iter().map(|&word| word.to_owned()).collect();
+    ///     Config::load(Some("configs/tiny-cpu.toml".as_ref()), &words)
+    /// };
+    /// let carried = load(&["oversample=0.5", "partial_rollout=true", "carried_kv=keep"])?;
+    /// assert!(carried.carried_kv == CarriedKv::Keep && carried.keeps_kv_cache());
+    /// let replaced = load(&["dynamic_sampling=replace", "dynamic_sampling_range=[0.1, 0.9]"])?;
+    /// assert_eq!(replaced.dynamic_sampling, DynamicSampling::Replace);
+    /// # Ok::<(), colo_grpo::Error>(())
+    /// ```
     #[derive(Debug, Clone, PartialEq, serde::Serialize)]
     #[non_exhaustive]
     pub struct Config {
@@ -281,33 +338,5 @@ keys! {
         /// Injected fault, `rank:step:phase:kind` (`step+`: in later steps too); for tests.
         #[serde(skip_serializing_if = "Option::is_none")]
         pub fault: Option<String> = None,
-    }
-}
-
-keys! {
-    /// Sharding (`zero.*`).
-    #[derive(Debug, Clone, PartialEq, serde::Serialize)]
-    pub struct ZeroConfig {
-        /// 0: nothing is sharded; 1: optimizer state; 2: gradients too; 3: weights too.
-        pub stage: u8 = 2 => from_to(0.0, 3.0),
-        /// Ranks that share one copy of the state; `none` is the ranks that train, on several nodes those of one node, so that gradients
-        /// alone cross the network. Fewer are hybrid sharding.
-        pub shard_group_size: Option<usize> = None => COUNT,
-        /// Type that ranks send gradients to one another in; `auto` is float32. As FSDP's `reduce_dtype` and DeepSpeed's
-        /// `communication_data_type`.
-        pub reduce_dtype: Dtype = Dtype::Auto,
-        /// Type that gradients are added up in over micro-batches; `auto` is float32. As DeepSpeed's `grad_accum_dtype`.
-        pub grad_accum_dtype: Dtype = Dtype::Auto,
-    }
-}
-
-keys! {
-    /// Residency (`residency.*`).
-    #[derive(Debug, Clone, PartialEq, serde::Serialize)]
-    pub struct ResidencyConfig {
-        /// Master weights and Adam moments.
-        pub optimizer: AutoOr<OptimizerResidency> = AutoOr::Auto,
-        /// Weights of the reference model, and of a teacher.
-        pub reference: AutoOr<ReferenceResidency> = AutoOr::Auto,
     }
 }

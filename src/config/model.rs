@@ -10,12 +10,13 @@ keys! {
     ///
     /// ```
     /// use colo_grpo::Config;
-    /// use colo_grpo::config::{Dtype, ModelConfig, ResidualDtype};
+    /// use colo_grpo::config::{Device, Dtype, MixedPrecision, ModelConfig, ResidualDtype};
     ///
-    /// let words = ["dtype=bfloat16", "residual_dtype=float32"].map(str::to_owned);
+    /// let words = ["dtype=bfloat16", "residual_dtype=float32", "mixed_precision=fp8"].map(str::to_owned);
     /// let config = Config::load(Some("configs/tiny-cpu.toml".as_ref()), &words)?;
-    /// let model: &ModelConfig = &config.model;
-    /// assert_eq!((model.dtype, model.residual_dtype), (Dtype::Bfloat16, ResidualDtype::Float32));
+    /// let ModelConfig { device, dtype, residual_dtype, mixed_precision, .. } = config.model;
+    /// assert_eq!((device, mixed_precision), (Device::Cpu, MixedPrecision::Fp8));
+    /// assert_eq!((dtype, residual_dtype), (Dtype::Bfloat16, ResidualDtype::Float32));
     /// # Ok::<(), colo_grpo::Error>(())
     /// ```
     #[derive(Debug, Clone, PartialEq, serde::Serialize)]

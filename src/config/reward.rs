@@ -1,28 +1,41 @@
-//! Where rewards come from: built-in ones and their settings, Python functions and commands in processes of their own,
-//! model-written code.
+//! Where rewards come from: built-in ones and their settings, Python functions and commands in processes of their own.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
 
 use serde_json::Value;
 
 use super::check::{check, compiles};
-use super::field::{Field, FromValue, KeyDoc, keys};
+use super::field::{Field, KeyDoc, keys};
 use super::flat::join;
 use super::range::{ANY, COUNT, MAX_COUNT, NOT_POSITIVE, NumberRange, SECONDS, above, at_least, from_to};
 use super::raw::RawConfig;
-use super::{Config, Environment, EnvironmentHub, RewardBatch, SandboxLayer};
+use super::{CodeConfig, CommandLine, Config, Environment, EnvironmentHub, RewardBatch};
 use crate::error::{Error, Result};
 
 /// open-r1's: reasoning, then an answer, each in its tags on lines of their own; lines may follow.
 const DEFAULT_FORMAT_PATTERN: &str = r"(?s)<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>(?:\n.*)?";
 /// `Score: 7` or `score is **7/10**`.
 const DEFAULT_SCORE_PATTERN: &str = r"(?i)score\D{0,20}?([0-9]+(?:\.[0-9]+)?)";
-/// An interpreter alone takes some tens of MiB of addresses.
-const MIN_MEMORY_BYTES: f64 = (1 << 26) as f64;
 
 keys! {
     /// Settings of the rewards (`reward.*`).
+    ///
+    /// ```
+    /// use colo_grpo::Config;
+    /// use colo_grpo::config::{RewardArguments, RewardConfig};
+    ///
+    /// let words = [
+    ///     "reward.answer_pattern=ANSWER: ([0-9]+)",
+    ///     "reward.answer_column=solution",
+    ///     "reward.cosine_max_len=2000",
+    /// ]
+    /// .map(str::to_owned);
+    /// let config = Config::load(Some("configs/tiny-cpu.toml".as_ref()), &words)?;
+    /// let reward: &RewardConfig = &config.reward;
+    /// let arguments: &RewardArguments = &reward.arguments;
+    /// assert_eq!((reward.answer_column.as_str(), arguments.cosine_max_len), ("solution", 2000));
+    /// # Ok::<(), colo_grpo::Error>(())
+    /// ```
     #[derive(Debug, Clone, PartialEq, serde::Serialize)]
     pub struct RewardConfig {
         /// `format`: a regular expression that the whole completion must match.
@@ -83,29 +96,31 @@ keys! {
 }
 
 keys! {
-    /// Settings of the reward `code` and of the tool `python` (`reward.code.*`).
-    #[derive(Debug, Clone, PartialEq, serde::Serialize, serde::Deserialize)]
-    pub struct CodeConfig {
-        /// The column with the tests: a list of `{input, output}`, or `{inputs, outputs}`, or either as JSON text.
-        pub tests_column: String = "tests".into(),
-        /// The command that runs the program, whose file is the last argument.
-        pub command: CommandLine = CommandLine(vec!["python3".into(), "-I".into()]),
-        /// Longest time that all tests of a program may take, in seconds; those not passed by then are failed.
-        pub timeout_s: f64 = 10.0 => SECONDS,
-        /// Memory that the program may address, in bytes.
-        pub memory_bytes: usize = 1 << 30 => at_least(MIN_MEMORY_BYTES),
-        /// Programs run at once on each rank.
-        pub workers: usize = 1 => COUNT,
-        /// Files and folders of this machine that the program may read, beside the system's and the command's.
-        pub readable: Vec<PathBuf> = Vec::new(),
-        /// Layers of the sandbox that may be missing; without one that is not listed the run is refused.
-        pub may_lack: Vec<SandboxLayer> = Vec::new(),
-    }
-}
-
-keys! {
     /// A reward that is computed elsewhere (`rewards.NAME.*`): by a function or a command in processes of its own, or by a service
     /// over HTTP.
+    ///
+    /// A Python function that is asked about whole groups, and a model that judges:
+    ///
+    /// ```
+    /// use colo_grpo::Config;
+    /// use colo_grpo::config::{ProcessReward, ProcessRewards, RewardBatch};
+    ///
+    /// let words = [
+    ///     "reward_funcs=[\"spread\", \"judge\"]",
+    ///     "reward_weights=[1, 1]",
+    ///     "rewards.spread.function=rewards.py:spread",
+    ///     "rewards.spread.batch=group",
+    ///     "rewards.judge.url=http://localhost:8000/v1",
+    ///     "rewards.judge.judge_model=Qwen/Qwen3-8B",
+    /// ]
+    /// .map(str::to_owned);
+    /// let config = Config::load(Some("configs/tiny-cpu.toml".as_ref()), &words)?;
+    /// let rewards: &ProcessRewards = &config.rewards;
+    /// let judge: &ProcessReward = rewards.get("judge").expect("it is given");
+    /// assert_eq!(judge.judge_model.as_deref(), Some("Qwen/Qwen3-8B"));
+    /// assert_eq!(rewards.get("spread").map(|spread| spread.batch), Some(RewardBatch::Group));
+    /// # Ok::<(), colo_grpo::Error>(())
+    /// ```
     #[derive(Debug, Clone, PartialEq, serde::Serialize)]
     pub struct ProcessReward {
         /// A Python function, `file.py:function`, `module:function` or `module.function`, of TRL's or verl's signature.
@@ -141,10 +156,6 @@ keys! {
         pub concurrency: usize = 32 => COUNT,
     }
 }
-
-/// A program and its arguments, a word each: always a list, as no text is split at its spaces.
-#[derive(Debug, Clone, Default, PartialEq, serde::Serialize, serde::Deserialize)]
-pub struct CommandLine(pub Vec<String>);
 
 /// `rewards.*`: rewards in processes of their own, by name.
 #[derive(Debug, Clone, Default, PartialEq, serde::Serialize)]
@@ -291,20 +302,6 @@ impl Default for RewardConfig {
 impl Default for ProcessReward {
     fn default() -> Self {
         Self::read(&RawConfig::default(), "rewards.*", None, &ANY, &mut Vec::new()).expect("every key has a default")
-    }
-}
-
-impl FromValue for CommandLine {
-    fn expected(_: &NumberRange) -> String {
-        "a list [..] of a program and its arguments".into()
-    }
-
-    fn from_value(value: &Value, range: &NumberRange) -> Option<Self> {
-        value.as_array().and_then(|_| Vec::from_value(value, range)).map(Self)
-    }
-
-    fn to_value(&self) -> Value {
-        self.0.to_value()
     }
 }
 

@@ -3,7 +3,7 @@
 use super::choice::choices;
 
 choices! {
-    /// The completions of one request to a reward's process.
+    /// The completions of one request to a reward's process (`rewards.NAME.batch`).
     RewardBatch {
         /// One completion: a failure masks it alone.
         Completion = "completion",
@@ -12,7 +12,7 @@ choices! {
     }
 }
 choices! {
-    /// A wall around model-written code.
+    /// A wall around model-written code (`reward.code.may_lack`).
     SandboxLayer {
         /// No privileges outside: ids of its own.
         UserNamespace = "user_namespace",
@@ -30,7 +30,7 @@ choices! {
 }
 
 choices! {
-    /// Where metrics go beside metrics.jsonl.
+    /// Where metrics go beside metrics.jsonl (`report_to`).
     ReportService {
         /// Event files of TensorBoard.
         TensorBoard = "tensorboard",
@@ -41,7 +41,7 @@ choices! {
     }
 }
 choices! {
-    /// The format of a model's tool calls, under vLLM's names.
+    /// The format of a model's tool calls, under vLLM's names (`tool_call_parser`).
     ToolCallParser {
         /// `<tool_call>{"name": .., "arguments": {..}}</tool_call>`: Qwen2.5, Qwen3, Hermes.
         Hermes = "hermes",

@@ -7,7 +7,7 @@ use super::range::ANY;
 use super::raw::RawConfig;
 use super::reward;
 use super::together::Combination;
-use super::{Config, DataConfig, SftConfig, ZeroConfig};
+use super::{Config, DataConfig, SftConfig};
 use crate::error::{Error, Result};
 use crate::phase::Fault;
 use crate::types::SamplingParams;
@@ -116,13 +116,5 @@ fn validated<T: Field>(raw: &RawConfig, checks: impl Fn(&T) -> Vec<Result<()>>) 
         (0, Some(config)) => Ok(config),
         (1, _) => Err(wrong.remove(0)),
         _ => Err(Error::InvalidConfig(wrong)),
-    }
-}
-
-impl ZeroConfig {
-    /// Ranks that share one copy of the state, of `num_trainers` ranks with `local_size` on each node.
-    pub fn shard_group(&self, num_trainers: usize, local_size: usize) -> usize {
-        let fits = self.stage > 0 && num_trainers > local_size && num_trainers.is_multiple_of(local_size);
-        self.shard_group_size.unwrap_or(if fits { local_size } else { num_trainers })
     }
 }

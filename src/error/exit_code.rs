@@ -2,7 +2,15 @@
 
 use super::Error;
 
-/// Exit codes of the launcher and of its workers.
+/// Process exit codes, as the launcher and the worker return them.
+///
+/// ```
+/// use colo_grpo::{Config, ExitCode};
+///
+/// let error = Config::load(None, &["learning_rat=1".to_owned()]).unwrap_err();
+/// assert_eq!(error.exit_code(), ExitCode::Configuration);
+/// assert_eq!(ExitCode::from_number(75), Some(ExitCode::Preempted)); // saved: queue the run again
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[repr(u8)]
 pub enum ExitCode {

@@ -182,8 +182,19 @@ fn scale_over_batch(scored: &mut [GroupAdvantages], ranks: Option<&dyn Collectiv
 /// 1e5 counts as a difference, where a bound relative to the rewards would treat it as noise. Smaller differences of small rewards are negligible
 /// against the 1e-4 in the divisor.
 ///
-/// The function follows TRL in special cases: a group with one completion returns true, and a group with fewer than two rewards because of
-/// failures returns false.
+/// A group with one completion gives true, and a group in which failures left fewer than two rewards gives false, both as TRL
+/// counts them.
+///
+/// ```
+/// use std::sync::Arc;
+/// use colo_grpo::data::{Prompt, RolloutGroup, Trajectory};
+/// use colo_grpo::grpo::rewards_are_equal;
+///
+/// let prompt = Prompt { id: 0, text: "2 + 3 =".to_owned(), token_ids: vec![5, 6], columns: Arc::default() };
+/// let rewarded = |reward| Trajectory { reward: Some(reward), ..Trajectory::default() };
+/// let group = RolloutGroup { completions: vec![rewarded(0.5), rewarded(0.5)], ..RolloutGroup::new(prompt) };
+/// assert!(rewards_are_equal(&group));
+/// ```
 pub fn rewards_are_equal(group: &RolloutGroup) -> bool {
     group.completions.len() == 1 || is_zero(BatchStats::of_group(group).std())
 }

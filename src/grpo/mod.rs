@@ -11,12 +11,11 @@
 //! ```
 //! use std::sync::Arc;
 //! use colo_grpo::data::{Prompt, RolloutGroup, Trajectory};
-//! use colo_grpo::grpo::{AdvantageConfig, AdvantageStats, BatchStats, assign_advantages, has_signal, rewards_are_equal};
+//! use colo_grpo::grpo::{AdvantageConfig, AdvantageStats, BatchStats, assign_advantages};
 //!
 //! let prompt = Prompt { id: 0, text: "2 + 3 =".to_owned(), token_ids: vec![5, 6], columns: Arc::default() };
 //! let rewarded = |reward| Trajectory { reward: Some(reward), ..Trajectory::default() };
 //! let mut groups = [RolloutGroup { completions: vec![rewarded(1.0), rewarded(0.0)], ..RolloutGroup::new(prompt) }];
-//! assert!(has_signal(&groups[0], None) && !rewards_are_equal(&groups[0]));
 //! let stats: AdvantageStats = assign_advantages(&mut groups, &AdvantageConfig::default(), None)?;
 //! let reward: BatchStats = stats.reward;
 //! assert_eq!(reward.mean(), 0.5);
@@ -69,15 +68,6 @@
 //! control.observe(1.2, &config); // moves the coefficient where `use_adaptive_entropy` is set
 //! println!("loss {}", loss.double_value(&[]));
 //! # Ok::<(), colo_grpo::Error>(())
-//! ```
-//!
-//! A custom loss is a [`LossFunction`], and the divergence of a sequence is a number:
-//!
-//! ```
-//! use colo_grpo::config::KlEstimator;
-//! use colo_grpo::grpo::kl_of_sequence;
-//!
-//! assert!(kl_of_sequence(KlEstimator::K3, &[-0.5], &[-0.6]) > 0.0);
 //! ```
 
 mod advantages;

@@ -4,8 +4,19 @@ use super::advantages::rewards_are_equal;
 use super::moments::BatchStats;
 use crate::types::RolloutGroup;
 
-/// Whether a group has a learning signal: its rewards are not all equal ([`rewards_are_equal`]), and their mean lies in `range`, bounds included. A
-/// group in which no completion has a reward counts as having one, since its rewards are unknown; its completions are masked.
+/// Whether a group teaches something: its rewards are not all equal ([`rewards_are_equal`]), and their mean lies in `range`, bounds
+/// included. A group in which no completion has a reward counts as one that does: nobody knows, and its completions are masked.
+///
+/// ```
+/// use std::sync::Arc;
+/// use colo_grpo::data::{Prompt, RolloutGroup, Trajectory};
+/// use colo_grpo::grpo::has_signal;
+///
+/// let prompt = Prompt { id: 0, text: "2 + 3 =".to_owned(), token_ids: vec![5, 6], columns: Arc::default() };
+/// let rewarded = |reward| Trajectory { reward: Some(reward), ..Trajectory::default() };
+/// let group = RolloutGroup { completions: vec![rewarded(1.0), rewarded(0.0)], ..RolloutGroup::new(prompt) };
+/// assert!(has_signal(&group, None) && !has_signal(&group, Some([0.6, 0.9])), "the mean is 0.5");
+/// ```
 pub fn has_signal(group: &RolloutGroup, range: Option<[f64; 2]>) -> bool {
     let mean = BatchStats::of_group(group).mean();
     let is_within = range.is_none_or(|[low, high]| mean.is_nan() || (low <= mean && mean <= high));

@@ -28,7 +28,19 @@ pub(super) const TENSORS: usize = 1;
 /// The first division of [`World::subgroup`]. Those before it are groups of the whole world.
 pub(super) const FIRST_DIVISION: usize = 2;
 
-/// All ranks of a run, as seen from one of them.
+/// All ranks of a run, seen from one of them.
+///
+/// ```
+/// use colo_grpo::World;
+/// use colo_grpo::ranks::ReduceOp;
+/// use tch::Tensor;
+///
+/// let world = World::single(); // or `World::for_run`, which joins the ranks that a launcher started
+/// let mut num_rows = Tensor::from_slice(&[12.0_f32]);
+/// world.group().all_reduce(&mut num_rows, ReduceOp::Sum)?;
+/// println!("rank {} of {}: {num_rows:?} rows in all", world.rank(), world.size());
+/// # Ok::<(), colo_grpo::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct World {
     pub(super) env: WorkerEnv,

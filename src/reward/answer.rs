@@ -8,6 +8,13 @@ use super::number::Rational;
 use crate::error::{Error, Result};
 
 /// 1 if `pattern` matches, else 0. Give it anchored (`\A(?:..)\z`) to match the whole completion.
+///
+/// ```
+/// use colo_grpo::reward::format;
+///
+/// let pattern = regex::Regex::new(r"\A(?:the answer is [0-9]+)\z").unwrap();
+/// assert_eq!((format("the answer is 5", &pattern), format("the answer is 5.", &pattern)), (1.0, 0.0));
+/// ```
 pub fn format(completion: &str, pattern: &Regex) -> f32 {
     f32::from(u8::from(pattern.is_match(completion)))
 }
@@ -15,6 +22,15 @@ pub fn format(completion: &str, pattern: &Regex) -> f32 {
 /// 1 if the last marked answer is the same number as `columns[column]`, else 0; numbers are compared as exact fractions. Without a
 /// pattern an answer stands in `<answer>..</answer>`, `\boxed{..}` or `\fbox{..}`, braces matched, or behind `####`; with one, in the
 /// first group that took part in its last match. A last mark that cannot be read is a wrong answer.
+///
+/// ```
+/// use colo_grpo::reward::numeric_answer;
+///
+/// let columns = serde_json::Map::from_iter([("answer".to_owned(), "5".into())]);
+/// assert_eq!(numeric_answer("that is \\boxed{5.0}", None, &columns, "answer")?, 1.0);
+/// assert_eq!(numeric_answer("\\boxed{5}, or rather \\boxed{6}", None, &columns, "answer")?, 0.0);
+/// # Ok::<(), colo_grpo::Error>(())
+/// ```
 ///
 /// # Errors
 /// [`Error::InvalidArgument`] if the column is missing or holds no number.
@@ -37,6 +53,14 @@ pub fn numeric_answer<'a>(
 }
 
 /// 1 if the last marked answer ([`numeric_answer`]) is the text of `columns[column]` but for case and white space, else 0.
+///
+/// ```
+/// use colo_grpo::reward::exact_answer;
+///
+/// let columns = serde_json::Map::from_iter([("city".to_owned(), "New York".into())]);
+/// assert_eq!(exact_answer("<answer>new  york</answer>", None, &columns, "city")?, 1.0);
+/// # Ok::<(), colo_grpo::Error>(())
+/// ```
 ///
 /// # Errors
 /// [`Error::InvalidArgument`] if the column is missing or is neither text nor a number.

@@ -25,22 +25,7 @@
 //! # Ok::<(), colo_grpo::Error>(())
 //! ```
 //!
-//! The built-in rewards are functions:
-//!
-//! ```
-//! use colo_grpo::config::RewardConfig;
-//! use colo_grpo::reward::{answer_reader, check_reply, exact_answer, format, numeric_answer};
-//!
-//! let number = regex::Regex::new(r"(\d+)$").unwrap();
-//! let columns = serde_json::Map::from_iter([("answer".to_owned(), "5".into())]);
-//! assert_eq!(exact_answer("it is 5", &number, &columns, "answer")?, 1.0);
-//! assert_eq!(numeric_answer("it is 5.0", &number, &columns, "answer")?, 0.0, "the pattern finds 0");
-//! assert_eq!(format("it is 5", &number), 1.0);
-//! let read = answer_reader("numeric_answer", &RewardConfig::default())?.expect("it reads answers");
-//! println!("{:?}", read("\\boxed{5}"));
-//! assert!(check_reply(b"{}", 2).is_err(), "a service has to send two scores");
-//! # Ok::<(), colo_grpo::Error>(())
-//! ```
+//! The built-in rewards that are functions, [`numeric_answer`], [`exact_answer`] and [`format`], can be called by themselves.
 //!
 //! | file | what it is |
 //! |---|---|
@@ -115,9 +100,17 @@ pub struct RewardInput<'a> {
 /// A reward: a finite number, or an error that masks the sample.
 pub type RewardFunction = Arc<dyn Fn(&RewardInput<'_>) -> Result<f32> + Send + Sync>;
 
-/// The function by which a built-in reward reads a completion's answer, such that equal answers are equal texts; none for one
-/// that
+/// The function by which a built-in reward reads a completion's answer, such that equal answers are equal texts; none for one that
 /// compares no answers.
+///
+/// ```
+/// use colo_grpo::config::RewardConfig;
+/// use colo_grpo::reward::answer_reader;
+///
+/// let read = answer_reader("numeric_answer", &RewardConfig::default())?.expect("it reads answers");
+/// assert_eq!(read("\\boxed{5.0}"), read("\\boxed{10/2}")); // one vote more for 5
+/// # Ok::<(), colo_grpo::Error>(())
+/// ```
 ///
 /// # Errors
 /// [`Error::InvalidValue`](crate::Error::InvalidValue) for a pattern that does not compile.
@@ -130,6 +123,13 @@ pub fn answer_reader(name: &str, config: &RewardConfig) -> Result<Option<impl Fn
 
 /// Holds what a reward's process answered, a frame without its length, to the protocol: one score for each completion, or an
 /// error of the reward's own.
+///
+/// ```
+/// use colo_grpo::reward::check_reply;
+///
+/// assert!(check_reply(br#"{"id": 0, "rewards": [1.0, null]}"#, 2).is_ok());
+/// assert!(check_reply(b"{}", 2).is_err(), "two scores are expected");
+/// ```
 ///
 /// # Errors
 /// What is wrong with it, or the reward's error.

@@ -283,7 +283,19 @@ impl Engine {
 
 pub(super) type ProgressCallback<'a> = Box<dyn FnMut(&EngineStats) + 'a>;
 
-/// An engine that is awake. It exists only inside `with_rollout`.
+/// An engine that is awake. It lives inside `with_rollout` and ends with it.
+///
+/// ```no_run
+/// use colo_grpo::{Result, Trainer};
+///
+/// /// Samples a batch of prompts, which nothing is learned from.
+/// fn sample(trainer: &mut Trainer) -> Result<()> {
+///     let (prompts, params) = (trainer.next_prompts()?, trainer.sampling_params());
+///     let groups = trainer.with_rollout(|engine| engine.generate(&prompts, &params, |_| ()))?;
+///     groups.iter().flat_map(|group| &group.completions).for_each(|completion| println!("{}", completion.text));
+///     Ok(())
+/// }
+/// ```
 pub struct RolloutEngine<'a> {
     pub(super) engine: &'a mut Engine,
     pub(super) weights: EngineWeights<'a>,

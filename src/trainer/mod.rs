@@ -176,6 +176,19 @@ pub use step::TrainingBatch;
 pub(crate) use turns::{RunTurns, generate};
 
 /// A GRPO run on this rank.
+///
+/// ```no_run
+/// use std::sync::Arc;
+/// use colo_grpo::{Config, Result, Trainer, World};
+///
+/// fn train() -> Result<()> {
+///     let config = Config::load(Some("run.toml".as_ref()), &["learning_rate=2e-6".to_owned()])?;
+///     let mut trainer = Trainer::new(config.clone(), Arc::new(World::for_run(&config)?))?;
+///     println!("{} bytes at most", trainer.plan().peak_bytes());
+///     println!("reward on held-out rows: {:?}", trainer.run()?.eval_reward_after);
+///     Ok(())
+/// }
+/// ```
 #[derive(Debug)]
 pub struct Trainer {
     config: Config,

@@ -1,0 +1,68 @@
+//! Settings of model-written code, and programs as lists of words.
+
+use std::path::PathBuf;
+
+use serde_json::Value;
+
+use super::SandboxLayer;
+use super::field::{FromValue, keys};
+use super::range::{COUNT, NumberRange, SECONDS, at_least};
+
+/// An interpreter alone takes some tens of MiB of addresses.
+const MIN_MEMORY_BYTES: f64 = (1 << 26) as f64;
+
+keys! {
+    /// Settings of the reward `code` and of the tool `python` (`reward.code.*`).
+    ///
+    /// ```
+    /// use colo_grpo::Config;
+    /// use colo_grpo::config::{CodeConfig, CommandLine, SandboxLayer};
+    ///
+    /// let words = [
+    ///     "reward.code.command=[\"python3\", \"-I\", \"-S\"]",
+    ///     "reward.code.timeout_s=5",
+    ///     "reward.code.may_lack=[landlock]",
+    /// ]
+    /// .map(str::to_owned);
+    /// let config = Config::load(Some("configs/tiny-cpu.toml".as_ref()), &words)?;
+    /// let code: &CodeConfig = &config.reward.code;
+    /// let CommandLine(words) = &code.command; // the program's file is one more
+    /// assert_eq!((words.len(), &code.may_lack[..]), (3, &[SandboxLayer::Landlock][..]));
+    /// # Ok::<(), colo_grpo::Error>(())
+    /// ```
+    #[derive(Debug, Clone, PartialEq, serde::Serialize, serde::Deserialize)]
+    pub struct CodeConfig {
+        /// The column with the tests: a list of `{input, output}`, or `{inputs, outputs}`, or either as JSON text.
+        pub tests_column: String = "tests".into(),
+        /// The command that runs the program, whose file is the last argument.
+        pub command: CommandLine = CommandLine(vec!["python3".into(), "-I".into()]),
+        /// Longest time that all tests of a program may take, in seconds; those not passed by then are failed.
+        pub timeout_s: f64 = 10.0 => SECONDS,
+        /// Memory that the program may address, in bytes.
+        pub memory_bytes: usize = 1 << 30 => at_least(MIN_MEMORY_BYTES),
+        /// Programs run at once on each rank.
+        pub workers: usize = 1 => COUNT,
+        /// Files and folders of this machine that the program may read, beside the system's and the command's.
+        pub readable: Vec<PathBuf> = Vec::new(),
+        /// Layers of the sandbox that may be missing; without one that is not listed the run is refused.
+        pub may_lack: Vec<SandboxLayer> = Vec::new(),
+    }
+}
+
+/// A program and its arguments, a word each: always a list, as no text is split at its spaces.
+#[derive(Debug, Clone, Default, PartialEq, serde::Serialize, serde::Deserialize)]
+pub struct CommandLine(pub Vec<String>);
+
+impl FromValue for CommandLine {
+    fn expected(_: &NumberRange) -> String {
+        "a list [..] of a program and its arguments".into()
+    }
+
+    fn from_value(value: &Value, range: &NumberRange) -> Option<Self> {
+        value.as_array().and_then(|_| Vec::from_value(value, range)).map(Self)
+    }
+
+    fn to_value(&self) -> Value {
+        self.0.to_value()
+    }
+}
