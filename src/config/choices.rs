@@ -196,7 +196,7 @@ choices! {
     }
 }
 choices! {
-    /// Correction for the difference between sampler and trainer log-probabilities (TRL's modes) (`importance_sampling_mode`).
+    /// Correction for the difference between sampler and trainer log-probabilities, by TRL's modes (`importance_sampling_mode`).
     ImportanceSamplingMode {
         /// Token ratios, cut at the bounds.
         TokenTruncate = "token_truncate",
