@@ -241,8 +241,8 @@ mod tests {
         bars.show(vec![bar(1, "step", 7, 20, &["reward 0.5", "loss 0.1"])]);
         assert_eq!(lines(&screen), ["step 7/20 ━━━╌╌╌╌╌╌╌  TIME  reward 0.5  loss 0.1"]);
         bars.warn("slow");
-        bars.show(vec![bar(1, "step", 7, 20, &["reward 0.5"]), bar(2, "generate", 1, 4, &["500 tokens/s a GPU"])]);
-        let below = ["generate ━━╌╌╌╌╌╌╌╌ 1/4 groups  TIME  500 tokens/s a GPU", "last warning: slow"];
+        bars.show(vec![bar(1, "step", 7, 20, &["reward 0.5"]), bar(2, "generate", 1, 4, &["500 tokens/s a rank"])]);
+        let below = ["generate ━━╌╌╌╌╌╌╌╌ 1/4 groups  TIME  500 tokens/s a rank", "last warning: slow"];
         assert_eq!(lines(&screen), [&["step 7/20 ━━━╌╌╌╌╌╌╌  TIME  reward 0.5"][..], &below].concat());
         let (mut written, before) = (9, lines(&screen));
         bars.beside(|| written = lines(&screen).len());

@@ -89,7 +89,7 @@ impl RunDisplay {
         self.change(|phase| phase.done += 1);
     }
 
-    /// Reports the number of tokens per GPU that the phase has sampled so far.
+    /// Tokens that a rank has sampled in the phase so far.
     pub fn sampled(&self, num_tokens: usize) {
         self.change(|phase| phase.num_tokens = num_tokens);
     }
@@ -187,7 +187,7 @@ impl RunningPhase {
             _ => "micro-batches",
         };
         let rate = self.num_tokens as f64 / self.start.elapsed().as_secs_f64().max(1e-3);
-        let rate = (self.num_tokens > 0).then(|| format!("{} tokens/s a GPU", number(rate)));
+        let rate = (self.num_tokens > 0).then(|| format!("{} tokens/s a rank", number(rate)));
         let (done, total) = (self.done as u64, Some(self.total as u64));
         BarState { done, total, items: rate.into_iter().collect(), ..self.handle.bar(&self.name, unit) }
     }
@@ -232,7 +232,7 @@ mod tests {
         let (steps, phase) = (state.bar(), state.phase.as_ref().unwrap().bar());
         assert_eq!((steps.first, steps.count(), steps.items), (2, "7/20".to_owned(), vec!["reward 0.5".to_owned()]));
         assert_eq!((phase.name.as_str(), phase.count().as_str()), ("generate", "1/4 groups"));
-        let rate: f64 = phase.items[0].strip_suffix(" tokens/s a GPU").unwrap().replace(',', "").parse().unwrap();
+        let rate: f64 = phase.items[0].strip_suffix(" tokens/s a rank").unwrap().replace(',', "").parse().unwrap();
         assert!(rate > 0.0 && rate <= 500.0, "{rate}: 1,000 tokens in at least two seconds");
     }
 

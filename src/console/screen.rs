@@ -138,7 +138,8 @@ impl ScreenFrame {
         let rows = |line: &String| line.width().div_ceil(columns.max(1)).max(1); // narrower now: the terminal has wrapped it
         let erased = match self.drawn.iter().map(rows).sum() {
             0 => String::new(),
-            num_rows => format!("\r\x1b[{num_rows}A\x1b[J"),
+            // Deleted before the rest is erased: tmux takes lines that are erased from the top left corner into its history.
+            num_rows => format!("\r\x1b[{num_rows}A\x1b[{num_rows}M\x1b[J"),
         };
         self.drawn = lines;
         self.drawn.iter().fold(erased, |text, line| text + line + "\n")
@@ -174,15 +175,18 @@ fn fit(line: &str, columns: usize) -> String {
     fitted
 }
 
-/// The beginning of a text that takes at most `columns` columns.
+/// The text on at most so many columns: whole, or its beginning and an ellipsis.
 fn cut(text: &str, columns: usize) -> String {
-    let mut left = columns;
+    if text.width() <= columns {
+        return text.to_owned();
+    }
+    let mut left = columns.saturating_sub(1);
     let fits = |c: &char| {
         let rest = left.checked_sub(c.width().unwrap_or(0));
         left = rest.unwrap_or(left);
         rest.is_some()
     };
-    text.chars().take_while(fits).collect()
+    text.chars().take_while(fits).chain(['…'].into_iter().take(columns)).collect()
 }
 
 #[cfg(test)]
@@ -194,8 +198,11 @@ mod tests {
         let step = "step 3/20\u{1d}reward 0.5\u{1d}\u{1d}s/step 1.2";
         assert_eq!(fit(step, 80), "step 3/20  reward 0.5  s/step 1.2");
         assert_eq!(fit(step, 32), "step 3/20  reward 0.5");
-        assert_eq!(fit(step, 4), "step");
-        assert_eq!((fit("漢字漢字", 5), fit("", 5)), ("漢字".to_owned(), String::new()));
+        assert_eq!(
+            (fit(step, 9), fit(step, 5), fit(step, 0)),
+            ("step 3/20".to_owned(), "step…".to_owned(), String::new())
+        );
+        assert_eq!((fit("漢字漢字", 6), fit("", 5)), ("漢字…".to_owned(), String::new()));
     }
 
     #[test]
@@ -219,7 +226,7 @@ mod tests {
         assert_eq!(screen.update(80), "one\ntwo\n");
         assert_eq!(screen.update(80), "", "nothing has changed");
         screen.lines.clear();
-        assert_eq!(screen.update(80), "\r\x1b[2A\x1b[J");
+        assert_eq!(screen.update(80), "\r\x1b[2A\x1b[2M\x1b[J");
         assert_eq!(screen.update(80), "");
     }
 
@@ -227,7 +234,7 @@ mod tests {
     fn erasing_counts_lines_wrapped_by_a_narrower_window() {
         let mut screen = ScreenFrame { lines: frame(&["a line of 20 columns", "short"]), ..ScreenFrame::default() };
         screen.update(80);
-        assert_eq!(screen.update(10), "\r\x1b[3A\x1b[Ja line of\nshort\n", "two rows and one");
-        assert_eq!(screen.update(80), "\r\x1b[2A\x1b[Ja line of 20 columns\nshort\n");
+        assert_eq!(screen.update(10), "\r\x1b[3A\x1b[3M\x1b[Ja line o…\nshort\n", "two rows and one");
+        assert_eq!(screen.update(80), "\r\x1b[2A\x1b[2M\x1b[Ja line of 20 columns\nshort\n");
     }
 }

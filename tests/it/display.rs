@@ -31,7 +31,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 const RESIZED: &str = "<resized>";
 
 /// The lines that a terminal shows in the end, scrolled ones included, and every line that it has ever shown. Knows what the program
-/// may send: line ends, colours, `up` and `erase to the end`.
+/// may send: line ends, colours, `up`, `delete lines` and `erase to the end`.
 fn shown(output: &str) -> (Vec<String>, Vec<String>) {
     let (mut lines, mut row, mut column, mut ever) = (vec![String::new()], 0, 0, Vec::new());
     let mut rest = output.chars();
@@ -50,6 +50,10 @@ fn shown(output: &str) -> (Vec<String>, Vec<String>) {
                 let end = rest.by_ref().inspect(|c| code.push(*c)).find(char::is_ascii_alphabetic);
                 match end {
                     Some('A') => row -= code.trim_matches(['[', 'A']).parse::<usize>().unwrap(),
+                    Some('M') => {
+                        let num_deleted = code.trim_matches(['[', 'M']).parse::<usize>().unwrap();
+                        lines.drain(row..lines.len().min(row + num_deleted));
+                    }
                     Some('J') => {
                         assert_eq!(column, 0, "only whole lines are erased");
                         lines.truncate(row);
@@ -133,7 +137,7 @@ fn a_terminal_has_one_status_and_keeps_lines_of_all_ranks() {
     assert!(!has(&last, &["━"]) && !has(&last, &["╌"]), "the status is gone in the end: {last:#?}");
     assert!(has(&last, &["step 3/3 | reward ", "s/step ", " | 0:0"]), "the last step stays: {last:#?}");
     let statuses: Vec<&String> = ever.iter().filter(|line| line.contains('╌') || line.contains('━')).collect();
-    for parts in [&["step 0/3 ╌"][..], &["step 1/3 ━", " < "], &["generate ━", "2/2 groups", "tokens/s a GPU"]] {
+    for parts in [&["step 0/3 ╌"][..], &["step 1/3 ━", " < "], &["generate ━", "2/2 groups", "tokens/s a rank"]] {
         assert!(statuses.iter().any(|line| parts.iter().all(|part| line.contains(part))), "{parts:?}: {statuses:#?}");
     }
     assert!(statuses.iter().all(|line| line.chars().count() < 80), "{statuses:#?}");
@@ -152,7 +156,7 @@ fn resizing_a_terminal_leaves_no_remains_of_the_status() {
     let text = on_terminal_of((200, 40), &run("narrower"), 0);
     let resized = text.find(RESIZED).expect("it was resized");
     let text = text.replace(RESIZED, "");
-    let erase = regex::Regex::new(r"\r\x1b\[(\d+)A\x1b\[J").unwrap();
+    let erase = regex::Regex::new(r"\r\x1b\[(\d+)A\x1b\[\d+M\x1b\[J").unwrap();
     let (mut widths, mut from, mut took_wrapped_rows) = (Vec::<usize>::new(), 0, false);
     for found in erase.captures_iter(&text) {
         let whole = found.get(0).unwrap();
