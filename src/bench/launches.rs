@@ -131,7 +131,7 @@ mod tests {
         assert_eq!(step.kernels, [share("product", 2, 16.5, 1.5), share("norm", 2, 1.0, 0.0)]);
         let own: f64 = step.kernels.iter().map(|kernel| kernel.us).sum();
         assert_eq!(own + step.gaps_us, step.span_us());
-        let table = table(&[step.clone()]);
+        let table = table(std::slice::from_ref(&step));
         assert!(table.contains("        8        4       18       19      2  2 of 1"), "{table}");
         assert_eq!(table.matches("product").count(), 1, "{table}");
         assert_eq!(step.to_json()["kernels"][0]["gaps_us"], 1.5);

@@ -46,13 +46,13 @@ pub struct GpuLaunch {
 struct Cupti {
     enable: unsafe extern "C" fn(u32) -> u32,
     disable: unsafe extern "C" fn(u32) -> u32,
-    register: unsafe extern "C" fn(Requested, Completed) -> u32,
+    register: unsafe extern "C" fn(BufferRequest, BufferReturn) -> u32,
     flush: unsafe extern "C" fn(u32) -> u32,
     next: unsafe extern "C" fn(*mut u8, usize, *mut *mut u8) -> u32,
 }
 
-type Requested = unsafe extern "C" fn(*mut *mut u8, *mut usize, *mut usize);
-type Completed = unsafe extern "C" fn(*mut c_void, u32, *mut u8, usize, usize);
+type BufferRequest = unsafe extern "C" fn(*mut *mut u8, *mut usize, *mut usize);
+type BufferReturn = unsafe extern "C" fn(*mut c_void, u32, *mut u8, usize, usize);
 
 /// What a recording has so far; the library hands buffers out on a thread of its own.
 static RECORDED: Mutex<Vec<GpuLaunch>> = Mutex::new(Vec::new());

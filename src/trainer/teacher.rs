@@ -53,7 +53,7 @@ impl Teacher {
         let (named, revision) =
             (&config.distillation.teacher_model_name_or_path, &config.distillation.teacher_model_revision);
         let find = |name| ModelSource::find(name, revision.as_deref(), None, &Hub::cached());
-        named.as_ref().map(find).transpose()
+        named.as_deref().map(find).transpose()
     }
 
     /// Refuses more tokens of each distribution than a teacher has.

@@ -2,22 +2,10 @@
 
 use tch::Device;
 
-use super::{Exact, Format, Fp8, Nf4, Plain, StoredFormat};
+use super::{Exact, Format, Fp8, Nf4, Plain, StoredFormat, Use};
 use crate::config::{Config, MixedPrecision, Quantization, RolloutQuantization};
 use crate::error::{Error, Result};
 use crate::model::spec::ModelSpec;
-
-/// A use of a format.
-#[derive(Debug, Clone, Copy)]
-pub enum Use {
-    /// Training.
-    Training,
-    /// An engine.
-    Engine {
-        /// Ranks that share its matrices.
-        tp_size: usize,
-    },
-}
 
 impl Config {
     /// The number format in which the policy and the reference model compute GEMMs.

@@ -10,6 +10,7 @@
 //! | `fp8` | e4m3 rows with one scale each |
 //! | `nf4` | 4 bits per weight, for stored blocks |
 //! | `rows`, `step` | operands of GEMMs; those of an engine step on a GPU |
+//! | `uses` | training and engines |
 //! | `stored` | frozen blocks that are stored in one format and computed with in another |
 
 mod choice;
@@ -22,12 +23,12 @@ mod step;
 mod stored;
 #[cfg(test)]
 mod tests;
+mod uses;
 
 use std::fmt::Debug;
 
 use tch::{Device, Kind, Tensor};
 
-pub use self::choice::Use;
 pub use self::exact::{Exact, bytes_of_parts, trial_bytes};
 pub use self::fp8::Fp8;
 pub use self::nf4::Nf4;
@@ -35,6 +36,7 @@ pub use self::plain::Plain;
 pub use self::rows::{ActivationGradient, Piece, Rows};
 pub use self::step::{OwnProducts, StepCost, StepExperts, StepOutput, StepProducts, StepRows};
 pub use self::stored::{BaseRounding, Encoded, Encoder, StoredBlock, StoredFormat};
+pub use self::uses::Use;
 use super::lora::Lora;
 use super::spec::{ElementBytes, ModelSpec};
 use crate::cuda::kernels::{self, NormedRows, ScaledRows};
