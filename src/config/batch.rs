@@ -1,24 +1,24 @@
-//! The arithmetic of batches, once the number of ranks is known.
+//! Batch sizes that follow from the configuration and the number of ranks.
 
 use super::numbers::{check_divides, divisors, gcd, listed, nearest_multiples};
 use super::range::MAX_COUNT;
 use super::{AutoOr, Config, EngineShape, Roles};
 use crate::error::{Error, Result};
 
-/// Ranks in all, and on each node.
+/// Number of ranks of a run, in all and on each node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WorldSize {
-    /// Ranks.
+    /// Number of ranks in all.
     pub ranks: usize,
-    /// Ranks of a node.
+    /// Number of ranks on each node.
     pub local_ranks: usize,
 }
 
 impl WorldSize {
-    /// Refuses groups of `size` ranks that share micro-batches, of `num_trainers` ranks that train, the first of all.
+    /// Refuses a sequence parallel size that does not divide the `num_trainers` ranks that train, or that does not fit on a node.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`] with the sizes that divide these, and a node's ranks.
+    /// [`Error::InvalidValue`] with the valid sizes.
     pub fn check_sequence_groups(self, num_trainers: usize, size: usize) -> Result<()> {
         let (key, local) = ("sequence_parallel_size", self.local_ranks);
         check_divides(key, size, num_trainers, "train")?;
@@ -30,7 +30,7 @@ impl WorldSize {
         Err(Error::invalid_value(key, size, expected))
     }
 
-    /// Refuses engines, from rank `first` on, that would reach over nodes.
+    /// Refuses engines that would span several nodes. `first` is the first rank that generates.
     ///
     /// # Errors
     /// [`Error::InvalidValue`] with the sizes that fit on a node.
@@ -61,42 +61,22 @@ impl WorldSize {
     }
 }
 
-/// How one generation batch is spread over ranks and updates. All numbers follow from the configuration and the world
-/// size. Prompts are dealt as evenly as they can be: where they are fewer than the ranks, or do not divide, some ranks sample one
-/// group less than others. Completions are spread over the ranks that train by what they cost, whoever sampled them.
-///
-/// ```
-/// use colo_grpo::Config;
-/// use colo_grpo::config::{BatchPlan, EngineShape, WorldSize};
-///
-/// let words = [
-///     "tensor_parallel_size=2",
-///     "num_generations=8",
-///     "per_device_train_batch_size=16",
-///     "gradient_accumulation_steps=2",
-/// ]
-/// .map(str::to_owned);
-/// let config = Config::load(Some("configs/tiny-cpu.toml".as_ref()), &words)?;
-/// let BatchPlan { generation_batch_size, num_prompts, updates_per_generation, .. } = config.validate_world(4)?;
-/// assert_eq!((generation_batch_size, num_prompts, updates_per_generation), (128, 16, 1)); // 16 x 4 ranks x 2 slices
-/// let engine: EngineShape = config.engine_shape();
-/// WorldSize { ranks: 4, local_ranks: 2 }.check_engines(0, engine)?; // no engine reaches over nodes
-/// # Ok::<(), colo_grpo::Error>(())
-/// ```
+/// How one generation batch is divided over ranks and updates. All numbers follow from the configuration and the world size. Prompts are divided as
+/// evenly as possible: if there are fewer prompts than ranks, or they do not divide, some ranks sample one group less than others. Completions are
+/// balanced over the training ranks by their cost, whichever rank sampled them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BatchPlan {
-    /// Ranks.
+    /// Number of ranks.
     pub world_size: usize,
-    /// Completions per generation over all ranks.
+    /// Completions per generation batch, over all ranks.
     pub generation_batch_size: usize,
-    /// Prompts (groups) per generation over all ranks: `generation_batch_size / num_generations`.
+    /// Prompts (groups) per generation batch over all ranks: `generation_batch_size / num_generations`.
     pub num_prompts: usize,
-    /// Ranks that train and ranks that generate.
+    /// Number of ranks that train and of ranks that generate.
     pub roles: Roles,
-    /// Groups under way during a generation over all ranks, equally many on each: those that a step takes and the surplus
-    /// of `oversample`.
+    /// Groups that are sampled at the same time over all ranks, the same number on each: those that a step uses and the surplus of `oversample`.
     pub num_begun: usize,
-    /// Slices per generation batch, each `per_device_train_batch_size` completions a rank.
+    /// Slices per generation batch, each of `per_device_train_batch_size` completions per rank.
     pub steps_per_generation: usize,
     /// Optimizer updates per pass over a generation batch: `steps_per_generation / gradient_accumulation_steps`.
     pub updates_per_generation: usize,
@@ -108,7 +88,7 @@ impl Config {
         self.eval_temperature.unwrap_or(self.temperature)
     }
 
-    /// Ranks that share each micro-batch: 1 until the plan has chosen, where it is to.
+    /// Sequence parallel size: the number of ranks that share each micro-batch. 1 until the plan has chosen, if it is to choose.
     pub fn num_sharers(&self) -> usize {
         match self.sequence_parallel_size {
             AutoOr::Given(size) => size,
@@ -116,7 +96,7 @@ impl Config {
         }
     }
 
-    /// With so many ranks that share each micro-batch.
+    /// A copy of the configuration with this sequence parallel size.
     #[must_use]
     pub fn sharing(&self, size: usize) -> Self {
         Self { sequence_parallel_size: AutoOr::Given(size), ..self.clone() }
@@ -125,7 +105,7 @@ impl Config {
     /// Checks the configuration against the number of ranks.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`] with the numbers and the nearest valid ones; [`Error::InvalidConfig`] where several are wrong.
+    /// [`Error::InvalidValue`] with the nearest valid numbers; [`Error::InvalidConfig`] if several are wrong.
     pub fn validate_world(&self, world_size: usize) -> Result<BatchPlan> {
         let roles @ Roles { num_trainers, num_generators } = self.roles(world_size)?;
         let shards = self.zero.shard_group_size.unwrap_or(1);
@@ -144,7 +124,7 @@ impl Config {
         }
     }
 
-    /// The batches of `world_size` ranks.
+    /// The batch plan for `world_size` ranks with these roles.
     fn batch_plan(&self, world_size: usize, roles: Roles) -> Result<BatchPlan> {
         let out_of_range = |batch: Option<usize>| {
             let got = batch.map_or_else(|| "a number above 2^64".to_owned(), |batch| batch.to_string());
@@ -194,8 +174,8 @@ impl Config {
         })
     }
 
-    /// Optimizer updates in `num_train_epochs` passes over `num_rows` rows. Without an epoch's ragged last batch they are
-    /// transformers' `ceil(num_train_epochs * updates of an epoch)`.
+    /// Number of optimizer updates in `num_train_epochs` passes over `num_rows` rows. Epochs without an incomplete last batch give transformers'
+    /// `ceil(num_train_epochs * updates of an epoch)`.
     pub fn updates_in_epochs(&self, batch: &BatchPlan, num_rows: usize) -> usize {
         let (epochs, updates) = (self.optimizer.num_train_epochs, batch.updates_per_generation * self.num_iterations);
         if self.dataloader_drop_last {
@@ -205,7 +185,7 @@ impl Config {
         batches.saturating_mul(updates)
     }
 
-    /// The generation batch, or with `oversample` the share of each rank, is not a whole number of groups.
+    /// The error for a generation batch (with `oversample`, the share of each rank) that is not a whole number of groups.
     fn invalid_derived_batch(&self, world_size: usize, num_shares: usize, steps: usize) -> Error {
         let (per_device, group) = (self.per_device_train_batch_size, self.num_generations);
         let factor = world_size / num_shares * steps;
@@ -267,7 +247,7 @@ mod tests {
         assert_eq!(updates(&ragged), 3 * 2);
     }
 
-    /// TRL's example of 4 completions a GPU in groups of 16.
+    /// TRL's example of 4 completions per GPU in groups of 16.
     #[test]
     fn a_group_of_completions_may_span_ranks() {
         let plan = config(&["per_device_train_batch_size=4", "num_generations=16"]).validate_world(8).unwrap();

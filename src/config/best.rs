@@ -1,36 +1,22 @@
-//! The keys that say which evaluation was the best and when a run ends before its time, named as in transformers'
-//! `TrainingArguments` and `EarlyStoppingCallback`.
+//! Keys that select the best evaluation and stop a run early, named as in transformers' `TrainingArguments` and `EarlyStoppingCallback`.
 
 use super::field::keys;
 use super::range::{COUNT, at_least};
 
 keys! {
-    /// Best evaluation and early stopping; keys of the top.
-    ///
-    /// The final model is that of the best evaluation, and a run ends after three that are no better:
-    ///
-    /// ```
-    /// use colo_grpo::Config;
-    /// use colo_grpo::config::BestConfig;
-    ///
-    /// let words = ["load_best_model_at_end=true", "early_stopping_patience=3"].map(str::to_owned);
-    /// let config = Config::load(Some("configs/tiny-cpu.toml".as_ref()), &words)?;
-    /// let best: &BestConfig = &config.best;
-    /// assert_eq!((best.metric().as_str(), best.is_greater_better()), ("eval_reward", true));
-    /// # Ok::<(), colo_grpo::Error>(())
-    /// ```
+    /// Keys for the best evaluation and early stopping, at the top level.
     #[derive(Debug, Clone, PartialEq, serde::Serialize)]
     pub struct BestConfig: flat {
-        /// Make the checkpoint of the best evaluation the final model. Every evaluation that is the best so far then saves a
-        /// checkpoint, which `save_total_limit` spares.
+        /// Make the checkpoint of the best evaluation the final model. Every evaluation that is the best so far then saves a checkpoint, and
+        /// `save_total_limit` does not delete it.
         pub load_best_model_at_end: bool = false,
-        /// Metric of the evaluations that decides, with or without `eval_`; `none` is `eval_reward`.
+        /// Evaluation metric that decides which evaluation is best, with or without the prefix `eval_`; `none` is `eval_reward`.
         pub metric_for_best_model: Option<String> = None,
-        /// Whether more of it is better; `none` is yes, unless its name ends with `loss`.
+        /// Whether a larger value of the metric is better; `none` is yes, unless its name ends with `loss`.
         pub greater_is_better: Option<bool> = None,
-        /// The run ends after this many evaluations in a row that are not better than the best before them; `none` goes on.
+        /// Stop the run after this many evaluations in a row that do not improve on the best one; `none` never stops early.
         pub early_stopping_patience: Option<usize> = None => COUNT,
-        /// How much better an evaluation must be to count as better for `early_stopping_patience`.
+        /// Minimum improvement for an evaluation to reset `early_stopping_patience`.
         pub early_stopping_threshold: f64 = 0.0 => at_least(0.0),
     }
 }
@@ -42,7 +28,7 @@ impl BestConfig {
         if name.starts_with("eval_") { name.to_owned() } else { format!("eval_{name}") }
     }
 
-    /// Whether more of it is better.
+    /// Whether a larger value of the metric is better.
     pub fn is_greater_better(&self) -> bool {
         self.greater_is_better.unwrap_or_else(|| !self.metric().ends_with("loss"))
     }

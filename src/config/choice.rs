@@ -1,11 +1,11 @@
-//! Keys that take one of a few words.
+//! Keys that accept one of a few words.
 
 use serde_json::Value;
 
 use super::field::FromValue;
 use super::range::NumberRange;
 
-/// Declares an enum of words, each with its spelling.
+/// Declares an enum whose variants are written as words.
 macro_rules! choices {
     ($(#[$doc:meta])* $name:ident { $($(#[$vdoc:meta])* $variant:ident = $text:literal),+ $(,)? }) => {
         $(#[$doc])*
@@ -43,23 +43,12 @@ macro_rules! choices {
 
 pub(super) use choices;
 
-/// A choice, or the word `auto` for leaving it to the plan.
-///
-/// ```
-/// use colo_grpo::Config;
-/// use colo_grpo::config::{AutoOr, GradientCheckpointing};
-///
-/// let words = ["sequence_parallel_size=auto", "gradient_checkpointing=full"].map(str::to_owned);
-/// let config = Config::load(Some("configs/tiny-cpu.toml".as_ref()), &words)?;
-/// assert_eq!(config.sequence_parallel_size, AutoOr::Auto); // the least with which the plan fits
-/// assert_eq!(config.gradient_checkpointing, AutoOr::Given(GradientCheckpointing::Full));
-/// # Ok::<(), colo_grpo::Error>(())
-/// ```
+/// A choice, or the word `auto`, which leaves the choice to the plan.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AutoOr<T> {
-    /// The plan decides.
+    /// The plan chooses.
     Auto,
-    /// The value that the configuration gives.
+    /// The value given in the configuration.
     Given(T),
 }
 

@@ -1,11 +1,11 @@
-//! The words that keys take, with the papers behind them.
+//! The words that keys accept, with references to papers.
 
 use super::choice::choices;
 
 choices! {
-    /// Where tensors live (`device`).
+    /// Device of all tensors.
     Device {
-        /// CUDA where a GPU is visible, else the CPU.
+        /// CUDA if a GPU is visible, else the CPU.
         Auto = "auto",
         /// The CPU backend.
         Cpu = "cpu",
@@ -14,178 +14,177 @@ choices! {
     }
 }
 choices! {
-    /// Where the two halves of a step run (`mode`).
+    /// Whether each GPU both generates and trains, or does one of the two.
     Mode {
-        /// On every GPU in turn.
+        /// Every GPU generates and trains in turn.
         Colocated = "colocated",
-        /// On GPUs of their own.
+        /// Some GPUs only generate, the others only train.
         Split = "split",
     }
 }
 choices! {
-    /// The treatment of a prompt that is text (`prompt_format`).
+    /// How a prompt that is plain text reaches the model.
     #[derive(Default)]
     PromptFormat {
-        /// A user's message where the model has a chat template.
+        /// As a user message if the model has a chat template, else unchanged.
         #[default]
         Auto = "auto",
-        /// A user's message.
+        /// As a user message.
         Chat = "chat",
-        /// Text, as it is.
+        /// Unchanged.
         Text = "text",
     }
 }
 choices! {
-    /// The treatment of the keys and values of carried groups (`carried_kv`).
+    /// What happens to the KV cache of unfinished groups that are carried to the next step.
     CarriedKv {
-        /// Computed again at the next wake, with the newest weights.
+        /// Keys and values are recomputed at the next wake with the newest weights.
         Recompute = "recompute",
-        /// Left in the KV cache as older weights computed them.
+        /// Keys and values computed by older weights stay in the KV cache.
         Keep = "keep",
     }
 }
 choices! {
-    /// The model that the KL term compares with where adapters train (`reference`).
+    /// The reference model of the KL term in LoRA runs.
     ReferenceModel {
-        /// A frozen copy of the adapters that training starts from; the base where they are new.
+        /// The base with a frozen copy of the initial adapters; the base alone if the adapters are new.
         Initial = "initial",
-        /// The model without adapters.
+        /// The base model without adapters.
         Base = "base",
     }
 }
 choices! {
-    /// Type of weights and activations (`dtype`).
+    /// Dtype of weights and activations.
     Dtype {
         /// bfloat16 on CUDA, float32 on a CPU.
         Auto = "auto",
-        /// IEEE single.
+        /// 32-bit floating point.
         Float32 = "float32",
         /// bfloat16, with fp32 master weights and reductions.
         Bfloat16 = "bfloat16",
     }
 }
 choices! {
-    /// Type of the residual stream (`residual_dtype`).
+    /// Dtype of the residual stream.
     ResidualDtype {
-        /// The type of weights and activations.
+        /// The dtype of weights and activations.
         Auto = "auto",
-        /// IEEE single.
+        /// 32-bit floating point.
         Float32 = "float32",
     }
 }
 choices! {
-    /// The precision in which training multiplies by the weights of blocks (`mixed_precision`).
+    /// Precision of the GEMMs of training with the weights of blocks.
     MixedPrecision {
-        /// That of weights and activations.
+        /// The dtype of weights and activations.
         None = "none",
-        /// FP8 (e4m3) in forward and for the gradients of activations; weights' gradients are made of factors that are not rounded.
+        /// FP8 (e4m3) in forward and for gradients of activations; weight gradients use unrounded operands.
         Fp8 = "fp8",
-        /// All three products of a matrix in FP8: scales of weights' gradients are those of a micro-batch.
+        /// All three GEMMs of a weight matrix in FP8; the scales for weight gradients are per micro-batch.
         Fp8All = "fp8_all",
     }
 }
 choices! {
-    /// How token losses become one number (`loss_type`).
+    /// How token losses are reduced to one number.
     LossType {
         /// Mean per sequence, then mean over sequences (arXiv 2402.03300).
         Grpo = "grpo",
-        /// Sum over a constant, sequences times `max_completion_length` (arXiv 2503.20783).
+        /// Sum divided by a constant, the number of sequences times `max_completion_length` (arXiv 2503.20783).
         DrGrpo = "dr_grpo",
         /// Mean over the tokens of the batch.
         Bnpo = "bnpo",
         /// Mean over the tokens of the whole generation batch (arXiv 2503.14476).
         Dapo = "dapo",
-        /// Clipped importance weights as constants (arXiv 2506.13585).
+        /// Clipped importance weights as constant factors (arXiv 2506.13585).
         Cispo = "cispo",
-        /// A smooth gate in place of the clip range, mean per sequence, then mean over sequences (arXiv 2511.20347).
+        /// A smooth gate instead of clipping; mean per sequence, then mean over sequences (arXiv 2511.20347).
         Sapo = "sapo",
         /// Sum per sequence, then mean over sequences (arXiv 2602.05261).
         Luspo = "luspo",
-        /// Gamma weights of whole sequences as constants, mean over the tokens of the generation batch (arXiv 2602.10693).
+        /// Gamma weights of whole sequences as constant factors; mean over the tokens of the generation batch (arXiv 2602.10693).
         Vespo = "vespo",
     }
 }
 choices! {
-    /// Estimator of the KL divergence from policy to reference, by verl's names (`kl_estimator`). d is the log-probability under the policy less
-    /// that under the reference.
+    /// Estimator of the KL divergence from the policy to the reference, with verl's names. d is the policy's log-probability minus the reference's.
     KlEstimator {
         /// `d`.
         K1 = "k1",
         /// `d^2 / 2`.
         K2 = "k2",
-        /// `exp(-d) + d - 1`, never negative.
+        /// `exp(-d) + d - 1`, which is never negative.
         K3 = "k3",
     }
 }
 choices! {
-    /// Tokens that a divergence from a teacher is over, by TRL's names (`distillation_mode`).
+    /// Tokens over which the distillation divergence is computed, with TRL's names.
     DistillationMode {
         /// The sampled tokens: an estimate of the reverse KL divergence.
         SampledToken = "sampled_token",
-        /// The teacher's most probable tokens of each distribution (TRL's choice where a server scores).
+        /// The teacher's most probable tokens at each position (TRL's choice for a teacher served over HTTP).
         TopkLogits = "topk_logits",
     }
 }
 choices! {
-    /// How the policy is its own teacher, by the names of TRL's trainers: behind which longer prompt it scores its samples (`self_distillation`).
+    /// Self-distillation: the policy with a longer prompt scores its own samples. Names are those of TRL's trainers.
     SelfDistillation {
-        /// It is not.
+        /// No self-distillation.
         None = "none",
-        /// The prompt with the row's column `privileged_context`: a worked answer or a hint (SDFT, arXiv 2601.19897).
+        /// The prompt is extended by the row's column `privileged_context`: a worked answer or a hint (SDFT, arXiv 2601.19897).
         Sdft = "sdft",
-        /// The prompt with a successful completion of the same group, or with the row's feedback (SDPO, arXiv 2601.20802).
+        /// The prompt is extended by a successful completion of the same group, or by the row's feedback (SDPO, arXiv 2601.20802).
         Sdpo = "sdpo",
     }
 }
 choices! {
-    /// Source of the trainer's experts, of a model with experts (`router_replay`).
+    /// Which experts the trainer uses for each token, in models with experts.
     RouterReplay {
-        /// The sampler's choices, with the trainer's own probabilities (rollout routing replay, arXiv 2510.11370).
+        /// The experts that the sampler chose, with the trainer's own probabilities (rollout routing replay, arXiv 2510.11370).
         R3 = "R3",
-        /// The choices of its own router.
+        /// The experts that the trainer's own router chooses.
         Disabled = "disabled",
     }
 }
 choices! {
-    /// Baseline that rewards are compared with (`advantage_estimator`).
+    /// Baseline that is subtracted from rewards.
     AdvantageEstimator {
-        /// Mean of the group (arXiv 2402.03300).
+        /// Mean reward of the group (arXiv 2402.03300).
         Grpo = "grpo",
-        /// Mean of the others of the group (arXiv 2402.14740).
+        /// Mean reward of the other completions of the group (RLOO, arXiv 2402.14740).
         Rloo = "rloo",
     }
 }
 choices! {
-    /// How several rewards become one advantage (`multi_objective_aggregation`).
+    /// How several rewards are combined into one advantage.
     MultiObjectiveAggregation {
-        /// Weighted sum of the rewards, then scaled.
+        /// The weighted sum of the rewards is normalized.
         SumThenNormalize = "sum_then_normalize",
-        /// Each reward scaled within its group, then their weighted sum over the batch (GDPO, arXiv 2601.05242).
+        /// Each reward is normalized within its group, then their weighted sum over the batch (GDPO, arXiv 2601.05242).
         NormalizeThenSum = "normalize_then_sum",
     }
 }
 choices! {
-    /// Level of the policy ratio (`importance_sampling_level`).
+    /// Level at which the policy ratio is computed.
     ImportanceSamplingLevel {
-        /// One ratio a token.
+        /// One ratio per token.
         Token = "token",
-        /// One length-normalised ratio a sequence (GSPO, arXiv 2507.18071).
+        /// One length-normalized ratio per sequence (GSPO, arXiv 2507.18071).
         Sequence = "sequence",
     }
 }
 choices! {
-    /// The treatment of groups that teach nothing (`dynamic_sampling`).
+    /// What happens to groups without a training signal (equal rewards).
     DynamicSampling {
-        /// They are in the batch, with advantages of 0.
+        /// They stay in the batch with advantages of 0.
         None = "none",
-        /// They are left out of the update.
+        /// They are removed from the update.
         Filter = "filter",
-        /// The next prompts are sampled in their place, in the same rollout.
+        /// The next prompts are sampled in their place, within the same rollout.
         Replace = "replace",
     }
 }
 choices! {
-    /// Divisor of the advantages (`scale_rewards`).
+    /// The divisor of advantages.
     ScaleRewards {
         /// Standard deviation of the group.
         Group = "group",
@@ -196,41 +195,41 @@ choices! {
     }
 }
 choices! {
-    /// Correction for the difference between sampler and trainer log-probabilities, by TRL's modes (`importance_sampling_mode`).
+    /// How the difference between the sampler's and the trainer's log-probabilities is corrected (TRL's modes).
     ImportanceSamplingMode {
-        /// Token ratios, cut at the bounds.
+        /// Token ratios, clipped to the bounds.
         TokenTruncate = "token_truncate",
-        /// Token ratios, zero outside of the bounds.
+        /// Token ratios, set to 0 outside of the bounds.
         TokenMask = "token_mask",
-        /// Sequence ratios, cut at the bounds.
+        /// Sequence ratios, clipped to the bounds.
         SequenceTruncate = "sequence_truncate",
-        /// Sequence ratios, zero outside of the bounds.
+        /// Sequence ratios, set to 0 outside of the bounds.
         SequenceMask = "sequence_mask",
     }
 }
 choices! {
-    /// Shape of the learning rate after warm-up (`lr_scheduler_type`).
+    /// Learning rate schedule after warm-up.
     LrSchedulerType {
         /// Stays at the peak.
         Constant = "constant",
-        /// Falls to 0 in a line.
+        /// Decreases linearly to 0.
         Linear = "linear",
-        /// Falls to 0 in a half cosine.
+        /// Decreases to 0 along a half cosine.
         Cosine = "cosine",
-        /// Falls in a half cosine to a share of the peak.
+        /// Decreases along a half cosine to a fraction of the peak.
         CosineWithMinLr = "cosine_with_min_lr",
     }
 }
 choices! {
-    /// The activations that backward recomputes (`gradient_checkpointing`).
+    /// Which activations backward recomputes instead of keeping them. Each value also recomputes what the ones before it do.
     GradientCheckpointing {
-        /// Norms, the activation and the convolution of gated delta nets alone, which cost a reading of memory.
+        /// Only norms, the activation function and the convolution of gated delta nets, which cost one pass over memory.
         KeepChunks = "keep_chunks",
-        /// The chunks of gated delta nets too; `keep_chunks` in a model without them.
+        /// Also the chunks of gated delta nets; the same as `keep_chunks` in models without them.
         None = "none",
-        /// The MLP's first product too, the largest of a block by memory.
+        /// Also the output of the MLP's first GEMM, the largest activation of a block.
         Selective = "selective",
-        /// The whole block from its input but for attention's scores, whose output and log-sum-exp are kept; `full` in layers without.
+        /// The whole block from its input, except for the output and log-sum-exp of attention, which are kept; `full` in layers without attention.
         KeepAttention = "keep_attention",
         /// The whole block from its input.
         Full = "full",
@@ -238,17 +237,17 @@ choices! {
 }
 
 impl GradientCheckpointing {
-    /// Whether the MLP's first product is kept.
+    /// Whether the output of the MLP's first GEMM is kept.
     pub fn keeps_gate_up(self) -> bool {
         matches!(self, Self::KeepChunks | Self::None)
     }
 
-    /// Whether backward begins with a block's input.
+    /// Whether backward recomputes a block from its input.
     pub fn recomputes_blocks(self) -> bool {
         matches!(self, Self::KeepAttention | Self::Full)
     }
 
-    /// Whether of blocks that are computed again attention's output and log-sum-exp are kept.
+    /// Whether attention's output and log-sum-exp are kept in blocks that are otherwise recomputed.
     pub fn keeps_attention(self) -> bool {
         self == Self::KeepAttention
     }
@@ -260,7 +259,7 @@ impl GradientCheckpointing {
 }
 
 choices! {
-    /// A projection that can have a low-rank adapter (`lora.target_modules`).
+    /// A projection that can have a LoRA adapter.
     #[derive(PartialOrd, Ord)]
     TargetModule {
         /// Queries.
@@ -292,49 +291,51 @@ choices! {
 choices! {
     /// How the frozen base of a LoRA run is stored (`quantization`).
     Quantization {
-        /// In the type of the network.
+        /// In the dtype of the network.
         None = "none",
-        /// 4-bit NormalFloat in blocks of 64 with doubly quantised scales (QLoRA, arXiv 2305.14314).
+        /// 4-bit NormalFloat in blocks of 64 with double quantization of the scales (QLoRA, arXiv 2305.14314).
         Nf4 = "nf4",
     }
 }
 choices! {
-    /// How the engine's products read the weights of blocks (`rollout_quantization`).
+    /// Precision of the block weights in the engine's GEMMs.
     RolloutQuantization {
         /// The engine's weights have the policy's dtype.
         None = "none",
-        /// In e4m3 with a scale for each row, made at every wake; activations with one for each token.
+        /// e4m3 with one scale per row, quantized at every wake; activations with one scale per token.
         Fp8 = "fp8",
     }
 }
 choices! {
-    /// Where draft tokens come from, which the engine checks by drawing (`speculation`).
+    /// Where the draft tokens of speculative decoding come from; the engine verifies them by sampling.
     Speculation {
-        /// There are none.
+        /// No draft tokens.
         None = "none",
-        /// The tokens that followed the last tokens of a completion where these occurred before: in the completion, its prompt or other completions of that prompt.
+        /// The tokens that followed an earlier occurrence of the completion's last tokens: in the completion, its prompt or other completions of that
+        /// prompt.
         Ngram = "ngram",
         /// The model's own draft head.
         Mtp = "mtp",
-        /// The drafts of `ngram`, as many in each step as pay by the measured times of steps.
+        /// As `ngram`, with the number of draft tokens per step that is fastest by the measured step times.
         Auto = "auto",
     }
 }
 choices! {
-    /// How the engine stores keys and values (`kv_cache_dtype`).
+    /// Dtype of the KV cache.
     KvCacheDtype {
-        /// In the type of the network.
+        /// The dtype of the network.
         Auto = "auto",
-        /// In e4m3 with a scale for each token and head.
+        /// e4m3 with one scale per token and head.
         Fp8 = "fp8",
-        /// In whole numbers of eight bits with a scale for each token and head. Queries and keys are multiplied by a Hadamard matrix first. The sampler is nearer to the trainer than with `fp8`.
+        /// int8 with one scale per token and head. Queries and keys are multiplied by a Hadamard matrix first. The sampler is closer to the trainer
+        /// than with `fp8`.
         Int8 = "int8",
     }
 }
 choices! {
-    /// How the engine stores the states of gated delta nets between steps (`mamba_ssm_cache_dtype`).
+    /// Dtype in which the engine stores the states of gated delta nets between steps.
     StateDtype {
-        /// In float32, in which they are computed.
+        /// float32, in which states are computed.
         Float32 = "float32",
         /// Rounded to bfloat16 after every step.
         Bfloat16 = "bfloat16",
@@ -345,38 +346,38 @@ choices! {
     OptimizerName {
         /// AdamW (arXiv 1711.05101).
         AdamW = "adamw",
-        /// AdamW with moments of 8 bits in blocks of 256 (arXiv 2110.02861), as bitsandbytes has it.
+        /// AdamW with 8-bit moments in blocks of 256 (arXiv 2110.02861), as in bitsandbytes.
         AdamW8bit = "adamw_8bit",
         /// Muon for the matrices of blocks, AdamW for everything else.
         Muon = "muon",
     }
 }
 choices! {
-    /// How Muon's learning rate follows from a matrix of A rows and B columns (`muon.adjust_lr_fn`).
+    /// How Muon scales the learning rate for a matrix of A rows and B columns.
     AdjustLr {
-        /// Times sqrt(max(1, A / B)), as Jordan's Muon.
+        /// Multiplied by sqrt(max(1, A / B)), as in Jordan's Muon.
         Original = "original",
-        /// Times 0.2 sqrt(max(A, B)), which gives updates AdamW's size (arXiv 2502.16982).
+        /// Multiplied by 0.2 sqrt(max(A, B)), which gives updates of AdamW's size (arXiv 2502.16982).
         MatchRmsAdamw = "match_rms_adamw",
     }
 }
 choices! {
-    /// Where optimizer state lives during rollout (`residency.optimizer`).
+    /// Where optimizer state is stored during rollout.
     OptimizerResidency {
         /// On the device, always.
         Resident = "resident",
-        /// In the host pool during rollout.
+        /// In host memory during rollout, on the device for training.
         Swap = "swap",
-        /// In the host pool; it flows through the device in buckets while it is stepped.
+        /// In host memory; the optimizer step streams it through the device in buckets.
         Stream = "stream",
     }
 }
 choices! {
-    /// Where reference weights live (`residency.reference`).
+    /// Where the reference weights are stored.
     ReferenceResidency {
         /// On the device, sharded over the shard group.
         Resident = "resident",
-        /// In pinned host memory, brought to the device a layer ahead.
+        /// In pinned host memory; each layer is copied to the device one layer ahead of its use.
         Host = "host",
     }
 }

@@ -1,30 +1,16 @@
-//! Which rows come less often (`curriculum.*`).
+//! Keys that make some rows appear less often (`curriculum.*`).
 
 use super::field::keys;
 use super::range::from_to;
 
 keys! {
-    /// Rows that teach little come less often (`curriculum.*`).
-    ///
-    /// Rows that are nearly always or nearly never solved come in every eighth epoch:
-    ///
-    /// ```
-    /// use colo_grpo::Config;
-    /// use colo_grpo::config::CurriculumConfig;
-    ///
-    /// let words = ["curriculum.solve_rate=[0.1, 0.9]", "curriculum.every=8"].map(str::to_owned);
-    /// let config = Config::load(Some("configs/tiny-cpu.toml".as_ref()), &words)?;
-    /// let CurriculumConfig { solve_rate, every } = config.curriculum;
-    /// assert_eq!((solve_rate, every), (Some([0.1, 0.9]), 8));
-    /// # Ok::<(), colo_grpo::Error>(())
-    /// ```
+    /// Rows that are solved too rarely or too often appear less often (`curriculum.*`).
     #[derive(Debug, Clone, PartialEq, serde::Serialize)]
     pub struct CurriculumConfig {
-        /// Bounds of a row's solve rate, both allowed: the share of the newest completions of the row that the rewards of
-        /// `eval_solved_by` call solved. A row outside of them comes less often until its completions are within them again. `none`
-        /// takes all rows alike.
+        /// Bounds of a row's solve rate, inclusive: the fraction of the row's newest completions that the rewards of `eval_solved_by` count as
+        /// solved. A row outside of the bounds appears less often until its completions are within them again. `none` treats all rows alike.
         pub solve_rate: Option<[f64; 2]> = None => from_to(0.0, 1.0),
-        /// A row outside of `curriculum.solve_rate` comes in one of so many epochs.
+        /// A row outside of `curriculum.solve_rate` appears in one of this many epochs.
         pub every: usize = 4 => from_to(2.0, 1e6),
     }
 }

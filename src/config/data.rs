@@ -1,5 +1,4 @@
-//! The keys that say which rows a run reads and how a row becomes a prompt; named as TRL's `ScriptArguments` and `GRPOConfig`
-//! where those have them.
+//! Keys for the rows that a run reads and how a row becomes a prompt; named as in TRL's `ScriptArguments` and `GRPOConfig` where these have them.
 
 use std::path::PathBuf;
 
@@ -14,63 +13,41 @@ use super::raw::RawConfig;
 use super::together::Combination;
 use crate::error::{Error, Result};
 
-/// Weights of entries: a row is held in memory as often as an epoch has it.
+/// Range of the weights of entries of `train_file`: a row is held in memory as often as it appears in an epoch.
 const MOST_COPIES: NumberRange = from_to(0.0, 1000.0).without_low();
 
 keys! {
-    /// Rows and prompts; keys of the top.
-    ///
-    /// Two files, of which the second comes half as often, and a thinking model that is not to think:
-    ///
-    /// ```
-    /// use colo_grpo::Config;
-    /// use colo_grpo::config::{DataConfig, Files, PromptFormat, TemplateVariables};
-    ///
-    /// let words = [
-    ///     "train_file=[\"sums.jsonl\", \"words.parquet\"]",
-    ///     "train_file_weights=[1, 0.5]",
-    ///     "prompt_format=chat",
-    ///     "chat_template_kwargs.enable_thinking=false",
-    /// ]
-    /// .map(str::to_owned);
-    /// let config = Config::load(Some("configs/tiny-cpu.toml".as_ref()), &words)?;
-    /// let data: &DataConfig = &config.data;
-    /// let (files, variables): (&Files, &TemplateVariables) = (&data.train_file, &data.chat_template_kwargs);
-    /// assert_eq!((files.0.len(), data.prompt_format), (2, PromptFormat::Chat));
-    /// assert_eq!(variables.0["enable_thinking"], false);
-    /// # Ok::<(), colo_grpo::Error>(())
-    /// ```
+    /// Keys for rows and prompts, at the top level.
     #[derive(Debug, Clone, PartialEq, serde::Serialize)]
     pub struct DataConfig: flat {
-        /// Training rows: files (JSONL, JSON, Parquet, CSV, TSV), patterns (`rows/*.parquet`), folders, of which the split
-        /// `dataset_train_split` is read, and files of the Hub (`hf://datasets/USER/NAME/PATTERN`). Either this or `dataset_name`.
+        /// Training rows: files (JSONL, JSON, Parquet, CSV, TSV), patterns (`rows/*.parquet`), folders (their split `dataset_train_split` is read)
+        /// and files of the Hub (`hf://datasets/USER/NAME/PATTERN`). Give either this or `dataset_name`.
         pub train_file: Files = Files::default(),
-        /// How often the rows of each entry of `train_file` are seen in an epoch: 2 is twice, 0.5 every other one. Empty is 1 each.
+        /// How often the rows of each entry of `train_file` appear in an epoch: 2 is twice, 0.5 every other one. An empty list is 1 for each.
         pub train_file_weights: Vec<f64> = Vec::new() => MOST_COPIES,
-        /// Held-out rows, named as in `train_file`; of a folder the split `dataset_test_split` is read.
+        /// Evaluation rows, given like `train_file`; of a folder the split `dataset_test_split` is read.
         pub eval_file: Files = Files::default(),
         /// A data set of the Hugging Face Hub by name (`openai/gsm8k`, with a revision `openai/gsm8k@REVISION`), or a folder with
         /// the files of one.
         pub dataset_name: Option<String> = None,
-        /// Configuration (subset) of `dataset_name`; `none` is its only or its default one.
+        /// Configuration (subset) of `dataset_name`; `none` selects its only or its default one.
         pub dataset_config: Option<String> = None,
-        /// Split with the training rows of `dataset_name`.
+        /// Split of `dataset_name` with the training rows.
         pub dataset_train_split: String = "train".to_owned(),
-        /// Split with the held-out rows of `dataset_name`, on which a run is evaluated where `eval_steps` is set and `eval_file` is
-        /// `none`.
+        /// Split of `dataset_name` with the evaluation rows. It is used if `eval_steps` is set and `eval_file` is `none`.
         pub dataset_test_split: Option<String> = Some("test".to_owned()),
-        /// Most training rows that are read, from the first on.
+        /// Maximum number of training rows to read, from the first on.
         pub max_train_samples: Option<usize> = None => COUNT,
-        /// Most held-out rows that are read, from the first on.
+        /// Maximum number of evaluation rows to read, from the first on.
         pub max_eval_samples: Option<usize> = None => COUNT,
-        /// Column with the prompt; `none` is the first that a row has of `prompt`, `problem` and `question`.
+        /// Column that holds the prompt; `none` takes the first of `prompt`, `problem` and `question` that a row has.
         pub dataset_prompt_column: Option<String> = None,
-        /// The treatment of a prompt that is text. `chat`: a user's message, which goes through the chat template. `text`: it reaches
-        /// the model as it is. `auto`: `chat` where the model has a chat template.
+        /// How a prompt that is plain text reaches the model. `chat`: as a user message, through the chat template. `text`: unchanged. `auto`: `chat`
+        /// if the model has a chat template, else `text`.
         pub prompt_format: PromptFormat = PromptFormat::Auto,
-        /// System message put before every conversation that has none.
+        /// System message that is put before every conversation without one.
         pub system_prompt: Option<String> = None,
-        /// Variables that the chat template is given, each a key of its own (`chat_template_kwargs.enable_thinking = false`).
+        /// Variables for the chat template, each as a key (`chat_template_kwargs.enable_thinking = false`).
         pub chat_template_kwargs: TemplateVariables = TemplateVariables::default(),
     }
 }
@@ -83,25 +60,24 @@ impl DataConfig {
         check("train_file_weights", format!("{:?}", self.train_file_weights), fits, expected)
     }
 
-    /// Checks the keys of the rows in `raw` without those of the run.
+    /// Checks only the keys about rows in `raw`.
     pub(super) fn check_source(&self, raw: &RawConfig) -> Result<()> {
         let environment = raw.get("environment").map(|value| ("environment", value.clone()));
         Combination::of_keys(self).with(environment).check().and_then(|()| self.check())
     }
 
-    /// Whether a run is evaluated on held-out rows: on those of `eval_file` in any case, on the data set's split where `eval_steps`
-    /// asks for evaluations.
+    /// Whether a run is evaluated on held-out rows: always on those of `eval_file`, on the data set's test split only if `eval_steps` is set.
     pub fn has_held_out(&self, eval_steps: Option<usize>) -> bool {
         !self.eval_file.0.is_empty() || (eval_steps.is_some() && self.test_split().is_some())
     }
 
-    /// The data set and its split with the held-out rows.
+    /// The data set and split of the held-out rows.
     pub(crate) fn test_split(&self) -> Option<NamedSplit<'_>> {
         Some(NamedSplit { dataset: self.dataset_name.as_deref()?, split: self.dataset_test_split.as_deref()? })
     }
 }
 
-/// A split of a named data set.
+/// A split of a data set given by name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct NamedSplit<'a> {
     /// [`DataConfig::dataset_name`]
@@ -110,33 +86,22 @@ pub(crate) struct NamedSplit<'a> {
     pub split: &'a str,
 }
 
-/// Where a run's model and rows are.
-///
-/// What has to be downloaded before a run, whatever else is wrong with its file:
-///
-/// ```
-/// use colo_grpo::Config;
-/// use colo_grpo::config::Sources;
-///
-/// let words = ["model_name_or_path=Qwen/Qwen2.5-1.5B", "dataset_name=openai/gsm8k", "beta=many"].map(str::to_owned);
-/// let Sources { model, data, .. } = Config::sources(None, &words).expect("both are named");
-/// assert_eq!((model.to_str(), data.dataset_name.as_deref()), (Some("Qwen/Qwen2.5-1.5B"), Some("openai/gsm8k")));
-/// ```
+/// Where the model and the rows of a run are.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Sources {
     /// `model_name_or_path`.
     pub model: PathBuf,
     /// `model_revision`.
     pub revision: Option<String>,
-    /// `teacher_model_name_or_path` and `teacher_model_revision`, where there is a teacher.
+    /// `teacher_model_name_or_path` and `teacher_model_revision`, if there is a teacher.
     pub teacher: Option<(PathBuf, Option<String>)>,
-    /// Rows and prompts.
+    /// Keys for rows and prompts.
     pub data: DataConfig,
-    /// `eval_steps`, which supervised training does not have.
+    /// `eval_steps`; supervised training has no such key.
     pub eval_steps: Option<usize>,
 }
 
-/// Names of files: one, or a list; `none` is no file.
+/// File names: one or a list; `none` is no file.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Files(pub Vec<String>);
 
@@ -166,7 +131,7 @@ impl FromValue for Files {
     }
 }
 
-/// `chat_template_kwargs.*`: variables of a chat template by name.
+/// `chat_template_kwargs.*`: chat template variables by name.
 #[derive(Debug, Clone, Default, PartialEq, serde::Serialize)]
 pub struct TemplateVariables(pub Map<String, Value>);
 
@@ -192,7 +157,7 @@ mod tests {
     use super::super::Config;
     use super::super::tests::{config, message};
 
-    /// A recipe names its data set; the command line names other rows.
+    /// The configuration names a data set, the command line other rows.
     #[test]
     fn rows_given_on_the_command_line_replace_those_of_the_file() {
         let load = |text: &str, overrides: &[&str]| {

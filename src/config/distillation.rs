@@ -1,4 +1,4 @@
-//! On-policy distillation from a teacher.
+//! Keys for on-policy distillation from a teacher.
 
 use std::path::PathBuf;
 
@@ -9,79 +9,58 @@ use super::{Config, DistillationMode, SelfDistillation};
 use crate::error::Result;
 
 keys! {
-    /// On-policy distillation; keys of the top.
-    ///
-    /// Half of the loss is the divergence from a larger model over its 32 most probable tokens:
-    ///
-    /// ```
-    /// use colo_grpo::Config;
-    /// use colo_grpo::config::{DistillationConfig, DistillationMode, SelfDistillation};
-    ///
-    /// let words = [
-    ///     "teacher_model_name_or_path=Qwen/Qwen3-8B",
-    ///     "distillation_weight=0.5",
-    ///     "distillation_mode=topk_logits",
-    ///     "distillation_topk=32",
-    /// ]
-    /// .map(str::to_owned);
-    /// let config = Config::load(Some("configs/tiny-cpu.toml".as_ref()), &words)?;
-    /// let distillation: &DistillationConfig = &config.distillation;
-    /// assert_eq!((distillation.distillation_mode, distillation.num_top()), (DistillationMode::TopkLogits, Some(32)));
-    /// assert_eq!(distillation.self_distillation, SelfDistillation::None); // `sdpo`: the policy behind a longer prompt
-    /// # Ok::<(), colo_grpo::Error>(())
-    /// ```
+    /// Keys for on-policy distillation, at the top level.
     #[derive(Debug, Clone, PartialEq, serde::Serialize)]
     pub struct DistillationConfig: flat {
-        /// A model with the tokenizer of the policy that scores the policy's samples: a folder, or a name on the Hugging Face Hub. The
-        /// loss then has the reverse KL divergence from the policy to it, estimated on the sampled tokens (on-policy distillation,
-        /// arXiv 2306.13649). It is sharded over the ranks that train, and kept where `residency.reference` says.
+        /// Teacher model that scores the policy's samples and has the policy's tokenizer: a folder or a name on the Hugging Face Hub. The loss then
+        /// includes the reverse KL divergence from the policy to the teacher, estimated on the sampled tokens (on-policy distillation, arXiv
+        /// 2306.13649). The teacher is sharded over the training ranks and stored as `residency.reference` says.
         pub teacher_model_name_or_path: Option<PathBuf> = None,
-        /// Branch, tag or commit of a teacher that is named; `none` is `main`.
+        /// Branch, tag or commit of a teacher from the Hub; `none` is `main`.
         pub teacher_model_revision: Option<String> = None,
-        /// Weight of the divergence in the loss; the policy term and the KL term have the rest. 1 learns from the teacher alone, and
-        /// rewards are metrics.
+        /// Weight of the distillation divergence in the loss; the policy term and the KL term get the rest. With 1 only the teacher trains the
+        /// policy, and rewards are just metrics.
         pub distillation_weight: f64 = 1.0 => from_to(0.0, 1.0),
-        /// Tokens that the divergence is over: `sampled_token`, or `topk_logits`, the teacher's `distillation_topk` most probable ones at
-        /// each place.
+        /// Tokens over which the divergence is computed: `sampled_token`, or `topk_logits` for the teacher's `distillation_topk` most probable tokens
+        /// at each position.
         pub distillation_mode: DistillationMode = DistillationMode::SampledToken,
-        /// Tokens of each distribution with `topk_logits`.
+        /// Number of tokens per position with `topk_logits`.
         pub distillation_topk: Option<usize> = None => COUNT,
-        /// The divergence with `topk_logits`: 1 is the reverse KL divergence, policy from teacher, 0 the forward one, and between them lies
-        /// the generalised Jensen-Shannon divergence.
+        /// The divergence used with `topk_logits`: 1 is the reverse KL divergence (policy from teacher), 0 the forward one, values in between are the
+        /// generalized Jensen-Shannon divergence.
         pub distillation_alpha: f64 = 1.0 => from_to(0.0, 1.0),
-        /// With `topk_logits`, take all other tokens together as one more, in place of leaving them out.
+        /// With `topk_logits`, include all other tokens as one extra outcome instead of ignoring them.
         pub distillation_add_tail: bool = false,
-        /// Upper bound of the policy ratio that the divergence is multiplied by where several updates are made of one generation
-        /// batch; `none` is no ratio.
+        /// Upper bound of the policy ratio that multiplies the divergence when a generation batch is used for several updates; `none` uses no ratio.
         pub distillation_is_clip: Option<f64> = Some(2.0) => above(0.0),
-        /// The policy as its own teacher, behind a longer prompt, in place of another model: `sdft` adds the row's column
-        /// `privileged_context`, `sdpo` a successful completion of the group or the row's feedback. Its weights are those of the
-        /// policy before the update (TRL's `teacher_model_kind = "live"`).
+        /// Use the policy with a longer prompt as its own teacher instead of another model: `sdft` adds the row's column `privileged_context`, `sdpo`
+        /// a successful completion of the group or the row's feedback. The teacher has the policy's weights before the update (TRL's
+        /// `teacher_model_kind = "live"`).
         pub self_distillation: SelfDistillation = SelfDistillation::None,
-        /// `sdft`: the last message of the teacher's prompt, made of that of the prompt and of the column `privileged_context`.
+        /// `sdft`: template for the last message of the teacher's prompt, from the last message of the prompt and the column `privileged_context`.
         pub teacher_prompt_template: String = "{prompt}\n\n{privileged_context}".into(),
-        /// `sdft`: sampled tokens at the beginning of each completion that are left out of the divergence.
+        /// `sdft`: number of sampled tokens at the start of each completion that the divergence skips.
         pub num_loss_tokens_to_skip: usize = 0 => from_to(0.0, MAX_COUNT as f64),
-        /// `sdpo`: the last message of the teacher's prompt.
+        /// `sdpo`: template for the last message of the teacher's prompt.
         pub reprompt_template: String = "{prompt}{solution}{feedback}\n\nCorrectly solve the original question.\n".into(),
-        /// `sdpo`: `{solution}` of it, where there is a successful completion.
+        /// `sdpo`: template for `{solution}`, used if there is a successful completion.
         pub solution_template: String = "\nCorrect solution:\n\n{successful_previous_attempt}\n\n".into(),
-        /// `sdpo`: `{feedback}` of it, where the row's column `privileged_context` has some.
+        /// `sdpo`: template for `{feedback}`, used if the row's column `privileged_context` is not empty.
         pub feedback_template: String =
             "\nThe following is feedback from your unsuccessful earlier attempt:\n\n{feedback_raw}\n\n".into(),
-        /// `sdpo`: whether successful completions become part of prompts.
+        /// `sdpo`: whether successful completions are added to the teacher's prompt.
         pub use_successful_as_teacher: bool = true,
-        /// `sdpo`: the least reward of a successful completion.
+        /// `sdpo`: minimum reward of a successful completion.
         pub success_reward_threshold: f64 = 1.0 => ANY,
-        /// `sdpo`: whether a completion is never shown to itself.
+        /// `sdpo`: whether a completion is never added to its own teacher's prompt.
         pub dont_reprompt_on_self_success: bool = true,
-        /// `sdpo`: whether the row's feedback becomes part of prompts.
+        /// `sdpo`: whether the row's feedback is added to the teacher's prompt.
         pub include_environment_feedback: bool = false,
-        /// `sdpo`: whether it does only where there is no successful completion.
+        /// `sdpo`: whether feedback is added only if there is no successful completion.
         pub environment_feedback_only_without_solution: bool = false,
-        /// `sdpo`: whether `<think>..</think>` is left out of a completion that is shown.
+        /// `sdpo`: whether `<think>..</think>` is removed from a completion before it is added to the teacher's prompt.
         pub remove_thinking_from_demonstration: bool = false,
-        /// Most tokens of a teacher's prompt; of a longer one the last are kept.
+        /// Maximum length in tokens of a teacher's prompt; a longer prompt keeps its last tokens.
         pub max_reprompt_len: usize = 10240 => COUNT,
     }
 }
@@ -95,12 +74,12 @@ const PLACES: [(&str, &[&str]); 4] = [
 ];
 
 impl Config {
-    /// Whether a teacher scores the samples.
+    /// Whether a teacher scores the samples, another model or the policy itself.
     pub fn has_teacher(&self) -> bool {
         self.distillation.teacher_model_name_or_path.is_some() || self.teaches_itself()
     }
 
-    /// Whether that teacher is the policy.
+    /// Whether the teacher is the policy itself.
     pub fn teaches_itself(&self) -> bool {
         self.distillation.self_distillation != SelfDistillation::None
     }
@@ -118,7 +97,7 @@ impl Config {
 }
 
 impl DistillationConfig {
-    /// The teacher's tokens of each distribution that the divergence is over, if it is over these.
+    /// Number of top tokens per position for the divergence, with `topk_logits`; else `None`.
     pub fn num_top(&self) -> Option<usize> {
         self.distillation_topk.filter(|_| self.distillation_mode == DistillationMode::TopkLogits)
     }

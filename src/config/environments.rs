@@ -1,4 +1,4 @@
-//! The key that names an environment of a hub, and its arguments.
+//! The key that names an environment of an environment hub, and its arguments.
 
 use std::fmt;
 
@@ -12,21 +12,21 @@ use super::range::NumberRange;
 use super::raw::RawConfig;
 use crate::error::{Error, Result};
 
-/// Where an environment comes from, by the word before the colon.
+/// The kind of environment, given by the word before the colon.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum EnvironmentHub {
     /// The Python package verifiers: whole episodes against an OpenAI-compatible server.
     Verifiers,
-    /// A server of OpenEnv: tools.
+    /// An OpenEnv server, which provides tools.
     OpenEnv,
-    /// The Python package reasoning-gym: rows and a score.
+    /// The Python package reasoning-gym, which provides rows and scores.
     ReasoningGym,
 }
 
 impl EnvironmentHub {
     const ALL: [Self; 3] = [Self::Verifiers, Self::OpenEnv, Self::ReasoningGym];
 
-    /// Whether it acts between the model's turns, or plays them; else it makes rows and scores completions.
+    /// Whether the environment acts between the model's turns or plays whole episodes; else it only makes rows and scores completions.
     pub(crate) const fn acts(self) -> bool {
         !matches!(self, Self::ReasoningGym)
     }
@@ -40,29 +40,10 @@ impl EnvironmentHub {
     }
 }
 
-/// An environment of a hub, `hub:name`.
-///
-/// ```
-/// use colo_grpo::Config;
-/// use colo_grpo::config::{Environment, EnvironmentArguments, EnvironmentHub};
-///
-/// let words = [
-///     "model_name_or_path=Qwen/Qwen2.5-1.5B-Instruct",
-///     "environment=reasoning_gym:chain_sum",
-///     "environment_args.min_terms=2",
-///     "reward_funcs=[]",
-/// ]
-/// .map(str::to_owned);
-/// let config = Config::load(None, &words)?;
-/// let environment: &Environment = config.tools.environment.as_ref().expect("it is given");
-/// assert_eq!((environment.hub, environment.name()), (EnvironmentHub::ReasoningGym, "chain_sum"));
-/// let EnvironmentArguments(arguments) = &config.tools.environment_args;
-/// assert_eq!(arguments["min_terms"], 2);
-/// # Ok::<(), colo_grpo::Error>(())
-/// ```
+/// An environment, written `hub:name`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Environment {
-    /// Where it comes from.
+    /// The environment's kind.
     pub hub: EnvironmentHub,
     text: String,
 }
@@ -74,19 +55,19 @@ impl fmt::Display for Environment {
 }
 
 impl Environment {
-    /// The environment that a text names, if it has the form of one.
+    /// Parses `hub:name`; `None` for any other text.
     pub(crate) fn parse(text: &str) -> Option<Self> {
         let (word, name) = text.split_once(':')?;
         let hub = EnvironmentHub::ALL.into_iter().find(|hub| hub.word() == word)?;
         (!name.is_empty()).then(|| Self { hub, text: text.to_owned() })
     }
 
-    /// The environment as it is written, `hub:name`.
+    /// The environment as written, `hub:name`.
     pub fn text(&self) -> &str {
         &self.text
     }
 
-    /// The last part of its name, without an owner and a version: the name of its reward.
+    /// The last part of the name without owner and version, which names the environment's reward.
     pub(crate) fn short_name(&self) -> &str {
         let name = self.name().rsplit('/').next().unwrap_or_default();
         name.split('@').next().unwrap_or_default()
@@ -118,7 +99,7 @@ impl FromValue for Environment {
     }
 }
 
-/// `environment_args.*`: arguments of an environment by name, tables of them among them.
+/// `environment_args.*`: arguments of an environment by name; values may be tables.
 #[derive(Debug, Clone, Default, PartialEq, serde::Serialize)]
 pub struct EnvironmentArguments(pub Map<String, Value>);
 
@@ -142,7 +123,7 @@ impl Field for EnvironmentArguments {
     }
 }
 
-/// The values under `key`.
+/// The values below `key`, as a table.
 fn table(raw: &RawConfig, key: &str) -> Map<String, Value> {
     let value = |name: &str| {
         let key = join(key, name);
@@ -152,12 +133,12 @@ fn table(raw: &RawConfig, key: &str) -> Map<String, Value> {
 }
 
 impl Config {
-    /// The environment, if one of `hub` is named.
+    /// The run's environment if it is of kind `hub`.
     pub(crate) fn environment_of(&self, hub: EnvironmentHub) -> Option<&Environment> {
         self.tools.environment.as_ref().filter(|environment| environment.hub == hub)
     }
 
-    /// The settings that the processes of an environment open it from.
+    /// The settings as JSON from which the environment's processes open it.
     pub(crate) fn environment_settings(&self) -> Option<Value> {
         let environment = self.tools.environment.as_ref()?;
         Some(serde_json::json!({

@@ -1,4 +1,4 @@
-//! One declaration per key: the struct's field, its default, how it is read and how it is written.
+//! The macro that declares keys: for each the struct field, its default, its valid range and how it is read and written.
 
 use std::path::PathBuf;
 
@@ -10,42 +10,42 @@ use super::raw::RawConfig;
 use crate::error::Error;
 use crate::migration;
 
-/// Advice on numbers beyond [`LARGEST`].
+/// Text of errors for numbers beyond [`LARGEST`].
 const TOO_LARGE: &str = "no number is above 1e30 or below -1e30";
 
-/// A value that one key can hold.
+/// A type that the value of a key can have.
 pub(crate) trait FromValue: Sized {
-    /// Describes the values that are accepted, for messages; numbers are those of `range`.
+    /// Describes the accepted values for messages; numbers must be in `range`.
     fn expected(range: &NumberRange) -> String;
-    /// `None` if the value has the wrong type, or is a number outside of `range`.
+    /// Converts a value; `None` if it has the wrong type or is a number outside of `range`.
     fn from_value(value: &Value, range: &NumberRange) -> Option<Self>;
     /// The inverse of `from_value`.
     fn to_value(&self) -> Value;
 }
 
-/// A key as a reader of the reference sees it.
+/// A key as shown in the reference page.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct KeyDoc {
-    /// Heading of the keys that begin with this one.
+    /// Section heading in the page, if this key starts a section.
     pub section: Option<&'static str>,
     /// Full name of the key.
     pub key: String,
-    /// The names under it that may be written, where it is a table that is told as one key.
+    /// Names of the entries, for a table that is documented as one key.
     pub entries: Vec<String>,
-    /// The values that are accepted.
+    /// Description of the accepted values.
     pub expected: String,
-    /// `None` where the key is required.
+    /// The default; `None` if the key is required.
     pub default: Option<Value>,
-    /// The field's documentation.
+    /// The doc comment of the field.
     pub text: String,
 }
 
-/// A key, or a table of keys.
+/// A key or a table of keys.
 pub(crate) trait Field: Sized {
-    /// Appends the keys at and under `key`; `default`, `range` and `text` are a single key's.
+    /// Appends the documentation of all keys at and below `key`; `default`, `range` and `text` are for a single key.
     fn describe(key: &str, default: Option<Self>, range: &NumberRange, text: &str, out: &mut Vec<KeyDoc>);
-    /// Takes the value from `raw`, or the default; without either the key is required. What is refused goes to `wrong`, and
-    /// the other keys of a table are read all the same, so that a user sees every fault at once.
+    /// Reads the value from `raw`, or takes the default; a key without either is required. Errors are added to `wrong`, and the other keys of a table
+    /// are still read, so that all errors are reported together.
     fn read(
         raw: &RawConfig,
         key: &str,
@@ -53,16 +53,16 @@ pub(crate) trait Field: Sized {
         range: &NumberRange,
         wrong: &mut Vec<Error>,
     ) -> Option<Self>;
-    /// Appends every key at and under `key` with its value.
+    /// Appends every key at and below `key` with its value.
     fn write(&self, key: &str, out: &mut Vec<(String, Value)>);
 
-    /// The key of the field `name` in `table`.
+    /// The full name of the field `name` in `table`.
     fn key(table: &str, name: &str) -> String {
         join(table, name)
     }
 }
 
-/// Whether a number, or one of a list, is beyond [`LARGEST`].
+/// Whether a number, or one in a list, is larger than [`LARGEST`].
 fn is_too_large(value: &Value) -> bool {
     match value {
         Value::Array(entries) => entries.iter().any(is_too_large),
@@ -103,10 +103,9 @@ impl<T: FromValue> Field for T {
     }
 }
 
-/// Declares a struct whose fields are configuration keys. `= default` follows the type; a leaf without one is required,
-/// and a table takes its fields' own defaults. `=> range` is last and says which numbers the key takes. The keys of a struct
-/// marked `flat` are those of the table that it is in.
-/// `section "..";` begins a part of the reference, whose text are the fields' documentation.
+/// Declares a struct whose fields are configuration keys. `= default` follows the type; a key without a default is required, and a table uses the
+/// defaults of its fields. `=> range` comes last and gives the valid numbers. The keys of a struct marked `flat` belong to the table that contains
+/// it. `section "..";` starts a section of the reference page, whose text comes from the fields' doc comments.
 macro_rules! keys {
     ($(#[$meta:meta])* pub struct $name:ident $(: $flat:ident)? {
         $($(section $section:literal;)? $(#[$($field_meta:tt)+])* pub $field:ident: $type:ty $(= $default:expr)? $(=> $range:expr)?,)+
@@ -197,7 +196,7 @@ macro_rules! whole_numbers {
             range.not_negative().of("a whole number")
         }
 
-        /// TOML's integers end at `i64::MAX`: larger ones would not survive a snapshot.
+        /// TOML integers end at `i64::MAX`; larger ones could not be saved in a snapshot.
         fn from_value(value: &Value, range: &NumberRange) -> Option<Self> {
             let number = value.as_i64().filter(|number| range.contains(*number as f64))?;
             number.try_into().ok()
@@ -234,7 +233,7 @@ impl FromValue for f32 {
         (number.is_finite() && range.contains(f64::from(number))).then_some(number)
     }
 
-    /// The shortest decimal that reads back as the same f32 (0.9, not 0.8999999761581421).
+    /// Writes the shortest decimal that reads back as the same f32 (0.9, not 0.8999999761581421).
     fn to_value(&self) -> Value {
         self.to_string().parse::<f64>().unwrap_or(f64::from(*self)).into()
     }
@@ -273,7 +272,7 @@ impl<T: FromValue> FromValue for Option<T> {
         format!("\"none\" or {}", T::expected(range))
     }
 
-    /// TOML has no null: the word `none` is one.
+    /// The word `none` is null, as TOML has no null.
     fn from_value(value: &Value, range: &NumberRange) -> Option<Self> {
         if value.is_null() || value == "none" { Some(None) } else { T::from_value(value, range).map(Some) }
     }
@@ -283,7 +282,7 @@ impl<T: FromValue> FromValue for Option<T> {
     }
 }
 
-/// Two numbers, the lower one first.
+/// A range: two numbers, the lower one first.
 impl FromValue for [f64; 2] {
     fn expected(range: &NumberRange) -> String {
         format!("[low, high], each {}, low not above high", f64::expected(range))
@@ -305,7 +304,7 @@ impl<T: FromValue> FromValue for Vec<T> {
         format!("a list [..], or one entry, each {}", T::expected(range))
     }
 
-    /// One entry may stand without brackets.
+    /// A single entry may be given without brackets.
     fn from_value(value: &Value, range: &NumberRange) -> Option<Self> {
         match value {
             Value::Array(entries) => entries.iter().map(|entry| T::from_value(entry, range)).collect(),
@@ -318,18 +317,18 @@ impl<T: FromValue> FromValue for Vec<T> {
     }
 }
 
-/// Names of all keys, in declaration order.
+/// Names of all keys of `T`, in declaration order.
 pub(super) fn names<T: Field>() -> Vec<String> {
     described::<T>().into_iter().map(|key| key.key).collect()
 }
 
-/// All names that a file may hold, in declaration order.
+/// All names that a configuration file may contain for `T`, in declaration order.
 pub(super) fn names_in_files<T: Field>() -> Vec<String> {
     let of_key = |key: KeyDoc| if key.entries.is_empty() { vec![key.key] } else { key.entries };
     described::<T>().into_iter().flat_map(of_key).collect()
 }
 
-/// Every key in declaration order.
+/// Documentation of all keys of `T`, in declaration order.
 pub(crate) fn described<T: Field>() -> Vec<KeyDoc> {
     let mut keys = Vec::new();
     T::describe("", None, &range::ANY, "", &mut keys);

@@ -1,13 +1,13 @@
-//! Tables of keys as dotted names.
+//! Converts nested tables to dotted keys.
 
 use serde_json::Value;
 
-/// `table.key`, or `key` at the top.
+/// Joins `table` and `key` to `table.key`; without a table just `key`.
 pub(crate) fn join(table: &str, key: &str) -> String {
     if table.is_empty() { key.to_owned() } else { format!("{table}.{key}") }
 }
 
-/// Tables become dotted keys; an empty table stays an entry, so that a mistyped one is seen.
+/// Flattens tables to dotted keys. An empty table stays an entry, so that a mistyped one is reported.
 pub(super) fn flatten(key: &str, value: Value, out: &mut Vec<(String, Value)>) {
     match value {
         Value::Object(map) if !map.is_empty() => {

@@ -1,4 +1,4 @@
-//! Longest time that a rank may stand still, by phase.
+//! Time limits for a rank without progress, by phase.
 
 use std::time::Duration;
 
@@ -12,25 +12,24 @@ use crate::error::Error;
 use crate::phase::{HeartbeatLimits, Phase};
 
 const TIMEOUT_S: f64 = 300.0;
-/// Reading a large model and making a checkpoint durable give no heartbeat for long.
+/// Limit for phases such as reading a large model or writing a checkpoint, which make no visible progress for long.
 const LONG_S: f64 = 1800.0;
 
-/// `heartbeat`: seconds without a heartbeat after which a rank counts as hung. `timeout_s` holds for every phase that has no
-/// `{phase}_s` of its own.
+/// `heartbeat`: seconds without a heartbeat after which a rank counts as hung. `timeout_s` applies to every phase without its own `{phase}_s`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct HeartbeatConfig {
-    /// The limit of phases that have none of their own.
+    /// Limit in seconds for phases without their own.
     pub timeout_s: f64,
     by_phase: Vec<Option<f64>>, // in the order of Phase::ALL
 }
 
 impl HeartbeatConfig {
-    /// The limits by phase.
+    /// The limits of all phases.
     pub fn limits(&self) -> HeartbeatLimits {
         HeartbeatLimits::new(|phase| Duration::from_secs_f64(self.by_phase[phase as usize].unwrap_or(self.timeout_s)))
     }
 
-    /// Every key with its value.
+    /// All keys of the table with their values.
     fn entries(&self) -> impl Iterator<Item = (String, Option<f64>)> + '_ {
         let own = Phase::ALL.iter().map(|&phase| (key_of(phase), self.by_phase[phase as usize]));
         std::iter::once(("timeout_s".to_owned(), Some(self.timeout_s))).chain(own)

@@ -1,4 +1,4 @@
-//! How a configuration is read: a file, overrides over it, and all that is wrong with both reported together.
+//! Reads a configuration from a file and overrides, and reports all errors of both together.
 
 use std::path::{Path, PathBuf};
 
@@ -8,18 +8,18 @@ use super::raw::RawConfig;
 use super::{Config, DataConfig, SftConfig, Sources};
 use crate::error::{Error, Result};
 
-/// A key of a configuration that may be another program's, its value, and what was written where that stands for something else.
+/// A key of a configuration that may belong to another trainer: the key, its value, and the value as written if it was converted.
 pub(crate) type ForeignEntry = (String, serde_json::Value, Option<serde_json::Value>);
 
-/// Every key of a file and of overrides, whatever program's they are.
+/// All keys of a file and of overrides, whichever trainer they belong to.
 ///
 /// # Errors
-/// [`Error::ConfigSyntax`](crate::Error::ConfigSyntax) with the line for what does not parse.
+/// [`Error::ConfigSyntax`](crate::Error::ConfigSyntax) with the line of a syntax error.
 pub(crate) fn foreign_entries(file: Option<&Path>, overrides: &[String]) -> Result<Vec<ForeignEntry>> {
     Ok(RawConfig::read(file, overrides)?.into_entries().collect())
 }
 
-/// The raw entries, and a sentence in `notices` for every value that is read as another.
+/// Reads the raw entries; adds a sentence to `notices` for every value that is converted.
 fn read_noting(file: Option<&Path>, overrides: &[String], notices: &mut Vec<String>) -> Result<RawConfig> {
     let raw = RawConfig::read(file, overrides)?;
     notices.extend(raw.notices());
@@ -27,8 +27,8 @@ fn read_noting(file: Option<&Path>, overrides: &[String], notices: &mut Vec<Stri
 }
 
 impl Config {
-    /// Reads a TOML or YAML file and lays `key=value` (or `table.key=value`) overrides over it; an override's value is
-    /// a TOML value, or text where it is none. What depends on the world is left to [`Config::validate_world`].
+    /// Reads a TOML or YAML file and applies `key=value` (or `table.key=value`) overrides. The value of an override is a TOML value, or text if it is
+    /// none. Checks that depend on the number of ranks are left to [`Config::validate_world`].
     ///
     /// # Errors
     /// [`Error::UnknownKeys`](crate::Error::UnknownKeys) with file, line and nearest key;
@@ -38,8 +38,8 @@ impl Config {
         Self::load_noting(file, overrides, &mut Vec::new())
     }
 
-    /// [`Config::load`], which adds a sentence to `notices` for every value that is read as another, such as TRL's
-    /// `top_k = -1`, and for keys that nothing reads, such as those of tools where there are none.
+    /// Like [`Config::load`], and adds a sentence to `notices` for every value that is converted, such as TRL's `top_k = -1`, and for every key
+    /// without effect, such as those for tools in a run without tools.
     ///
     /// # Errors
     /// Returns the errors of [`Config::load`].
@@ -50,7 +50,7 @@ impl Config {
         Ok(config)
     }
 
-    /// Reads back what [`Config::to_toml`] wrote.
+    /// Reads the TOML text that [`Config::to_toml`] wrote.
     ///
     /// # Errors
     /// Returns the errors of [`Config::load`].
@@ -58,7 +58,7 @@ impl Config {
         Self::validate(&RawConfig::read_text(text, Path::new("saved configuration"))?)
     }
 
-    /// Reads keys that no file has: its errors name no line.
+    /// Builds a configuration from imported keys; errors name no line, as there is no file.
     ///
     /// # Errors
     /// Returns the errors of [`Config::load`].
@@ -66,7 +66,7 @@ impl Config {
         Self::validate(&RawConfig::of_entries(entries)?)
     }
 
-    /// Adds to an error about values where the keys were written, which whoever checks a configuration later does not know.
+    /// Adds to an error about values the places where these keys were written.
     pub(crate) fn located(file: Option<&Path>, overrides: &[String], error: Error) -> Error {
         match RawConfig::read(file, overrides) {
             Ok(raw) => raw.locate(error),
@@ -74,8 +74,7 @@ impl Config {
         }
     }
 
-    /// Where a run's model and rows are, of a configuration that may be wrong otherwise: what is missing is then reported with
-    /// all that is wrong.
+    /// Model and rows of a run, even if the configuration has other errors, so that missing files can be reported together with those.
     pub fn sources(file: Option<&Path>, overrides: &[String]) -> Option<Sources> {
         let (raw, mut wrong) = (RawConfig::read(file, overrides).ok()?, Vec::new());
         let model = PathBuf::read(&raw, "model_name_or_path", None, &ANY, &mut wrong)?;
@@ -89,12 +88,12 @@ impl Config {
 }
 
 impl SftConfig {
-    /// Reads a file and overrides as [`Config::load`] does, with the same errors.
+    /// Reads a file and overrides like [`Config::load`], with the same errors.
     pub fn load(file: Option<&Path>, overrides: &[String]) -> Result<Self> {
         Self::load_noting(file, overrides, &mut Vec::new())
     }
 
-    /// [`SftConfig::load`], which adds a sentence to `notices` for every value that is read as another.
+    /// Like [`SftConfig::load`], and adds a sentence to `notices` for every value that is converted.
     pub fn load_noting(file: Option<&Path>, overrides: &[String], notices: &mut Vec<String>) -> Result<Self> {
         Self::validate(&read_noting(file, overrides, notices)?)
     }

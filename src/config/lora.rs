@@ -1,4 +1,4 @@
-//! The keys of low-rank adapters (`lora.*`), named as PEFT's `LoraConfig`.
+//! Keys for LoRA adapters (`lora.*`), named as in PEFT's `LoraConfig`.
 
 use serde_json::Value;
 
@@ -8,43 +8,22 @@ use super::field::{FromValue, keys};
 use super::range::{BELOW_ONE, NumberRange, above, from_to};
 use crate::error::Result;
 
-/// Largest rank of adapters that are trained or read.
+/// Maximum rank of adapters.
 pub(crate) const MAX_RANK: usize = 1 << 16;
-/// Every linear projection of a block.
+/// The word for every linear projection of a block.
 const ALL_LINEAR: &str = "all-linear";
 
 keys! {
-    /// Low-rank adapters (`lora.*`): the base is frozen, adapters train.
-    ///
-    /// Adapters of queries and values beside a base in 4 bits, whose divergence from that base is in the loss:
-    ///
-    /// ```
-    /// use colo_grpo::Config;
-    /// use colo_grpo::config::{LoraConfig, Quantization, ReferenceModel, TargetModule, TargetModules};
-    ///
-    /// let words = [
-    ///     "lora.r=8",
-    ///     "lora.target_modules=[\"q_proj\", \"v_proj\"]",
-    ///     "quantization=nf4",
-    ///     "beta=0.04",
-    ///     "reference=base",
-    /// ]
-    /// .map(str::to_owned);
-    /// let config = Config::load(Some("configs/tiny-cpu.toml".as_ref()), &words)?;
-    /// let lora: &LoraConfig = &config.lora;
-    /// assert_eq!(lora.target_modules, TargetModules::Some(vec![TargetModule::QProj, TargetModule::VProj]));
-    /// assert_eq!((config.quantization, config.reference), (Quantization::Nf4, ReferenceModel::Base));
-    /// # Ok::<(), colo_grpo::Error>(())
-    /// ```
+    /// Keys for LoRA (`lora.*`): the base is frozen and adapters are trained.
     #[derive(Debug, Clone, PartialEq, serde::Serialize)]
     pub struct LoraConfig {
-        /// Rank; `none` trains all weights.
+        /// Rank of the adapters; `none` trains all weights without adapters.
         pub r: Option<usize> = None => from_to(1.0, MAX_RANK as f64),
-        /// The adapters' sum is scaled by `alpha / r`.
+        /// LoRA alpha: the adapters' output is scaled by `alpha / r`.
         pub alpha: f64 = 32.0 => above(0.0),
-        /// Chance that an element of an adapter's input is dropped in training.
+        /// Dropout probability of elements of an adapter's input in training.
         pub dropout: f64 = 0.0 => BELOW_ONE,
-        /// Adapted projections: names, or `all-linear`.
+        /// Projections that get adapters: a list of names, or `all-linear`.
         pub target_modules: TargetModules = TargetModules::AllLinear,
     }
 }
@@ -58,17 +37,17 @@ impl LoraConfig {
     }
 }
 
-/// The projections that are adapted.
+/// The projections that get adapters.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum TargetModules {
     /// Every linear projection that the model's blocks have.
     AllLinear,
-    /// Some of them.
+    /// Only these projections.
     Some(Vec<TargetModule>),
 }
 
 impl TargetModules {
-    /// The projections, each once, in order; of all linear ones those of any model.
+    /// The projections, each once, in order; for `all-linear` those of any model.
     pub fn modules(&self) -> Vec<TargetModule> {
         let mut modules = match self {
             Self::AllLinear => TargetModule::ALL.to_vec(),

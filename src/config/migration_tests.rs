@@ -1,4 +1,4 @@
-//! Keys and values of other trainers in a configuration of ours.
+//! Tests of keys and values of other trainers in a configuration.
 
 use super::tests::{config, message};
 use super::{AutoOr, Config, GradientCheckpointing, LrSchedulerType, ScaleRewards, SftConfig};
@@ -15,7 +15,7 @@ fn migration_hints_cover_only_foreign_keys_and_all_are_reachable() {
     assert_eq!(advice("+actor_rollout_ref.rollout.n"), Some("num_generations"));
 }
 
-/// `import` renames or leaves out keys of other programs alone, and renames them to ours.
+/// `import` renames or drops only keys of other trainers, and renames them to known keys.
 #[test]
 fn renamed_and_harmless_keys_are_in_the_dictionary() {
     for (theirs, ours) in RENAMED {
@@ -31,7 +31,7 @@ fn renamed_and_harmless_keys_are_in_the_dictionary() {
     assert_eq!(renamed("data.apply_chat_template_kwargs.level").as_deref(), Some("chat_template_kwargs.level"));
 }
 
-/// A name of a key is an answer: what has none is told so.
+/// Every hint names a known key, or says that there is no equivalent.
 #[test]
 fn every_migration_hint_names_a_known_key_or_says_there_is_none() {
     for (key, part) in [

@@ -1,7 +1,7 @@
-//! Configuration: parsed, validated, read-only after. Keys are TRL's `GRPOConfig`'s where one exists, and so are defaults but
-//! for those that docs/config.md lists.
+//! The configuration: parsed, validated, and read-only afterwards. Keys and defaults are those of TRL's `GRPOConfig` where it has them, except for
+//! the defaults listed in docs/config.md.
 //!
-//! A file and `key=value` words make a [`Config`], whose fields are keys and tables of keys. All that is wrong is reported together:
+//! [`Config`] is read from a file and `key=value` overrides. Every table of the file is a struct, and every key that accepts a few words is an enum:
 //!
 //! ```
 //! use colo_grpo::{Config, Error, ExitCode};
@@ -17,10 +17,43 @@
 //! # Ok::<(), Error>(())
 //! ```
 //!
-//! Every key that takes one of a few words is an enum, whose words its type lists:
+//! The number of ranks is checked before any of them starts:
 //!
 //! ```
-//! use colo_grpo::config::Quantization;
+//! use colo_grpo::Config;
+//! use colo_grpo::config::{BatchPlan, EngineShape, MAX_ASYNC_STEPS, PipelinePartition, Roles, Sources, WorldSize};
+//!
+//! let file = Some("configs/tiny-cpu.toml".as_ref());
+//! let config = Config::load(file, &["tensor_parallel_size=1".to_owned()])?;
+//! let batch: BatchPlan = config.validate_world(1)?;
+//! let Roles { num_trainers, num_generators } = batch.roles;
+//! println!("{num_trainers} ranks train, {num_generators} generate, at most {MAX_ASYNC_STEPS} steps ahead");
+//! let uneven: &Option<PipelinePartition> = &config.pipeline_partition;
+//! assert!(uneven.is_none(), "the stages have equal numbers of layers");
+//! let engine = EngineShape { tensor_parallel_size: 2, pipeline_parallel_size: 1 };
+//! WorldSize { ranks: 8, local_ranks: 8 }.check_engines(0, engine)?;
+//! let named: Option<Sources> = Config::sources(file, &[]); // what has to be downloaded
+//! assert!(named.is_some());
+//! # Ok::<(), colo_grpo::Error>(())
+//! ```
+//!
+//! Supervised training has its own configuration, and a reward with its own process or service has a table:
+//!
+//! ```
+//! use colo_grpo::config::{Files, ProcessReward, SftConfig};
+//!
+//! fn address(reward: &ProcessReward) -> Option<&str> {
+//!     reward.url.as_deref()
+//! }
+//! fn rows(config: &SftConfig) -> &Files {
+//!     &config.data.train_file
+//! }
+//! ```
+//!
+//! `NAMES` lists the words of a key:
+//!
+//! ```
+//! use colo_grpo::config::*;
 //!
 //! assert_eq!(Quantization::NAMES, ["none", "nf4"]);
 //! assert_eq!((Quantization::ALL[1], Quantization::Nf4.name()), (Quantization::Nf4, "nf4"));

@@ -1,4 +1,4 @@
-//! Numbers that have to divide one another, and the nearest ones that do.
+//! Checks of numbers that must divide one another, and the nearest valid numbers.
 
 use crate::error::{Error, Result};
 
@@ -14,7 +14,7 @@ pub(super) fn check_divides(key: &str, size: usize, num_ranks: usize, what_they_
     Err(Error::invalid_value(key, size, expected))
 }
 
-/// `8 or 16`: the multiples of `unit` around `number`.
+/// The nearest multiples of `unit` as text, such as `8 or 16`.
 pub(super) fn nearest_multiples(number: usize, unit: usize) -> String {
     let below = number / unit * unit;
     if below == 0 { unit.to_string() } else { format!("{below} or {}", below + unit) }

@@ -1,4 +1,4 @@
-//! Engines of several ranks: tensor-parallel groups, and stages of layers (`pipeline_parallel_size`, `pipeline_partition`).
+//! Engines of several ranks: tensor parallelism and pipeline stages (`pipeline_parallel_size`, `pipeline_partition`).
 
 use std::fmt;
 
@@ -11,24 +11,7 @@ use super::numbers::{check_divides, divisors, listed};
 use super::range::{COUNT, NumberRange};
 use crate::error::{Error, Result};
 
-/// Layers of each stage of an engine; as text, numbers with commas between them.
-///
-/// ```
-/// use colo_grpo::Config;
-/// use colo_grpo::config::PipelinePartition;
-///
-/// let words = [
-///     "pipeline_parallel_size=3",
-///     "pipeline_partition=10,10,8",
-///     "tensor_parallel_size=1",
-///     "zero.stage=3",
-/// ]
-/// .map(str::to_owned);
-/// let config = Config::load(Some("configs/tiny-cpu.toml".as_ref()), &words)?;
-/// assert_eq!(config.pipeline_partition, Some(PipelinePartition(vec![10, 10, 8])));
-/// assert_eq!((config.stage_sizes(), config.engine_shape().num_ranks()), (&[10, 10, 8][..], 3));
-/// # Ok::<(), colo_grpo::Error>(())
-/// ```
+/// Number of layers of each pipeline stage; as text, numbers separated by commas.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 pub struct PipelinePartition(pub Vec<usize>);
 
@@ -67,32 +50,32 @@ impl FromValue for PipelinePartition {
     }
 }
 
-/// Ranks of one engine: a tensor-parallel group for each stage of layers.
+/// The ranks of one engine: pipeline stages, each with a tensor-parallel group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EngineShape {
-    /// Ranks that share the layers of one stage.
+    /// Ranks in the tensor-parallel group of each stage.
     pub tensor_parallel_size: usize,
-    /// Stages of layers.
+    /// Number of pipeline stages.
     pub pipeline_parallel_size: usize,
 }
 
 impl From<usize> for EngineShape {
-    /// A tensor-parallel group of so many ranks, which has all layers.
+    /// An engine with one stage of this tensor-parallel size.
     fn from(tensor_parallel_size: usize) -> Self {
         Self { tensor_parallel_size, pipeline_parallel_size: 1 }
     }
 }
 
 impl EngineShape {
-    /// Ranks of the engine. Two counts of a configuration multiply within 64 bits.
+    /// Number of ranks of the engine. The product of two configured counts fits into 64 bits.
     pub fn num_ranks(self) -> usize {
         self.tensor_parallel_size.saturating_mul(self.pipeline_parallel_size)
     }
 
-    /// Refuses engines that do not divide `num_ranks` ranks, which `what` they do.
+    /// Refuses engine sizes that do not divide `num_ranks`; `what` says what these ranks do, for the error.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`] on the size that makes it so, with those that divide.
+    /// [`Error::InvalidValue`] on the key that is wrong, with the valid sizes.
     pub fn check_divides(self, num_ranks: usize, what: &str) -> Result<()> {
         check_divides("tensor_parallel_size", self.tensor_parallel_size, num_ranks, what)?;
         if num_ranks.is_multiple_of(self.num_ranks()) {
@@ -111,13 +94,13 @@ impl EngineShape {
 }
 
 impl Config {
-    /// The ranks of one engine.
+    /// The sizes of one engine.
     pub fn engine_shape(&self) -> EngineShape {
         let Self { tensor_parallel_size, pipeline_parallel_size, .. } = *self;
         EngineShape { tensor_parallel_size, pipeline_parallel_size }
     }
 
-    /// Layers of each stage, where the configuration says so; else none.
+    /// Number of layers of each stage as configured; empty if not configured.
     pub fn stage_sizes(&self) -> &[usize] {
         self.pipeline_partition.as_ref().map_or(&[], |partition| &partition.0)
     }

@@ -1,6 +1,6 @@
-//! Keys and values as written, each with its place: TOML or YAML file first, command line over it.
+//! Keys and values as written, each with its place: those of a TOML or YAML file, overridden by those of the command line.
 //!
-//! A file may come from anybody, so its size, its nesting and its number of keys are bounded before they cost anything.
+//! A file may come from anybody, so its size, nesting and number of keys are limited before they cost time or memory.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -14,40 +14,40 @@ use crate::error::{Error, Result};
 use crate::migration;
 use crate::untrusted::{self, MAX_RUN_CONFIG_BYTES, ThreadLimits};
 
-/// Most keys of one configuration: a multiple of those that there are.
+/// Maximum number of keys in one configuration, several times the number of existing keys.
 const MAX_KEYS: usize = 2048;
-/// Most characters of a file that may open a level of nesting: brackets, dots between keys, YAML's dashes.
+/// Maximum number of characters in a file that may open a level of nesting: brackets, dots in keys, YAML dashes.
 const MAX_OPENINGS: usize = 8192;
-/// Limits of reading a file.
+/// Limits on time and memory for parsing a file.
 const LIMITS: ThreadLimits = ThreadLimits { stack_bytes: 64 << 20, memory_bytes: 128 << 20, cpu_s: 10 };
 
-/// Entries as the user wrote them, not validated yet.
+/// Entries as the user wrote them, before validation.
 #[derive(Debug, Default)]
 pub(crate) struct RawConfig {
     pub(super) entries: Vec<Entry>,
-    /// Keys of the file that those of the command line replace.
+    /// Keys of the file that were replaced by those of the command line.
     replaced: Vec<Entry>,
 }
 
-/// The place of an override.
+/// The place that errors give for an override.
 const COMMAND_LINE: &str = "command line";
 
 #[derive(Debug)]
 pub(super) struct Entry {
     pub key: String,
     pub value: Value,
-    /// The value as written, where `value` replaces it.
+    /// The value as written, if it was converted to `value`.
     written: Option<Value>,
-    /// `run.toml:12` or `command line`; empty where there is no place.
+    /// Place of the key: `run.toml:12` or `command line`; empty if there is none.
     pub origin: String,
 }
 
 impl RawConfig {
-    /// Reads the file (`.toml`, `.yaml`, `.yml` or `.json`, as a run's own run_config.json is), then lays `key=value` overrides
-    /// over it, the last one winning.
+    /// Reads the file (`.toml`, `.yaml`, `.yml`, or `.json` such as a run's run_config.json) and applies `key=value` overrides; the last override of
+    /// a key wins.
     ///
     /// # Errors
-    /// [`Error::ConfigSyntax`] with the line for what does not parse.
+    /// [`Error::ConfigSyntax`] with the line of a syntax error.
     pub fn read(file: Option<&Path>, overrides: &[String]) -> Result<Self> {
         let (owned, texts) = (file.map(Path::to_owned), overrides.to_vec());
         let read = untrusted::once("configuration", LIMITS, move || Self::read_all(owned.as_deref(), &texts));
@@ -69,8 +69,8 @@ impl RawConfig {
         Ok(raw)
     }
 
-    /// Lets training rows of the command line take the place of the file's, whatever kind each is. Without held-out rows the file's
-    /// `eval_steps` goes, too.
+    /// If the command line names training rows, removes those of the file, whatever key they are given by. Without evaluation rows the file's
+    /// `eval_steps` is removed, too.
     fn replace_source(&mut self) {
         let sets = |key: &str, origin: Option<&str>| {
             let is_set = |entry: &&Entry| !entry.value.is_null() && entry.value != "none";
@@ -90,21 +90,21 @@ impl RawConfig {
         self.replaced = self.entries.extract_if(.., is_replaced).collect();
     }
 
-    /// Reads TOML text that did not come from a file the user wrote.
+    /// Parses TOML text that is not a file of the user.
     pub fn read_text(text: &str, origin: &Path) -> Result<Self> {
         let mut raw = Self::default();
         raw.read_toml(text, origin)?;
         Ok(raw)
     }
 
-    /// Takes keys with their values that have no place.
+    /// Takes keys with values, without places.
     pub fn of_entries(entries: impl IntoIterator<Item = (String, Value)>) -> Result<Self> {
         let mut raw = Self::default();
         entries.into_iter().try_for_each(|(key, value)| raw.add(key, value, String::new()))?;
         Ok(raw)
     }
 
-    /// Every key with its value, and what was written where that stands for something else.
+    /// Every key with its value, and with the value as written if that was converted.
     pub(super) fn into_entries(self) -> impl Iterator<Item = (String, Value, Option<Value>)> {
         self.entries.into_iter().map(|Entry { key, value, written, .. }| (key, value, written))
     }
@@ -114,14 +114,14 @@ impl RawConfig {
         self.entries.iter().find(|entry| entry.key == key).map(|entry| &entry.value)
     }
 
-    /// Where a key, or the first one of a table, was written.
+    /// Place of a key, or of the first key of a table.
     pub fn origin(&self, key: &str) -> Option<&str> {
         let is_in =
             |entry: &&Entry| entry.key.strip_prefix(key).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'));
         self.entries.iter().find(is_in).map(|entry| &*entry.origin).filter(|origin| !origin.is_empty())
     }
 
-    /// Sentences about values that were read as others than were written.
+    /// Sentences about values that were converted.
     pub fn notices(&self) -> impl Iterator<Item = String> + '_ {
         let read = self.entries.iter().filter_map(|Entry { key, value, written, origin }| {
             let written = written.as_ref()?;
@@ -139,14 +139,14 @@ impl RawConfig {
         read.chain(replaced)
     }
 
-    /// Names of the tables in `table`, where those are the user's to choose.
+    /// Names of the sub-tables of `table`, for tables whose entries have names of the user's choice.
     pub fn names_in(&self, table: &str) -> BTreeSet<&str> {
         let start = format!("{table}.");
         let rest = self.entries.iter().filter_map(|entry| entry.key.strip_prefix(&start));
         rest.filter_map(|rest| rest.split('.').next()).collect()
     }
 
-    /// Appends the places of their keys to errors about values.
+    /// Adds the places of the keys to errors about values.
     pub fn locate(&self, error: Error) -> Error {
         match error {
             Error::InvalidValue { key, got, expected } => {
@@ -278,8 +278,8 @@ fn to_json(value: &DeValue<'_>) -> std::result::Result<Value, String> {
     })
 }
 
-/// Refuses a text that could nest so deeply that to parse, compare or drop it would take a stack or a time without end. Each
-/// level opens with one of these characters, so their number bounds the depth, whatever quotes and comments hide.
+/// Refuses text that could be nested so deeply that parsing, comparing or dropping it would exhaust the stack or take too long. Each level opens with
+/// one of these characters, so their number bounds the depth, whatever quotes and comments hide.
 pub(crate) fn check_openings(text: &str) -> std::result::Result<(), String> {
     let num_openings = text.bytes().filter(|byte| b"[{.".contains(byte)).count()
         + ["- ", "-\n", "-\t", "? ", "?\n", "?\t"].iter().map(|dash| text.matches(dash).count()).sum::<usize>();
@@ -292,7 +292,7 @@ pub(crate) fn check_openings(text: &str) -> std::result::Result<(), String> {
     }
 }
 
-/// The value in a line, counted from 1, where it is text without quotes.
+/// The value in a line (counted from 1) if it is text without quotes.
 fn bare_word(text: &str, line: usize) -> Option<&str> {
     let line = text.lines().nth(line - 1)?;
     let value = line.split_once('=')?.1.split('#').next()?.trim();

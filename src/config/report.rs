@@ -1,4 +1,4 @@
-//! The keys that say where metrics go beside metrics.jsonl, named as in transformers' `TrainingArguments`.
+//! Keys for where metrics go besides metrics.jsonl, named as in transformers' `TrainingArguments`.
 
 use serde_json::Value;
 
@@ -7,30 +7,18 @@ use super::field::{FromValue, keys};
 use super::range::NumberRange;
 
 keys! {
-    /// Where metrics go; keys of the top.
-    ///
-    /// ```
-    /// use colo_grpo::Config;
-    /// use colo_grpo::config::{ReportConfig, ReportService, ReportTo};
-    ///
-    /// let words = ["report_to=[wandb, tensorboard]", "run_name=sums"].map(str::to_owned);
-    /// let config = Config::load(Some("configs/tiny-cpu.toml".as_ref()), &words)?;
-    /// let ReportConfig { report_to, run_name } = &config.report;
-    /// assert_eq!(*report_to, ReportTo(vec![ReportService::Wandb, ReportService::TensorBoard]));
-    /// assert_eq!(run_name.as_deref(), Some("sums"));
-    /// # Ok::<(), colo_grpo::Error>(())
-    /// ```
+    /// Keys for where metrics go, at the top level.
     #[derive(Debug, Clone, PartialEq, serde::Serialize)]
     pub struct ReportConfig: flat {
-        /// Where metrics go beside metrics.jsonl and the report: `tensorboard` (event files), `wandb` and `trackio` (a Python process,
-        /// of `reward.python`, that the run does not depend on), a list of them, `all` or `none`.
+        /// Where metrics go besides metrics.jsonl and the report: `tensorboard` (event files), `wandb` and `trackio` (a Python process with
+        /// `reward.python`, whose failure does not stop the run), a list of these, `all` or `none`.
         pub report_to: ReportTo = ReportTo(vec![ReportService::TensorBoard]),
-        /// The run's name at W&B and trackio; `none` is that of the output folder.
+        /// Name of the run at W&B and trackio; `none` is the name of the output folder.
         pub run_name: Option<String> = None,
     }
 }
 
-/// Services, each once.
+/// The reporting services, each at most once.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ReportTo(pub Vec<ReportService>);
 

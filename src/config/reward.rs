@@ -1,4 +1,4 @@
-//! Where rewards come from: built-in ones and their settings, Python functions and commands in processes of their own.
+//! Keys for rewards: built-in rewards and their settings, Python functions and commands in separate processes, and code written by the model.
 
 use std::collections::BTreeMap;
 
@@ -12,51 +12,33 @@ use super::raw::RawConfig;
 use super::{CodeConfig, CommandLine, Config, Environment, EnvironmentHub, RewardBatch};
 use crate::error::{Error, Result};
 
-/// open-r1's: reasoning, then an answer, each in its tags on lines of their own; lines may follow.
+/// Default pattern of the reward `format`, as in open-r1: reasoning and answer, each in its tags on separate lines; more lines may follow.
 const DEFAULT_FORMAT_PATTERN: &str = r"(?s)<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>(?:\n.*)?";
-/// `Score: 7` or `score is **7/10**`.
+/// Default pattern of a judge's score: `Score: 7` or `score is **7/10**`.
 const DEFAULT_SCORE_PATTERN: &str = r"(?i)score\D{0,20}?([0-9]+(?:\.[0-9]+)?)";
 
 keys! {
-    /// Settings of the rewards (`reward.*`).
-    ///
-    /// ```
-    /// use colo_grpo::Config;
-    /// use colo_grpo::config::{RewardArguments, RewardConfig};
-    ///
-    /// let words = [
-    ///     "reward.answer_pattern=ANSWER: ([0-9]+)",
-    ///     "reward.answer_column=solution",
-    ///     "reward.cosine_max_len=2000",
-    /// ]
-    /// .map(str::to_owned);
-    /// let config = Config::load(Some("configs/tiny-cpu.toml".as_ref()), &words)?;
-    /// let reward: &RewardConfig = &config.reward;
-    /// let arguments: &RewardArguments = &reward.arguments;
-    /// assert_eq!((reward.answer_column.as_str(), arguments.cosine_max_len), ("solution", 2000));
-    /// # Ok::<(), colo_grpo::Error>(())
-    /// ```
+    /// Settings of rewards (`reward.*`).
     #[derive(Debug, Clone, PartialEq, serde::Serialize)]
     pub struct RewardConfig {
         /// `format`: a regular expression that the whole completion must match.
         pub format_pattern: String = DEFAULT_FORMAT_PATTERN.into(),
-        /// `numeric_answer`, `exact_answer`: a regular expression; the first group that took part in the last match is the
-        /// answer. `none` takes the last of `<answer>..</answer>`, `\boxed{..}`, `\fbox{..}`, with braces matched, and `#### ..`.
+        /// `numeric_answer`, `exact_answer`: regular expression for the answer, which is the first group that took part in the last match. `none`
+        /// takes the last of `<answer>..</answer>`, `\boxed{..}`, `\fbox{..}` (with balanced braces) and `#### ..`.
         pub answer_pattern: Option<String> = None,
-        /// The column with the reference answer.
+        /// Column with the reference answer.
         pub answer_column: String = "answer".into(),
-        /// Threads on each rank that score completions with functions of this process.
+        /// Number of threads per rank that score completions with built-in functions.
         pub num_threads: usize = 2 => COUNT,
-        /// Longest time one completion may take to score, in seconds; past it the sample is masked.
+        /// Time limit in seconds for scoring one completion; after it the sample is masked.
         pub timeout_s: f64 = 10.0 => SECONDS,
-        /// The interpreter of rewards and tools that are Python functions.
+        /// Python interpreter for rewards and tools that are Python functions.
         pub python: String = "python3".into(),
-        /// Processes on each rank of every reward that compares answers by math-verify: `math`, `accuracy`, `cosine`, `length` and
-        /// TRL's.
+        /// Number of processes per rank for each reward that uses math-verify: `math`, `accuracy`, `cosine`, `length` and TRL's.
         pub math_workers: usize = 2 => COUNT,
-        /// Failures of one reward's workers, or of its service, one after the other with no score in between, that end the run.
+        /// Number of consecutive failures of a reward's workers or service, without a score in between, after which the run ends.
         pub max_worker_failures: usize = 16 => COUNT,
-        /// Arguments of rewards that have some, by open-r1's names.
+        /// Arguments of built-in rewards, with open-r1's names.
         #[serde(flatten)]
         pub arguments: RewardArguments,
         /// `code`: the program in the completion is run against tests.
@@ -65,32 +47,33 @@ keys! {
 }
 
 keys! {
-    /// Arguments of rewards by the names of open-r1's (`reward.*`).
+    /// Arguments of rewards, with open-r1's names (`reward.*`).
     #[derive(Debug, Clone, PartialEq, serde::Serialize)]
     pub struct RewardArguments: flat {
-        /// `reasoning_accuracy_reward`: what ends the reasoning; the answer stands behind the last one of the first kind found.
+        /// `reasoning_accuracy_reward`: delimiters that end the reasoning. The answer is the text after the last occurrence of the first delimiter
+        /// that is found.
         pub reasoning_delimiters: Vec<String> = vec!["</think>".into()],
-        /// `cosine`, `get_cosine_scaled_reward`: the reward of a wrong answer of no length. `none` is the default of each: 0 in
-        /// open-r1's `cosine`, -1 in TRL's.
+        /// `cosine`, `get_cosine_scaled_reward`: reward of a wrong answer of length 0. `none` is the default of each: 0 in open-r1's `cosine`, -1 in
+        /// TRL's.
         pub cosine_min_value_wrong: Option<f64> = None => ANY,
-        /// `cosine`, `get_cosine_scaled_reward`: the reward of a wrong answer of `cosine_max_len`.
+        /// `cosine`, `get_cosine_scaled_reward`: reward of a wrong answer of length `cosine_max_len`.
         pub cosine_max_value_wrong: f64 = -0.5 => ANY,
-        /// `cosine`, `get_cosine_scaled_reward`: the reward of a right answer of `cosine_max_len`.
+        /// `cosine`, `get_cosine_scaled_reward`: reward of a correct answer of length `cosine_max_len`.
         pub cosine_min_value_correct: f64 = 0.5 => ANY,
-        /// `cosine`, `get_cosine_scaled_reward`: the reward of a right answer of no length.
+        /// `cosine`, `get_cosine_scaled_reward`: reward of a correct answer of length 0.
         pub cosine_max_value_correct: f64 = 1.0 => ANY,
-        /// The longest completion: in characters for open-r1's `cosine`, in tokens for TRL's `get_cosine_scaled_reward`.
+        /// `cosine`, `get_cosine_scaled_reward`: maximum length; characters in open-r1's `cosine`, tokens in TRL's `get_cosine_scaled_reward`.
         pub cosine_max_len: usize = 1000 => COUNT,
-        /// `repetition_penalty`, `get_repetition_penalty_reward`: words or tokens in a row that are looked for again.
+        /// `repetition_penalty`, `get_repetition_penalty_reward`: n-gram size in words or tokens for counting repetitions.
         pub repetition_n_grams: usize = 3 => COUNT,
-        /// `repetition_penalty`, `get_repetition_penalty_reward`: the reward if all of them occurred before.
+        /// `repetition_penalty`, `get_repetition_penalty_reward`: reward if every n-gram is a repetition.
         pub repetition_max_penalty: f64 = -1.0 => NOT_POSITIVE,
-        /// `soft_overlong_punishment`, `get_soft_overlong_punishment`: tokens from which on the reward is -1.
+        /// `soft_overlong_punishment`, `get_soft_overlong_punishment`: length in tokens from which on the reward is -1.
         pub max_completion_len: usize = 16384 => COUNT,
-        /// `soft_overlong_punishment`, `get_soft_overlong_punishment`: tokens before `max_completion_len` over which the reward falls
+        /// `soft_overlong_punishment`, `get_soft_overlong_punishment`: number of tokens before `max_completion_len` over which the reward decreases
         /// from 0 to -1.
         pub soft_punish_cache: usize = 4096 => from_to(0.0, MAX_COUNT as f64),
-        /// `code_format`: the language of the block, where the row has no column `language`.
+        /// `code_format`: language of the code block if the row has no column `language`.
         pub code_language: String = "python".into(),
     }
 }
@@ -123,36 +106,36 @@ keys! {
     /// ```
     #[derive(Debug, Clone, PartialEq, serde::Serialize)]
     pub struct ProcessReward {
-        /// A Python function, `file.py:function`, `module:function` or `module.function`, of TRL's or verl's signature.
+        /// Python function as `file.py:function`, `module:function` or `module.function`, with TRL's or verl's signature.
         pub function: Option<String> = None,
-        /// A program and its arguments, which serves requests on its standard input and output (docs/rewards.md).
+        /// Program with its arguments that answers requests on standard input and output (docs/rewards.md).
         pub command: CommandLine = CommandLine::default(),
-        /// A service that is asked over HTTP: `POST {prompt, completion}`, answered by `{score}`; or, with `judge_model`, the base of
-        /// an API like OpenAI's, such as `http://localhost:8000/v1`.
+        /// URL of an HTTP service: `POST {prompt, completion}`, answered by `{score}`; or, with `judge_model`, the base of an OpenAI-compatible API,
+        /// such as `http://localhost:8000/v1`.
         pub url: Option<String> = None,
-        /// The variable of the environment whose value is sent as the service's bearer token.
+        /// Environment variable whose value is sent as bearer token to the service.
         pub api_key_env: Option<String> = None,
-        /// The model that judges, by its name at the service: it is asked in a chat and answers with a score.
+        /// Name of the model that judges, at the service: it gets a chat request and answers with a score.
         pub judge_model: Option<String> = None,
-        /// The question to the judge: a Jinja template of `prompt`, `completion`, `columns` and `max_score`. `none` asks how correct,
-        /// complete and clear the answer is.
+        /// Template of the request to the judge: Jinja with `prompt`, `completion`, `columns` and `max_score`. `none` asks how correct, complete and
+        /// clear the answer is.
         pub judge_rubric: Option<String> = None,
-        /// A regular expression; the first group that took part in the last match of the judge's answer is the score.
+        /// Regular expression for the score: the first group that took part in the last match in the judge's answer.
         pub judge_score_pattern: String = DEFAULT_SCORE_PATTERN.into(),
-        /// The judge's highest score; the lowest is 0. The reward is the share of it.
+        /// The judge's highest score; the lowest is 0. The reward is the score divided by this.
         pub judge_max_score: f64 = 10.0 => above(0.0),
-        /// Longest answer of the judge in tokens.
+        /// Maximum length of the judge's answer in tokens.
         pub judge_max_tokens: usize = 1024 => COUNT,
-        /// Softmax temperature of the judge.
+        /// Sampling temperature of the judge.
         pub judge_temperature: f64 = 0.0 => at_least(0.0),
-        /// Longest time of one request, of all attempts for a service over HTTP, in seconds; `none` is `reward.timeout_s`.
+        /// Time limit in seconds for one request; for an HTTP service, for all its attempts together. `none` is `reward.timeout_s`.
         pub timeout_s: Option<f64> = None => SECONDS,
-        /// Processes on each rank.
+        /// Number of processes per rank.
         pub workers: usize = 1 => COUNT,
-        /// The completions of one request.
+        /// Whether a request contains one completion or all completions of a group.
         pub batch: RewardBatch = RewardBatch::Completion,
-        /// Requests at once: to an `async` function in each process, to a service over HTTP on each rank. Other rewards serve one
-        /// after the other.
+        /// Number of concurrent requests: for an `async` function in each process, for an HTTP service on each rank. Other rewards handle one request
+        /// at a time.
         pub concurrency: usize = 32 => COUNT,
     }
 }
@@ -175,7 +158,7 @@ impl RewardConfig {
 }
 
 impl ProcessReward {
-    /// A Python function with every other setting at its default.
+    /// A Python function as reward, with all other settings at their defaults.
     pub fn python(function: &str) -> Self {
         Self { function: Some(function.to_owned()), ..Self::default() }
     }
@@ -219,7 +202,7 @@ impl ProcessReward {
 }
 
 impl ProcessRewards {
-    /// The reward of this name.
+    /// The reward with this name.
     pub fn get(&self, name: &str) -> Option<&ProcessReward> {
         self.0.get(name)
     }
@@ -234,10 +217,10 @@ impl ProcessRewards {
 }
 
 impl Config {
-    /// Adds the rewards that classes of environments give by themselves, each with a weight of 1, as TRL does.
+    /// Adds the `get_reward` of environment classes as rewards with weight 1, as TRL does.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`] if there is no reward then.
+    /// [`Error::InvalidValue`] if there is no reward at all then.
     pub fn with_environment_rewards(mut self, classes: &[String]) -> Result<Self> {
         let scorer = self.environment_of(EnvironmentHub::ReasoningGym).map(Environment::to_string);
         for entry in classes.iter().map(|class| format!("{OF_ENVIRONMENT}{class}")).chain(scorer) {
@@ -255,13 +238,13 @@ impl Config {
         check_names(&self).map(|()| self)
     }
 
-    /// The names of `reward_funcs` in metrics and files: a Python function by its own name.
+    /// The names of `reward_funcs` in metrics and files; a Python function is named after the function.
     pub fn reward_names(&self) -> Vec<String> {
         self.reward_funcs.iter().map(|entry| reward_name(entry).to_owned()).collect()
     }
 
-    /// Which of `reward_funcs`, by their index, decide whether a held-out sample is solved: those that `eval_solved_by` names,
-    /// else the `judges`, which are built in and say whether an answer is right, else all.
+    /// Indices in `reward_funcs` of the rewards that decide whether an evaluation sample is solved: those in `eval_solved_by`, else the `judges`
+    /// (built-in rewards that check an answer), else all.
     pub(crate) fn deciding_rewards(&self, judges: &[usize]) -> Vec<usize> {
         let names = self.reward_names();
         let all = 0..names.len();
@@ -273,20 +256,20 @@ impl Config {
     }
 }
 
-/// Prefix of an entry of `reward_funcs` that stands for the `get_reward` of a class of environments.
+/// Prefix of an entry of `reward_funcs` that means the `get_reward` of an environment class.
 const OF_ENVIRONMENT: &str = "environment:";
 
-/// The class of environments whose `get_reward` an entry of `reward_funcs` stands for.
+/// The environment class whose `get_reward` an entry of `reward_funcs` means.
 pub(crate) fn environment_class(entry: &str) -> Option<&str> {
     entry.strip_prefix(OF_ENVIRONMENT)
 }
 
-/// The name of an entry of `reward_funcs`.
+/// The name of the reward of an entry of `reward_funcs`.
 pub(crate) fn reward_name(entry: &str) -> &str {
     if is_python(entry) { entry.rsplit([':', '.']).next().unwrap_or(entry) } else { entry }
 }
 
-/// Whether an entry of `reward_funcs` names a Python function by its place.
+/// Whether an entry of `reward_funcs` is the path of a Python function.
 pub(crate) fn is_python(entry: &str) -> bool {
     let separator = if entry.contains(':') { ':' } else { '.' };
     let is_file = entry.ends_with(".py"); // which names none of its functions
@@ -321,7 +304,7 @@ impl Field for ProcessRewards {
     }
 }
 
-/// Refuses rewards that go by one name, and names of none.
+/// Refuses two rewards with the same name, and names that do not exist.
 pub(super) fn check_names(config: &Config) -> Result<()> {
     let names = config.reward_names();
     // An environment's or an episode's own reward may be the only one.

@@ -1,4 +1,4 @@
-//! The snapshot of a run's configuration: every key with its value, as TOML and as checkpoints save it.
+//! Saved forms of a run's configuration: every key with its value, as TOML text and as checkpoints store it.
 
 use std::fmt::Write;
 use std::path::Path;
@@ -10,16 +10,16 @@ use super::raw::RawConfig;
 use super::{Config, SftConfig};
 use crate::error::Result;
 
-/// Keys that may differ between the nodes of a run: where it goes on from is rank 0's to say.
+/// Keys that may differ between the nodes of a run: rank 0 decides where the run resumes.
 const MAY_DIFFER: [&str; 3] = ["resume_from_checkpoint", "force_resume", "fault"];
 
 impl Config {
-    /// Keys and values that all nodes of a run must have alike.
+    /// Keys and values that must be equal on all nodes of a run.
     pub(crate) fn compared(&self) -> Vec<(String, String)> {
         compared(self.entries())
     }
 
-    /// Every key with its value, one a line; [`Config::load`] reads it back to an equal configuration.
+    /// Every key with its value, one per line; [`Config::load`] reads it back to an equal configuration.
     pub fn to_toml(&self) -> String {
         text(self.entries())
     }
@@ -40,7 +40,7 @@ impl Config {
 
 /// Saved forms of a supervised run's configuration.
 impl SftConfig {
-    /// Keys and values that all nodes of a run must have alike.
+    /// Keys and values that must be equal on all nodes of a run.
     pub(crate) fn compared(&self) -> Vec<(String, String)> {
         compared(self.entries())
     }
@@ -72,7 +72,7 @@ fn text(entries: impl IntoIterator<Item = (String, Value)>) -> String {
     })
 }
 
-/// A value on one line. JSON's numbers, strings and lists are TOML's, but for DEL, which TOML wants escaped.
+/// A JSON value as TOML on one line. JSON numbers, strings and lists are valid TOML, except for DEL, which TOML requires to be escaped.
 pub(crate) fn toml_value(value: &Value) -> String {
     if let Value::Object(table) = value {
         let entries = table.iter().map(|(key, value)| format!("{key} = {}", toml_value(value)));

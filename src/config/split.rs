@@ -1,62 +1,40 @@
-//! Which ranks do what (`mode`, `split.*`).
+//! Keys that divide ranks into trainers and generators (`mode`, `split.*`).
 
 use super::field::keys;
 use super::range::{COUNT, from_to};
 use super::{Config, Mode};
 use crate::error::{Error, Result};
 
-/// Most steps that a batch is sampled ahead.
+/// Maximum number of steps that a batch may be sampled ahead.
 pub const MAX_ASYNC_STEPS: usize = 8;
 
 keys! {
-    /// Ranks that do one half of a step each (`split.*`, where `mode` is `split`).
-    ///
-    /// Of eight GPUs two generate, up to two steps ahead:
-    ///
-    /// ```
-    /// use colo_grpo::Config;
-    /// use colo_grpo::config::{MAX_ASYNC_STEPS, Mode, Roles, SplitConfig};
-    ///
-    /// let words = [
-    ///     "mode=split",
-    ///     "split.rollout_gpus=2",
-    ///     "split.async_steps=2",
-    ///     "residency.optimizer=resident",
-    /// ]
-    /// .map(str::to_owned);
-    /// let config = Config::load(Some("configs/tiny-cpu.toml".as_ref()), &words)?;
-    /// let split: &SplitConfig = &config.split;
-    /// assert!(config.mode == Mode::Split && split.async_steps <= MAX_ASYNC_STEPS);
-    /// assert_eq!(config.roles(8)?, Roles { num_trainers: 6, num_generators: 2 });
-    /// # Ok::<(), colo_grpo::Error>(())
-    /// ```
+    /// Keys of split mode, in which a rank either trains or generates (`split.*`, if `mode` is `split`).
     #[derive(Debug, Clone, PartialEq, serde::Serialize)]
     pub struct SplitConfig {
-        /// Ranks, the last ones, that only generate; the others only train.
+        /// Number of ranks, the last ones, that only generate; the others only train.
         pub rollout_gpus: Option<usize> = None => COUNT,
-        /// 0: a step trains on what the newest weights sampled. N: while a step trains, batches of the next N steps are sampled with the
-        /// weights from before it, for which the importance correction accounts: no token is sampled with weights that are older than N
-        /// steps.
+        /// 0: each step trains on samples of the newest weights. N: while a step trains, the batches of the next N steps are sampled with the weights
+        /// from before it; no token is sampled with weights older than N steps. The importance sampling correction accounts for the difference.
         pub async_steps: usize = 0 => from_to(0.0, MAX_ASYNC_STEPS as f64),
-        /// Whether engines that sample more than one step ahead take new weights in the middle of batches, so that trainers never wait
-        /// for a few long completions while a complete batch is there; what is sampled then depends on the clock. Without it every
-        /// batch is of one version of the weights. `none`: on GPUs, unless `strict`, `full_determinism` or
-        /// `dynamic_sampling = "replace"` is set, which it does not go with.
+        /// Whether engines that sample more than one step ahead take new weights in the middle of batches, so that trainers never wait for a few long
+        /// completions while another batch is complete. The samples then depend on timing. Otherwise each batch is sampled by one version of the
+        /// weights. `none` is true on GPUs, unless `strict`, `full_determinism` or `dynamic_sampling = "replace"` is set.
         pub in_flight_updates: Option<bool> = None,
     }
 }
 
-/// How many ranks train and how many generate; all do both unless the world is split.
+/// The number of ranks that train and that generate; unless the mode is split, every rank does both.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Roles {
-    /// Ranks that train: the first ones.
+    /// Number of ranks that train, the first ones.
     pub num_trainers: usize,
-    /// Ranks that generate: the last ones.
+    /// Number of ranks that generate, the last ones.
     pub num_generators: usize,
 }
 
 impl Config {
-    /// Whether engines of their own take new weights in the middle of batches, on GPUs or on CPUs.
+    /// Whether split-mode engines take new weights in the middle of batches; the default depends on the device.
     pub fn updates_in_flight(&self, is_cuda: bool) -> bool {
         let in_flight = [("split.in_flight_updates", true.into())];
         let is_default = || is_cuda && self.combination().with(in_flight).check().is_ok();
@@ -68,7 +46,7 @@ impl Config {
     /// The roles of `world_size` ranks.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`] if none is left to train.
+    /// [`Error::InvalidValue`] if no rank is left to train.
     pub fn roles(&self, world_size: usize) -> Result<Roles> {
         let Some(num_generators) = self.split.rollout_gpus else {
             return Ok(Roles { num_trainers: world_size, num_generators: world_size });

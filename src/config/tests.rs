@@ -1,11 +1,11 @@
-//! The frozen key lists, and what a user sees when a file is wrong.
+//! Tests of the frozen key lists, and of the errors for faulty files.
 
 use std::io::Write;
 
 use super::*;
 use crate::error::{Error, ExitCode, Result, UnknownKey};
 
-/// The required keys and `overrides`.
+/// The configuration of the required keys and `overrides`.
 pub(super) fn config(overrides: &[&str]) -> Config {
     load(overrides).unwrap()
 }
@@ -29,7 +29,7 @@ pub(super) fn message(overrides: &[&str]) -> String {
     error.to_string()
 }
 
-/// Fails with the keys that differ.
+/// Panics with the keys that differ from the list.
 fn assert_frozen(keys: &[String], expected: &str) {
     let expected: Vec<&str> = expected.split_whitespace().collect();
     let new: Vec<_> = keys.iter().filter(|key| !expected.contains(&key.as_str())).collect();
@@ -42,7 +42,7 @@ fn assert_frozen(keys: &[String], expected: &str) {
     assert_eq!(moved, None, "a key and the one that is listed in its place");
 }
 
-/// A key that appears here is a promise to users: adding is fine, renaming and removing are not.
+/// A key in this list is a promise to users: adding keys is fine, renaming and removing is not.
 #[test]
 fn the_key_list_is_frozen() {
     let expected = "model_name_or_path model_revision device dtype residual_dtype mixed_precision train_file train_file_weights eval_file dataset_name dataset_config \
@@ -324,7 +324,7 @@ fn sft_configurations_reject_grpo_keys_and_vice_versa() {
     assert!(load("learning_rate=0").unwrap_err().to_string().contains("above 0 (command line)"));
 }
 
-/// The configuration in a run's output folder starts the same run again, adapters, tables of rewards and template variables included.
+/// The run_config.json in a run's output folder starts the same run again, including adapters, reward tables and template variables.
 #[test]
 fn the_run_config_json_of_a_run_can_be_run_again() {
     let folder = tempfile::tempdir().unwrap();

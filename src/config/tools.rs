@@ -1,4 +1,4 @@
-//! Keys of tools that a model may call between its turns; named as TRL's and verl's where those have them.
+//! Keys for tools that a model may call between its turns; named as in TRL and verl where these have them.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -14,90 +14,58 @@ use super::reward::is_python;
 use super::{AutoOr, Config, Environment, EnvironmentArguments, EnvironmentHub, ToolCallParser};
 use crate::error::{Error, Result};
 
-/// The tool that is an interpreter of Python.
+/// Name of the tool that is a Python interpreter.
 pub(crate) const INTERPRETER: &str = "python";
 
 keys! {
-    /// Tools (keys of the top).
-    ///
-    /// ```
-    /// use colo_grpo::Config;
-    /// use colo_grpo::config::{AutoOr, ToolCallParser, ToolsConfig};
-    ///
-    /// let words = [
-    ///     "tools=[\"python\", \"tools.py:add\"]",
-    ///     "tool_call_parser=hermes",
-    ///     "max_tool_calling_iterations=4",
-    /// ]
-    /// .map(str::to_owned);
-    /// let config = Config::load(Some("configs/tiny-cpu.toml".as_ref()), &words)?;
-    /// let tools: &ToolsConfig = &config.tools;
-    /// assert!(tools.has_turns() && tools.max_tool_calling_iterations == Some(4));
-    /// assert_eq!(tools.tool_call_parser, AutoOr::Given(ToolCallParser::Hermes)); // `auto` asks the chat template
-    /// # Ok::<(), colo_grpo::Error>(())
-    /// ```
+    /// Keys for tools, at the top level.
     #[derive(Debug, Clone, PartialEq, serde::Serialize)]
     pub struct ToolsConfig: flat {
         /// Functions that the model may call, as `file.py:function`, `module:function` or `module.function`, `async` or not; `python` is an
-        /// interpreter in the sandbox, with the limits of `reward.code`. The chat template shows the model their type hints and
-        /// Google-style docstrings, as with TRL.
+        /// interpreter in the sandbox, with the limits of `reward.code`. The chat template shows their type hints and Google-style docstrings to the
+        /// model, as with TRL.
         pub tools: Vec<String> = Vec::new(),
-        /// Classes, or functions that return an object, whose public methods are tools, as with TRL: `file.py:Class`, one for all
-        /// rows, or a table of them by the row's column `environment`. Each completion has an object of its own, in a process of its
-        /// own. `reset` gets the row; where there is a `get_reward`, it is one more reward, of weight 1.
+        /// Classes (or functions that return an object) whose public methods are tools, as in TRL: `file.py:Class` for all rows, or a table of
+        /// classes selected by the row's column `environment`. Each completion has its own object in its own process. `reset` receives the row; a
+        /// method `get_reward` is one more reward with weight 1.
         pub environment_factory: EnvironmentFactories = EnvironmentFactories::default(),
-        /// The format of the model's tool calls, by vLLM's names; `auto` is the one that the chat template shows.
+        /// Format of the model's tool calls, with vLLM's names; `auto` detects it from the chat template.
         pub tool_call_parser: AutoOr<ToolCallParser> = AutoOr::Auto,
-        /// Most turns of a completion whose tool calls are answered; `none` is no limit but `max_completion_length`, which bounds
-        /// all turns together with what tools answered.
+        /// Maximum number of turns of a completion whose tool calls are answered; `none` is limited only by `max_completion_length`, which counts all
+        /// turns and tool results.
         pub max_tool_calling_iterations: Option<usize> = None => COUNT,
-        /// Longest answer of a tool in characters: of a longer one the middle is cut out, as verl does. `none` cuts nothing; an
-        /// answer that `max_completion_length` does not hold is dropped and ends the completion, as with TRL.
+        /// Maximum length of a tool result in characters: the middle of a longer one is cut out, as in verl. `none` cuts nothing; a result that does
+        /// not fit into `max_completion_length` is dropped and ends the completion, as in TRL.
         pub max_tool_response_length: Option<usize> = None => COUNT,
-        /// Longest time that the calls of one turn may take, in seconds. Past it their process is killed, and the model is told.
+        /// Time limit in seconds for the calls of one turn. After it their process is killed, and the model gets an error.
         pub tool_timeout_s: f64 = 60.0 => SECONDS,
-        /// Turns of which each rank runs tools at once, each in a process of its own.
+        /// Number of turns for which each rank runs tools at the same time, each in its own process.
         pub tool_workers: usize = 32 => COUNT,
-        /// A function, `file.py:function`, that plays an episode for each completion in the place of tools: it gets the row and the
-        /// `base_url` of an OpenAI-compatible server that samples from the policy (docs/agents.md). What it returns may be a reward.
+        /// Function `file.py:function` that plays an episode for each completion, instead of tools: it receives the row and the `base_url` of an
+        /// OpenAI-compatible server that samples from the policy (docs/agents.md). It may return a reward.
         pub agent: Option<String> = None,
-        /// Longest time of an episode in seconds. Past it its process is killed, and its completion is masked.
+        /// Time limit in seconds for an episode. After it its process is killed, and its completion is masked.
         pub agent_timeout_s: f64 = 600.0 => SECONDS,
-        /// Most requests of an episode; further ones are refused.
+        /// Maximum number of requests of an episode; further ones are refused.
         pub agent_max_requests: usize = 100 => COUNT,
-        /// Episodes that each rank plays at once, each in a process of its own, which plays others later.
+        /// Number of episodes that each rank plays at the same time, each in a process that is reused later.
         pub agent_workers: usize = 32 => COUNT,
-        /// An environment of a hub (docs/environments.md), which makes the rows and gives a reward of weight 1: `verifiers:NAME`, a
-        /// taskset of the Python package verifiers, which plays whole episodes as an `agent` does; `openenv:URL`, a server of OpenEnv,
-        /// whose actions are tools; `reasoning_gym:TASK`, a generator of the Python package reasoning-gym with its scorer. Each is
-        /// loaded by `reward.python`.
+        /// Environment of an environment hub (docs/environments.md) that makes the rows and gives a reward with weight 1: `verifiers:NAME`, a taskset
+        /// of the Python package verifiers, which plays whole episodes like `agent`; `openenv:URL`, an OpenEnv server whose actions are tools;
+        /// `reasoning_gym:TASK`, a generator of the Python package reasoning-gym with its scorer. `reward.python` loads it.
         pub environment: Option<Environment> = None,
-        /// Arguments of the environment by name: of the generator (`environment_args.min_terms = 2`), of the taskset and its
-        /// environment (`environment_args.taskset.game = "Wordle-v0"`), or of the server's `reset`.
+        /// Arguments of the environment by name: of the generator (`environment_args.min_terms = 2`), of the taskset and its environment
+        /// (`environment_args.taskset.game = "Wordle-v0"`), or of the server's `reset`.
         pub environment_args: EnvironmentArguments = EnvironmentArguments::default(),
     }
 }
 
-/// Environments by name; of a single one the name is empty.
-///
-/// ```
-/// use colo_grpo::Config;
-/// use colo_grpo::config::EnvironmentFactories;
-///
-/// let words = [
-///     "environment_factory={ games = \"games.py:Wordle\", sums = \"sums.py:Calculator\" }",
-/// ]
-/// .map(str::to_owned);
-/// let config = Config::load(Some("configs/tiny-cpu.toml".as_ref()), &words)?;
-/// let EnvironmentFactories(classes) = &config.tools.environment_factory;
-/// assert_eq!(classes["games"], "games.py:Wordle"); // for rows whose column `environment` is `games`
-/// # Ok::<(), colo_grpo::Error>(())
-/// ```
+/// Environment classes by name; a single class has an empty name.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct EnvironmentFactories(pub BTreeMap<String, String>);
 
 impl EnvironmentFactories {
-    /// Whether a row's column `environment` says which one it has.
+    /// Whether the row's column `environment` selects the class.
     pub fn are_named(&self) -> bool {
         !self.0.is_empty() && !self.0.contains_key("")
     }
@@ -157,17 +125,17 @@ impl ToolsConfig {
         !self.tools.is_empty() || self.has_environments()
     }
 
-    /// Whether each completion has an environment whose methods are tools.
+    /// Whether each completion has an environment object whose methods are tools.
     pub fn has_environments(&self) -> bool {
         !self.environment_factory.0.is_empty() || self.of_hub(EnvironmentHub::OpenEnv).is_some()
     }
 
-    /// The function, or the environment of a hub, that plays whole episodes.
+    /// The agent function, or the environment, that plays whole episodes.
     pub fn agent(&self) -> Option<&str> {
         self.agent.as_deref().or(self.of_hub(EnvironmentHub::Verifiers))
     }
 
-    /// The environment of this hub, as it is written.
+    /// The environment as written, if it is of kind `hub`.
     fn of_hub(&self, hub: EnvironmentHub) -> Option<&str> {
         self.environment.as_ref().filter(|environment| environment.hub == hub).map(Environment::text)
     }

@@ -1,4 +1,4 @@
-//! Keys that a configuration does not have, each with advice: the key that was probably meant, or what takes its place here.
+//! Unknown keys, each with advice: the key that was probably meant, or its equivalent here.
 
 use serde_json::Map;
 use strsim::levenshtein;
@@ -8,10 +8,10 @@ use super::{Config, SftConfig};
 use crate::error::{MAX_LISTED, OF_ANOTHER_TRAINER, UnknownKey};
 use crate::migration;
 
-/// Longest key for which a similar one is searched, in bytes.
+/// Maximum length in bytes of a key for which similar keys are searched.
 const MAX_MISTYPED_BYTES: usize = 128;
 
-/// Short names that people say, and the keys that they mean.
+/// Common short names and the keys that they mean.
 const SPOKEN: &[(&str, &[&str])] = &[
     ("learning_rate", &["lr"]),
     ("per_device_train_batch_size", &["bs", "batch", "batch_size", "micro_batch_size", "train_batch_size"]),
@@ -45,12 +45,12 @@ const SPOKEN: &[(&str, &[&str])] = &[
     ("gradient_checkpointing", &["recompute", "activation_checkpointing"]),
     ("system_prompt", &["system", "system_message"]),
 ];
-/// Names for the number of processes, which is none of the configuration.
+/// Names for the number of processes, which is not a configuration key.
 const PROCESSES: &[&str] =
     &["nproc", "gpus", "num_gpus", "n_gpus", "ngpus", "world_size", "num_processes", "dp", "dp_size"];
 
 impl RawConfig {
-    /// The keys that are not in `known`; those that a message lists come with advice.
+    /// The keys that are not in `known`; as many as a message lists have advice.
     pub fn unknown_keys(&self, known: &[String]) -> Vec<UnknownKey> {
         let unknown = self.entries.iter().filter(|entry| entry.is_unknown(known));
         let bare = |entry: &Entry| UnknownKey { origin: entry.origin.clone(), key: entry.key.clone(), advice: None };
@@ -61,7 +61,7 @@ impl RawConfig {
 }
 
 impl Entry {
-    /// Whether no key of `known` is meant.
+    /// Whether the key matches no key of `known`.
     fn is_unknown(&self, known: &[String]) -> bool {
         let pattern = pattern(&self.key, known);
         let start = format!("{pattern}.");
@@ -70,7 +70,7 @@ impl Entry {
         !known.contains(&pattern) && !is_empty_table
     }
 
-    /// Describes a key that is not in `known`, with advice.
+    /// Describes an unknown key, with advice.
     fn unknown(&self, known: &[String]) -> UnknownKey {
         let Self { key, origin, .. } = self;
         let pattern = pattern(key, known);
@@ -104,8 +104,8 @@ impl Entry {
     }
 }
 
-/// `rewards.brevity.timeout_s` → `rewards.*.timeout_s`, where the tables of a table have names of the user's choice;
-/// `environment_args.taskset.game` → `environment_args.**`, where everything below a table has.
+/// The pattern of a key below a table with names of the user's choice: `rewards.brevity.timeout_s` → `rewards.*.timeout_s`,
+/// `environment_args.taskset.game` → `environment_args.**`.
 pub(crate) fn pattern(key: &str, known: &[String]) -> String {
     let Some((table, rest)) = key.split_once('.') else { return key.to_owned() };
     let (any, any_depth) = (format!("{table}.*"), format!("{table}.**"));
@@ -118,13 +118,13 @@ pub(crate) fn pattern(key: &str, known: &[String]) -> String {
     rest.split_once('.').map_or_else(|| any.clone(), |(_, field)| format!("{any}.{field}"))
 }
 
-/// The known key that people mean by a short name.
+/// The known key that a common short name means.
 fn spoken<'a>(name: &str, known: &'a [String]) -> Option<&'a str> {
     let (key, _) = SPOKEN.iter().find(|(_, names)| names.contains(&name))?;
     known.iter().find(|known| known == key).map(String::as_str)
 }
 
-/// The known name that was probably meant: a few letters away, though not most of them, or one that contains the other.
+/// The known name that was probably meant: it differs by a few letters, or one name contains the other.
 pub(crate) fn nearest<'a, S: AsRef<str>>(key: &str, known: &'a [S]) -> Option<&'a str> {
     if key.len() > MAX_MISTYPED_BYTES {
         return None;
@@ -160,7 +160,7 @@ mod tests {
         }
     }
 
-    /// Every short name is no key, leads to one, and stands once.
+    /// No short name is a key itself; each leads to a known key and is listed once.
     #[test]
     fn suggestions_resolve_short_names() {
         let keys = Config::keys();

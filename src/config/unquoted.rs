@@ -1,9 +1,8 @@
-//! Lists of names and paths on the command line without their quotation marks, which a shell takes away: `report_to=["wandb"]` comes as
-//! `report_to=[wandb]`.
+//! Lists of names and paths on the command line without quotes, which the shell removes: `report_to=["wandb"]` arrives as `report_to=[wandb]`.
 
 use serde_json::{Value, json};
 
-/// Keys that are lists of names or paths. Texts of other keys, such as strings that end a completion, may begin and end with brackets themselves.
+/// Keys that are lists of names or paths. Values of other keys, such as stop strings, may themselves begin and end with brackets.
 const KEYS: &[&str] = &[
     "train_file",
     "eval_file",
@@ -16,7 +15,7 @@ const KEYS: &[&str] = &[
     "tools",
 ];
 
-/// The list, if `key` is one of names and `text` is nothing else.
+/// The list, if `key` is such a list and `text` contains only names.
 pub(super) fn names(key: &str, text: &str) -> Option<Value> {
     let inner = text.strip_prefix('[')?.strip_suffix(']')?;
     let names: Vec<&str> = inner.split(',').map(str::trim).collect();

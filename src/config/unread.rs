@@ -1,5 +1,5 @@
-//! Keys that are set and that nothing in the run reads, for want of what they belong to. They are told, not refused: a file may be meant
-//! for several runs, one of which has it.
+//! Keys that have no effect in this run, because what they belong to is not configured. They are reported but not refused: a file may be shared by
+//! several runs.
 
 use super::Config;
 use super::choices::LossType;
@@ -12,7 +12,7 @@ const OF_TURNS: &[&str] =
     &["tool_call_parser", "max_tool_calling_iterations", "max_tool_response_length", "tool_timeout_s", "tool_workers"];
 
 impl Config {
-    /// A sentence for each such key, with its place in `raw`.
+    /// One sentence for each key without effect, with its place in `raw`.
     pub(super) fn unread(&self, raw: &RawConfig) -> Vec<String> {
         let [set, default] = [&self.tools, &ToolsConfig::default()].map(|tools| {
             let mut entries = Vec::new();
@@ -37,8 +37,8 @@ impl Config {
         changed.chain(rewards).map(sentence).chain(self.small_cispo_weights()).collect()
     }
 
-    /// With `loss_type = cispo` the bound is one of the weight itself, not of its distance from 1 as in other losses: TRL's default of 0.2,
-    /// which is meant for those, makes every weight 0.2.
+    /// With `loss_type = cispo`, `epsilon_high` bounds the importance weight itself, not its distance from 1 as in other losses. TRL's default of
+    /// 0.2, meant for those, would make every weight at most 0.2.
     fn small_cispo_weights(&self) -> Option<String> {
         let most = self.epsilon_high.unwrap_or(self.epsilon);
         let is_small = self.loss_type == LossType::Cispo && most < 1.0;

@@ -1,5 +1,5 @@
-//! Checks of keys before a model or a world is known: their values by themselves, and the table of what goes together. The range of a
-//! single key is in its declaration.
+//! Checks of keys that need neither model nor number of ranks: single values, and the table of exclusions. Ranges of numbers are checked where a key
+//! is declared.
 
 use super::check::check;
 use super::field::{Field, names_in_files};
@@ -13,15 +13,15 @@ use crate::phase::Fault;
 use crate::types::SamplingParams;
 
 impl Config {
-    /// The only way from what was written to a run.
+    /// Validates raw entries; every configuration of a run is built here.
     pub(super) fn validate(raw: &RawConfig) -> Result<Self> {
         validated(raw, Self::checks)
     }
 
-    /// Checks the configuration against the longest sequence that its model was made for.
+    /// Checks the configuration against the model's context length.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`] where the completion leaves no room for a prompt.
+    /// [`Error::InvalidValue`] if the completion leaves no space for a prompt.
     pub fn validate_context(&self, max_position_embeddings: usize) -> Result<()> {
         let context = self.max_model_length.unwrap_or(max_position_embeddings);
         let expected = format!(
@@ -94,8 +94,7 @@ impl SftConfig {
     }
 }
 
-/// The validated configuration, or all that is wrong with it: keys and values each by itself, and where none is wrong, their
-/// combination.
+/// The validated configuration, or all its errors: first those of single keys; if there are none, those of combinations.
 fn validated<T: Field>(raw: &RawConfig, checks: impl Fn(&T) -> Vec<Result<()>>) -> Result<T> {
     let mut wrong = Vec::new();
     let config = T::read(raw, "", None, &ANY, &mut wrong);

@@ -1,4 +1,4 @@
-//! YAML with line numbers: the parser gives values, a walk over the indentation gives the line of each block key.
+//! YAML with line numbers: the parser gives the values, and a scan of the indentation gives the line of each block key.
 
 use std::collections::HashMap;
 
@@ -6,11 +6,11 @@ use serde_json::Value;
 
 use super::flat::flatten;
 
-/// A dotted key, its value and its line (from 1).
+/// A dotted key, its value and its line number, from 1.
 type YamlEntry = (String, Value, usize);
 
-/// Dotted keys with values and lines. The error is a message and its line. Keys of a flow mapping
-/// (`zero: {stage: 2}`) carry the line of the block key that holds it.
+/// Parses YAML to dotted keys with values and lines. An error has a message and a line. Keys of a flow mapping (`zero: {stage: 2}`) get the line of
+/// the block key that contains it.
 pub(super) fn entries(text: &str) -> Result<Vec<YamlEntry>, (String, usize)> {
     let failed = |error: serde_yaml_ng::Error| {
         let line = error.location().map_or(1, |location| location.line());
@@ -35,7 +35,7 @@ pub(super) fn entries(text: &str) -> Result<Vec<YamlEntry>, (String, usize)> {
         .collect())
 }
 
-/// Line of each block key by its dotted name.
+/// Line number of each block key, by dotted name.
 fn lines(text: &str) -> HashMap<String, usize> {
     let mut lines = HashMap::new();
     let mut open: Vec<(usize, String)> = Vec::new();
@@ -54,7 +54,7 @@ fn lines(text: &str) -> HashMap<String, usize> {
     lines
 }
 
-/// `a.b.c`, `a.b`, `a`.
+/// A dotted key and the tables that contain it: `a.b.c`, `a.b`, `a`.
 fn ancestors(key: &str) -> impl Iterator<Item = &str> {
     std::iter::successors(Some(key), |key| key.rsplit_once('.').map(|(table, _)| table))
 }

@@ -1,9 +1,8 @@
-//! Whether features go together. One table ([`TABLE`]) has the features that no run has both of, each with its reason: validation, the
-//! comparison of engines, the loaders of models and the reference of all keys read it. A feature is a setting, a setting of several keys,
-//! or a circumstance of the run that no key says.
+//! Which features exclude each other. One table ([`TABLE`]) lists pairs of features that no run may combine, each with a reason; validation, the
+//! comparison of engines, model loading and the reference page use it. A feature is a setting, a combination of settings, or a fact about the run
+//! that no key states.
 //!
-//! Not in the table: bounds that one number sets another, which are arithmetic and stay with the numbers, and what a chip lacks, which the
-//! chip is asked for (`cuda/abilities.rs`).
+//! Not in the table: numeric bounds between keys, which are checked with the numbers, and missing features of a GPU (`cuda/abilities.rs`).
 
 mod table;
 
@@ -30,43 +29,43 @@ pub(crate) enum Circumstance {
     DeltaNets,
     /// No layer has a gated delta net.
     NoDeltaNets,
-    /// The files of the model have several projections of a gated delta net in one tensor.
+    /// The model's files store several projections of a gated delta net in one tensor.
     FusedDeltaNets,
-    /// The files of the model have the matrices of all experts in one tensor.
+    /// The model's files store the matrices of all experts in one tensor.
     StackedExperts,
-    /// The model has no draft head that is read.
+    /// The model has no supported draft head.
     NoDraftHead,
-    /// The world has several nodes.
+    /// The run has several nodes.
     SeveralNodes,
-    /// A program calls the parts of a step and samples by itself.
+    /// A program that uses the library calls the parts of a step itself and samples itself.
     OwnLoop,
-    /// A program has a loss of its own.
+    /// A program that uses the library passes its own loss.
     OwnLoss,
 }
 
-/// Why a row of the table is there.
+/// The kind of reason for an exclusion.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ConflictKind {
-    /// Nothing would read the key, or the two say the opposite.
+    /// The key would have no effect, or contradicts the other.
     Unread,
-    /// The run would not be what the keys ask for.
+    /// The run would not do what the keys promise.
     Wrong,
-    /// The program cannot do it.
+    /// The combination is not implemented.
     Unserved,
 }
 
-/// Features that do not go together.
+/// Two features that exclude each other.
 #[derive(Debug)]
 pub(crate) struct Conflict {
     pub refused: ConflictKind,
-    /// The feature whose key errors name.
+    /// The feature whose key error messages name.
     pub feature: Term,
-    /// The other feature, all of whose parts a run has.
+    /// The other feature: all of these parts together.
     pub with: &'static [Term],
     pub why: &'static str,
 }
 
-/// A part of a feature.
+/// One part of a feature.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum Term {
     /// A key, or a table of keys, with one of these values.
@@ -74,22 +73,22 @@ pub(crate) enum Term {
     Circumstance(Circumstance),
 }
 
-/// Some values of a key.
+/// A set of values of a key.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum KeyValues {
-    /// These words; of a list, one that has any of them.
+    /// One of these words; for a list, a list that contains one of them.
     Is(&'static [&'static str]),
-    /// All but these words.
+    /// Any value except these words.
     Not(&'static [&'static str]),
     Above(f64),
     AtMost(f64),
-    /// Texts that begin with this.
+    /// Text that begins with this.
     Begins(&'static str),
-    /// All but the default.
+    /// Any value except the default.
     Given,
 }
 
-/// Settings and circumstances that are to go together.
+/// Settings and facts of a run that are checked against the table.
 #[derive(Debug, Clone)]
 pub(crate) struct Combination {
     settings: BTreeMap<String, Value>,
@@ -97,36 +96,36 @@ pub(crate) struct Combination {
 }
 
 impl Combination {
-    /// All keys of a configuration.
+    /// Takes all keys of a configuration.
     pub(super) fn of_keys(config: &impl Field) -> Self {
         let mut settings = Vec::new();
         config.write("", &mut settings);
         Self { settings: settings.into_iter().collect(), circumstances: Vec::new() }
     }
 
-    /// Some keys.
+    /// Takes only some keys.
     pub(crate) fn of<'a>(settings: impl IntoIterator<Item = (&'a str, Value)>) -> Self {
         Self { settings: BTreeMap::new(), circumstances: Vec::new() }.with(settings)
     }
 
-    /// Sets keys, in the place of those that are set.
+    /// Sets keys, replacing earlier values.
     pub(crate) fn with<'a>(mut self, settings: impl IntoIterator<Item = (&'a str, Value)>) -> Self {
         self.settings.extend(settings.into_iter().map(|(key, value)| (key.to_owned(), value)));
         self
     }
 
-    /// Adds what is known beside keys.
+    /// Adds facts that no key states.
     pub(crate) fn in_circumstances(mut self, circumstances: impl IntoIterator<Item = Circumstance>) -> Self {
         self.circumstances.extend(circumstances);
         self
     }
 
-    /// An error for each row of the table that refuses the combination.
+    /// One error for each row of the table that the combination violates.
     pub(crate) fn refusals(&self) -> impl Iterator<Item = Error> + '_ {
         TABLE.iter().filter_map(|row| row.refusal(self))
     }
 
-    /// Refuses features that do not go together.
+    /// Refuses combinations that the table excludes.
     ///
     /// # Errors
     /// [`Error::InvalidValue`] on the first key of a row of the table; [`Error::InvalidConfig`] with all rows.
@@ -136,14 +135,14 @@ impl Combination {
 }
 
 impl Config {
-    /// All keys, to be looked up in the table.
+    /// All keys, to be checked against the table.
     pub(crate) fn combination(&self) -> Combination {
         Combination::of_keys(self)
     }
 }
 
 impl Conflict {
-    /// The error for a combination that has both features.
+    /// The error of a row if the combination has both features, else `None`.
     pub(crate) fn refusal(&self, combination: &Combination) -> Option<Error> {
         let has_all = self.with.iter().all(|term| term.found(combination).is_some());
         let (key, got) = self.feature.found(combination).filter(|_| has_all)?;
@@ -155,7 +154,7 @@ impl Conflict {
 }
 
 impl Term {
-    /// The key and the value, or the circumstance, by which a combination has this part.
+    /// The key and value, or the fact, through which a combination has this part.
     fn found(&self, combination: &Combination) -> Option<(String, String)> {
         match *self {
             Self::Circumstance(one) => {
@@ -175,8 +174,7 @@ impl Term {
         }
     }
 
-    /// Whether this is `environment = none` and the combination lacks the key, as supervised runs do: they never have an environment, and
-    /// cannot set one.
+    /// Whether this part is `environment = none` and the combination lacks that key, as in supervised runs, which never have an environment.
     fn is_lack_of_environment(&self, combination: &Combination) -> bool {
         let is_none = Self::Setting("environment", KeyValues::Is(&["none"]));
         *self == is_none && !combination.settings.contains_key("environment")
@@ -188,7 +186,7 @@ impl Term {
         self.found(combination).is_some()
     }
 
-    /// The values that the key may have instead.
+    /// Other values of the key, for the error message.
     fn otherwise(&self) -> String {
         let Self::Setting(key, values) = *self else { return self.remedy() };
         match values {
@@ -205,7 +203,7 @@ impl Term {
         }
     }
 
-    /// A change by which a run does not have this part.
+    /// A change that removes this part from a run, for the error message.
     fn remedy(&self) -> String {
         match *self {
             Self::Circumstance(one) => one.words()[1].to_owned(),
@@ -218,7 +216,7 @@ impl Term {
         }
     }
 
-    /// The part as the reference of all keys shows it.
+    /// This part as shown on the reference page.
     pub(crate) fn described(&self) -> String {
         match *self {
             Self::Circumstance(one) => one.words()[0].to_owned(),
@@ -252,7 +250,7 @@ impl KeyValues {
 }
 
 impl Circumstance {
-    /// The names of a circumstance and of its opposite.
+    /// The text for a fact and for its opposite.
     fn words(self) -> [&'static str; 2] {
         match self {
             Self::Experts => ["a model with experts", "a model without experts"],
@@ -274,13 +272,13 @@ impl Circumstance {
     }
 }
 
-/// The declarations of all keys.
+/// Documentation of all keys, by name.
 fn docs() -> &'static HashMap<String, KeyDoc> {
     static DOCS: OnceLock<HashMap<String, KeyDoc>> = OnceLock::new();
     DOCS.get_or_init(|| described::<Config>().into_iter().map(|doc| (doc.key.clone(), doc)).collect())
 }
 
-/// The words that a key takes beside `words`.
+/// The words that a key accepts besides `words`.
 fn other_words<'a>(key: &str, words: &[&str]) -> Vec<&'a str> {
     let expected = docs().get(key).map_or("", |doc| &doc.expected);
     let all: Vec<&str> = match expected.split_once("one of ") {
@@ -293,7 +291,7 @@ fn other_words<'a>(key: &str, words: &[&str]) -> Vec<&'a str> {
     all.into_iter().filter(|word| !words.contains(word)).collect()
 }
 
-/// A value as errors show it.
+/// A value as shown in error messages.
 fn shown(value: &Value) -> String {
     match value {
         Value::String(text) => text.clone(),

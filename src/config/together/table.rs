@@ -1,4 +1,4 @@
-//! The table of what does not go together.
+//! The table of features that exclude each other.
 
 use super::Circumstance::*;
 use super::ConflictKind::*;
@@ -14,7 +14,7 @@ macro_rules! term {
     ($circumstance:ident) => { Term::Circumstance($circumstance) };
 }
 
-/// `(feature) (feature) => "why";` A feature of several parts has them one after the other; the first key of a row is the one that errors name.
+/// Builds rows written as `(feature) (feature) => "why";`. A feature of several parts lists them in sequence; errors name the first key of a row.
 macro_rules! table {
     ($($refused:ident { $(($($feature:tt)+) $(($($with:tt)+))+ => $why:literal;)+ })+) => {
         &[$($(Conflict { refused: $refused, feature: term!($($feature)+), with: &[$(term!($($with)+)),+], why: $why },)+)+]
