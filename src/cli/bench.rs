@@ -1,4 +1,4 @@
-//! The benchmarks' subcommands.
+//! The subcommands of `bench`.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -24,7 +24,7 @@ use crate::phase::HeartbeatLimits;
 use crate::ranks::World;
 use crate::train::GradientOptions;
 
-/// Runs one benchmark to its exit code.
+/// Runs one benchmark and returns its exit code.
 pub(super) fn dispatch(command: BenchCommand) -> Result<ExitCode> {
     match command {
         BenchCommand::Train(args) => bench(&args, train_bench),
@@ -42,7 +42,7 @@ pub(super) fn dispatch(command: BenchCommand) -> Result<ExitCode> {
     }
 }
 
-/// [`placed`] for a benchmark, whose one line the first rank prints: only its collectives have a time limit.
+/// Runs a benchmark like [`placed`], and rank 0 prints its one line; only collectives have a time limit.
 fn bench<T: Args>(
     args: &Placed<T>,
     work: impl FnOnce(&T, Arc<World>, Kind) -> Result<serde_json::Value>,

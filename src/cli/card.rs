@@ -1,4 +1,4 @@
-//! The model card of an exported folder: what it was trained from, on what, how, and to what figures.
+//! The model card of an exported folder: base model, data, method and metrics.
 
 use std::fmt::Write;
 use std::path::Path;
@@ -10,7 +10,7 @@ use crate::metrics::read_metrics_in;
 use crate::metrics::report::{number, read_config};
 use crate::untrusted::Folder;
 
-/// Keys of a run's configuration that say how it was trained, where they have a value.
+/// Configuration keys about the method that the card lists, if they are set.
 const METHOD: [&str; 14] = [
     "loss_type",
     "num_generations",
@@ -27,16 +27,16 @@ const METHOD: [&str; 14] = [
     "quantization",
     "seed",
 ];
-/// Keys that say on which rows.
+/// Configuration keys about the data that the card lists.
 const DATA: [&str; 4] = ["dataset_name", "dataset_config", "dataset_train_split", "train_file"];
-/// Metrics of the newest step and evaluation that are told.
+/// Metrics of the newest step and evaluation that the card lists.
 const METRICS: [&str; 5] = ["reward", "eval_reward", "eval_pass@1", "completions/mean_length", "num_tokens"];
 
-/// Writes `README.md` into `folder`, by what lies beside `model`, the trained folder of a run, or a checkpoint. `has_adapters` says that the
-/// folder has adapters and no whole model.
+/// Writes `README.md` into `folder`, from the files next to `model` (a run's trained folder, or a checkpoint). `has_adapters` says that the folder
+/// contains only adapters.
 ///
 /// # Errors
-/// [`Error::Io`], and [`Error::BadFile`] for a run_config.json that is none.
+/// [`Error::Io`], and [`Error::BadFile`] for an invalid run_config.json.
 pub(super) fn write(folder: &Path, model: &Path, has_adapters: bool) -> Result<()> {
     let path = folder.join("README.md");
     let run = model.parent().map(Folder::new).filter(|run| run.has("run_config.json"));
@@ -45,12 +45,12 @@ pub(super) fn write(folder: &Path, model: &Path, has_adapters: bool) -> Result<(
     Folder::new(folder).write("README.md", card(&config, &metrics, model, has_adapters)).map_err(Error::io(&path))
 }
 
-/// The step of a checkpoint's folder.
+/// The step of a checkpoint folder, from its name.
 fn step_of(model: &Path) -> Option<u64> {
     model.file_name()?.to_str()?.strip_prefix("checkpoint-")?.parse().ok()
 }
 
-/// The newest value of each metric that is told, up to a step.
+/// The newest value of each listed metric, up to step `last`.
 fn newest(run: &Folder, last: Option<u64>) -> Vec<(&'static str, u64, f64)> {
     let lines = read_metrics_in(run).unwrap_or_default(); // a run without metrics has a card, too
     let of = |name: &'static str| {
@@ -114,13 +114,13 @@ fn table<'a>(keys: &[&str], get: impl Fn(&str) -> Option<&'a str>) -> String {
     format!("| key | value |\n|---|---|\n{}", keys.iter().filter_map(row).collect::<String>())
 }
 
-/// Text as it is, within a table of Markdown.
+/// Text as code within a Markdown table.
 fn code(text: &str) -> String {
     let text: String = text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
     format!("`{}`", text.replace('`', "'").replace('|', "\\|"))
 }
 
-/// `owner/name` that is no folder here.
+/// Whether a name has the form `owner/name` and is no folder here.
 fn is_name_on_hub(name: &str) -> bool {
     let is_word = |word: &str| {
         !word.is_empty()

@@ -1,4 +1,4 @@
-//! The subcommands, on top of the rooms below.
+//! The subcommands.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -31,7 +31,7 @@ use crate::tools::{self, ToolProcess};
 use crate::torch;
 use crate::trainer::{PlannedRun, Trainer};
 
-/// Runs one command to its exit code.
+/// Runs one command and returns its exit code.
 pub(super) fn dispatch(command: Command) -> Result<ExitCode> {
     match command {
         Command::Train(args) => train(&args),
@@ -107,19 +107,19 @@ pub(super) fn dispatch(command: Command) -> Result<ExitCode> {
     }
 }
 
-/// Refuses, before any process starts, what cannot be sampled from.
+/// Refuses impossible sampling options before any process starts.
 fn check_sampling(source: &SourceArgs, sampling: &SamplingArgs, launch: &LaunchArgs, on_cuda: bool) -> Result<()> {
     sampling.engine_shape().check_divides(num_ranks(launch)?, "generate")?;
     check_model(source, sampling.division(), on_cuda)
 }
 
-/// Downloads a model that is named, and refuses a division that its shape does not allow.
+/// Downloads a model from the Hub, and refuses a division among ranks that its shape does not allow.
 fn check_model(source: &SourceArgs, division: EngineDivision<'_>, on_cuda: bool) -> Result<()> {
     let source = fetch::model(&source.model, source.base_model.as_deref())?;
     division.of_model(&source.base, on_cuda).map(drop)
 }
 
-/// Ranks in all, whoever launches them.
+/// Number of ranks in all, whether this program or another one launches them.
 fn num_ranks(launch: &LaunchArgs) -> Result<usize> {
     Ok(WorkerEnv::from_env()?.map_or(launch.num_ranks(), |env| env.world_size))
 }
@@ -182,7 +182,7 @@ fn read_config(file: Option<&Path>, overrides: &[String]) -> Result<Config> {
     Ok(config)
 }
 
-/// Warns in the one process of a run that speaks for all: the launcher, or rank 0 where another program launched the ranks.
+/// Prints notices in one process of a run: the launcher, or rank 0 if another program launched the ranks.
 fn say_once(notices: &[String]) -> Result<()> {
     let speaks = WorkerEnv::from_env()?.is_none_or(|env| env.rank == 0 && !phase::is_watched());
     notices.iter().filter(|_| speaks).for_each(|notice| tracing::warn!("{notice}"));
@@ -293,10 +293,10 @@ fn plan(args: &PlanArgs) -> Result<ExitCode> {
     Ok(ExitCode::Done)
 }
 
-/// How `plan` is told of GPUs that are not here.
+/// Tip that says how to plan for GPUs of another machine.
 const FOR_GPUS: &str = "to plan for GPUs give the free memory of each with --gpu_memory_gib (H100: 79, H200: 139)";
 
-/// The configuration, or all that is wrong with it, with the files that it names, and with what `check` finds.
+/// Loads a configuration and runs `check`; errors of both and of missing files are reported together.
 fn checked_together<T>(
     loaded: Result<T>,
     mut wrong: Vec<Error>,
@@ -314,8 +314,7 @@ fn checked_together<T>(
     }
 }
 
-/// Refuses an output folder that cannot be made or written to; one that was not there is gone again, as a run that is still
-/// refused leaves none.
+/// Refuses an output folder that cannot be created or written to. A folder created for this check is removed again, as the run may still be refused.
 fn check_output_dir(folder: &Path) -> Result<()> {
     refuse_within_checkpoint("output_dir", folder)?;
     let missing: Vec<&Path> = folder.ancestors().take_while(|folder| !folder.exists()).collect();
@@ -344,7 +343,7 @@ fn init(args: &InitArgs) -> Result<ExitCode> {
     Ok(ExitCode::Done)
 }
 
-/// How the base of adapters that are merged is rounded, and what is said of the weights.
+/// How the base is quantized before adapters are merged into it, and a notice about the result.
 fn merging(source: &ModelSource, asked: Option<Quantization>) -> Result<(Quantization, Option<String>)> {
     let spec = Arc::new(ModelSpec::from_folder(&source.base)?);
     let adapters = source.adapters.as_ref().map(|folder| AdapterFiles::open(folder, spec.clone())).transpose()?;

@@ -1,5 +1,5 @@
-//! Checks README.md and docs/: every `colo-grpo ..` parses, every key of a configuration exists and takes the value that is shown,
-//! and scripts have the options that are shown. Nothing is run.
+//! Checks README.md and docs/: every `colo-grpo ..` command parses, every configuration key exists and accepts the value shown, and scripts have the
+//! options shown. Nothing is run.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -11,10 +11,10 @@ use super::args::Cli;
 use super::normalise::normalise;
 use crate::config::{Config, SftConfig};
 
-/// A command as a page shows it.
+/// A command as shown on a page.
 struct ShownCommand {
     words: Vec<String>,
-    /// Within a sentence, where required arguments may be left out.
+    /// Whether it appears within a sentence, where required arguments may be omitted.
     is_inline: bool,
 }
 
@@ -30,7 +30,7 @@ fn pages() -> Vec<(String, String)> {
     paths.iter().map(|path| (name(path), std::fs::read_to_string(path).unwrap())).collect()
 }
 
-/// The fenced blocks of a page, each with its language; and the rest of the page.
+/// The fenced blocks of a page, each with its language, and the rest of the page.
 fn blocks(page: &str) -> (Vec<(String, String)>, String) {
     let (mut fenced, mut rest, mut open): (Vec<(String, String)>, String, bool) = (Vec::new(), String::new(), false);
     for line in page.lines() {
@@ -48,8 +48,8 @@ fn blocks(page: &str) -> (Vec<(String, String)>, String) {
     (fenced, rest)
 }
 
-/// The simple commands of a line of shell, without comments and redirections. A `|` within a word separates alternatives, of which
-/// the first is taken; `[` and `]` around words say that they are optional.
+/// The simple commands of a shell line, without comments and redirections. A `|` within a word separates alternatives, of which the first is used;
+/// `[` and `]` around words mark them as optional.
 fn simple_commands(line: &str) -> Vec<Vec<String>> {
     let mut commands = vec![Vec::new()];
     let mut chars = line.chars().peekable();
@@ -88,7 +88,7 @@ fn simple_commands(line: &str) -> Vec<Vec<String>> {
     commands.iter().map(|words| words.iter().map(optional).collect()).collect()
 }
 
-/// All commands of a page.
+/// All commands shown on a page.
 fn shown(page: &str) -> Vec<ShownCommand> {
     let (fenced, rest) = blocks(page);
     let lines = fenced.into_iter().flat_map(|(_, text)| {
@@ -103,14 +103,14 @@ fn shown(page: &str) -> Vec<ShownCommand> {
     in_fences.chain(inline).filter(|shown| !shown.words.is_empty()).collect()
 }
 
-/// Whether a word stands for one of the reader's own.
+/// Whether a word is a placeholder for a value of the reader's.
 fn is_placeholder(word: &str) -> bool {
     word == ".."
         || word.starts_with('$')
         || word.chars().all(|c| c.is_ascii_uppercase() || c.is_ascii_digit() || c == '_')
 }
 
-/// The arguments of the program in a command, its name first. Behind a script the program is an argument of that script.
+/// The arguments of this program in a command, beginning with its name; also if the program is an argument of a script.
 fn arguments(words: &[String]) -> Option<Vec<String>> {
     let place = words.iter().position(|word| word == "colo-grpo" || word.ends_with("/colo-grpo"))?;
     if words[0] == "docker" {
@@ -130,7 +130,7 @@ fn innermost(mut matches: ArgMatches) -> (String, ArgMatches) {
     (name, matches)
 }
 
-/// What is wrong with words `key=value` of a command: keys that do not exist, values that no run may have.
+/// Errors in the `key=value` words of a command: unknown keys and invalid values.
 fn wrong_keys(words: &[String], is_sft: bool, file: &Path) -> Vec<String> {
     let is_given = |word: &&String| {
         word.split_once('=').is_some_and(|(key, value)| key != "key" && !is_placeholder(value) && !value.contains('$'))
@@ -153,7 +153,7 @@ fn wrong_keys(words: &[String], is_sft: bool, file: &Path) -> Vec<String> {
     words.iter().filter(is_wrong).map(|word| format!("{word} ({said})")).collect()
 }
 
-/// What is wrong with a command of this program.
+/// The error of a command of this program, if it is wrong.
 fn wrong_command(arguments: &[String], is_inline: bool) -> Option<String> {
     let is_open = is_inline || arguments.iter().any(|word| word == "..");
     let mut words: Vec<String> = Vec::new();
@@ -196,7 +196,7 @@ fn wrong_command(arguments: &[String], is_inline: bool) -> Option<String> {
     (!wrong.is_empty()).then(|| wrong.join("; "))
 }
 
-/// An option that a command gives to a script which does not know it, nor do the scripts that it calls; or that there is no such script.
+/// The first option of a command that neither the script nor the scripts it calls know, or that the script does not exist.
 fn wrong_script(words: &[String]) -> Option<String> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let place = words.iter().position(|word| word.starts_with("scripts/"))?;
@@ -266,7 +266,7 @@ fn keys_in_the_documentation_exist() {
     assert!(wrong.is_empty(), "{wrong:#?}");
 }
 
-/// What these tests must find, and what they must let pass.
+/// Commands that these tests must find, and commands that they must accept.
 #[test]
 fn the_check_of_documented_commands_finds_wrong_ones() {
     let check = |line: &str, is_inline: bool| {

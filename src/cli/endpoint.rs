@@ -1,4 +1,4 @@
-//! `serve` and `chat`: a model folder's engine, asked from outside.
+//! `serve` and `chat`: the engine of a model folder, used over HTTP or in the terminal.
 
 use std::io::BufRead;
 use std::net::TcpListener;
@@ -20,13 +20,13 @@ use crate::ranks::{WorkerEnv, World};
 use crate::serve::{ModelService, NamedAdapter, ServeOptions};
 use crate::types::SamplingParams;
 
-/// Where the key may stand instead of the command line, which other users of the machine can read.
+/// Environment variable for the API key; unlike the command line it is not visible to other users of the machine.
 const API_KEY_VARIABLE: &str = "COLO_GRPO_API_KEY";
-/// Commands that can be typed instead of a message.
+/// Help on the commands that can be typed instead of a message.
 const HELP: &str = "/reset begins a new conversation, /adapter NAME switches to an adapter and /adapter back to the \
                     base model, /exit or the end of input ends the program";
 
-/// The listening socket of rank 0 and the key of its clients, before the model is loaded.
+/// The listening socket and API key of rank 0, opened before the model is loaded.
 #[derive(Debug)]
 pub(super) struct Door {
     listener: TcpListener,
@@ -35,7 +35,7 @@ pub(super) struct Door {
 }
 
 impl Door {
-    /// Opens it, on rank 0.
+    /// Opens the socket, on rank 0.
     ///
     /// # Errors
     /// [`Error::InvalidValue`] for a key that no client could send; the errors of [`HttpServer::bind`].
@@ -58,7 +58,7 @@ impl Door {
     }
 }
 
-/// The key, from the command line or its variable.
+/// The API key, from the command line or its environment variable.
 fn api_key(args: &ServeArgs) -> Result<Option<String>> {
     let of_variable = || std::env::var_os(API_KEY_VARIABLE).map(|key| key.to_string_lossy().into_owned());
     let given = args.api_key.clone().map(|key| ("--api_key", key));
@@ -78,7 +78,7 @@ fn api_key(args: &ServeArgs) -> Result<Option<String>> {
     }
 }
 
-/// `serve`; collective over the world, whose ranks share one engine.
+/// Runs `serve`; collective over the world, whose ranks share one engine.
 pub(super) fn serve(args: &ServeArgs, world: Arc<World>, kind: Kind, door: Option<Door>) -> Result<()> {
     let name = args.served_model_name.clone().unwrap_or_else(|| args.source.model.display().to_string());
     let adapters = args.adapters.checked(&name)?;
@@ -128,7 +128,7 @@ pub(super) fn serve(args: &ServeArgs, world: Arc<World>, kind: Kind, door: Optio
     })
 }
 
-/// `chat`, in one process.
+/// Runs `chat`, in one process.
 pub(super) fn chat(args: &ChatArgs, world: Arc<World>, kind: Kind) -> Result<()> {
     let adapters = args.adapters.checked("")?;
     let kinds = (kind, residual_kind(args.residual.residual_dtype, kind));
@@ -160,7 +160,7 @@ fn names(adapters: &[NamedAdapter]) -> Vec<String> {
     adapters.iter().map(|adapter| adapter.name.clone()).collect()
 }
 
-/// Reads messages line by line and prints the answers as they come.
+/// Reads messages line by line and prints answers while they are generated.
 fn talk(dialogue: &mut Dialogue) -> Result<()> {
     let is_shown = console::shows_output();
     if is_shown {

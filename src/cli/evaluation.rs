@@ -13,10 +13,10 @@ use crate::serve::SamplingDefaults;
 use crate::tools::{MadeRows, ToolProcess};
 use crate::types::SamplingParams;
 
-/// An evaluation before the model is read; its rewards' processes run.
+/// A prepared evaluation: its rewards' processes run, but the model is not loaded yet.
 pub(super) struct Evaluation {
     pub rewards: RewardPool,
-    /// Rewards that decide whether a sample is solved.
+    /// Indices of the rewards that decide whether a sample is solved.
     pub solved_by: Vec<usize>,
     pub rows: RowFiles,
     pub dataset: DatasetOptions,
@@ -24,25 +24,25 @@ pub(super) struct Evaluation {
     pub max_model_length: Option<usize>,
     /// Variables of the chat template.
     pub variables: Map<String, Value>,
-    /// The configuration and the tools of a run that has some.
+    /// The configuration and the tools of a run with tools.
     pub tools: Option<(Config, ToolProcess)>,
     settings: RewardConfig,
 }
 
-/// Files of rows. Those that an environment made are removed with this.
+/// Files with rows. Files made by an environment are removed when this is dropped.
 pub(super) struct RowFiles {
     pub sources: RowSources,
     _made: Option<MadeRows>,
 }
 
-/// The rows of an evaluation, and the configuration of the run that it repeats, if one is given.
+/// The rows of an evaluation, and the configuration of the run that it repeats, if given.
 pub(super) struct EvalRows {
     rows: RowFiles,
     config: Option<Config>,
 }
 
 impl EvalRows {
-    /// Reads the configuration, if there is one, and finds the rows. A launcher downloads what its processes then read.
+    /// Loads the configuration, if given, and finds the rows. A launcher downloads what its processes read later.
     ///
     /// # Errors
     /// The errors of [`Config::load`] and of [`RowSources::held_out`].
@@ -62,14 +62,14 @@ impl EvalRows {
         Ok(Self { rows: RowFiles { sources, _made: made }, config: Some(config) })
     }
 
-    /// The configuration of the run that is repeated.
+    /// The configuration of the run that the evaluation repeats.
     pub fn config(&self) -> Option<&Config> {
         self.config.as_ref()
     }
 }
 
 impl Evaluation {
-    /// Starts the rewards.
+    /// Starts the rewards of an evaluation.
     ///
     /// # Errors
     /// The errors of [`RewardPool::start`], and those of a run's tools.
@@ -109,7 +109,7 @@ impl Evaluation {
         })
     }
 
-    /// The evaluation that the run makes itself.
+    /// The evaluation as the run itself does it.
     fn of_run(config: Config, rows: RowFiles, n: Option<usize>) -> Result<Self> {
         let process = ToolProcess::start(&config)?;
         let classes = process.as_ref().map(ToolProcess::rewarding_classes).unwrap_or_default();
@@ -148,10 +148,10 @@ impl Evaluation {
         })
     }
 
-    /// The function that reads a completion's answer for maj@n, if a deciding reward compares answers.
+    /// The function that extracts a completion's answer for maj@n, if a deciding reward compares answers.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`] for a pattern that is none.
+    /// [`Error::InvalidValue`] for an invalid pattern.
     pub fn answer_reader(&self) -> Result<Option<impl Fn(&str) -> Option<String> + use<>>> {
         let names = self.rewards.names();
         let readers = self.solved_by.iter().map(|&index| reward::answer_reader(&names[index], &self.settings));
@@ -159,7 +159,7 @@ impl Evaluation {
     }
 }
 
-/// Keys, and beginnings of keys, that an evaluation reads of a run's configuration. It needs the last two to be there.
+/// Configuration keys, and prefixes of keys, that an evaluation uses. The last two are required.
 const READ: &[&str] = &[
     "eval_file",
     "dataset_*",
@@ -190,7 +190,7 @@ const READ: &[&str] = &[
     "model_name_or_path",
 ];
 
-/// Keys of a run that `eval` has as options, which say how it is computed.
+/// Keys of a run that are options of `eval`, as they say how it is computed.
 const OPTIONS: &[&str] = &[
     "device",
     "dtype",
@@ -203,7 +203,7 @@ const OPTIONS: &[&str] = &[
     "num_speculative_tokens",
 ];
 
-/// Refuses keys that an evaluation does not read: it would be that of another value in silence.
+/// Refuses keys that an evaluation does not use, as setting them would silently change nothing.
 fn check_overrides(overrides: &[String]) -> Result<()> {
     let is_meant = |name: &str, key: &str| name.strip_suffix('*').map_or(name == key, |start| key.starts_with(start));
     let unread = |(key, value, _): config::ForeignEntry| {

@@ -1,4 +1,4 @@
-//! Models and data sets that are named are downloaded before any process starts; the processes read them from the cache.
+//! Downloads models and data sets from the Hub before any process starts; the processes read them from the cache.
 
 use std::path::Path;
 
@@ -9,8 +9,8 @@ use crate::error::{Error, Result};
 use crate::model::ModelSource;
 use crate::phase;
 
-/// Looks for the model and the rows of a configuration and downloads what is named, in the launcher or the only process of a run.
-/// Returns every one that is missing; of a repository with both splits of the rows, once.
+/// Finds the model and the rows of a configuration and downloads them from the Hub, in the launcher or the only process of a run. Returns one error
+/// for everything missing; for a repository with both splits only one.
 pub(super) fn missing(file: Option<&Path>, overrides: &[String]) -> Vec<Error> {
     let Some(sources) = Config::sources(file, overrides).filter(|_| !is_worker()) else {
         return Vec::new();
@@ -30,7 +30,7 @@ pub(super) fn missing(file: Option<&Path>, overrides: &[String]) -> Vec<Error> {
     missing
 }
 
-/// Downloads a model that is named.
+/// Finds a model, and downloads it from the Hub if necessary.
 pub(super) fn model(name: &Path, base: Option<&Path>) -> Result<ModelSource> {
     let source = ModelSource::find(name, None, base, &hub_of_process())?;
     match base.filter(|_| source.adapters.is_none()) {
@@ -43,24 +43,24 @@ pub(super) fn model(name: &Path, base: Option<&Path>) -> Result<ModelSource> {
     }
 }
 
-/// The held-out rows of a run, which are downloaded if they are not here.
+/// The evaluation rows of a run, downloaded if necessary.
 pub(super) fn held_out(data: &DataConfig) -> Result<Option<RowSources>> {
     RowSources::held_out(data, Some(1), &hub_of_process())
 }
 
-/// The rows that `entry` of `key` names, which are downloaded if they are not here.
+/// The rows that `entry` of `key` names, downloaded if necessary.
 pub(super) fn rows(key: &str, entry: &str) -> Result<RowSources> {
     RowSources::named(key, entry, "test", &hub_of_process())
 }
 
-/// Whether all rows are on this machine.
+/// Whether all rows of the run are on this machine.
 pub(super) fn has_rows(config: &Config) -> bool {
     let hub = Hub::cached();
     let held_out = RowSources::held_out(&config.data, config.eval_steps, &hub);
     RowSources::train(&config.data, &hub).is_ok() && held_out.is_ok()
 }
 
-/// The Hub, or in a process that a launcher started the cache that this one has filled.
+/// The Hub client; in a process of our launcher only its cache, which the launcher has filled.
 fn hub_of_process() -> Hub {
     if is_worker() { Hub::cached() } else { hub() }
 }
@@ -69,12 +69,12 @@ fn hub() -> Hub {
     Hub::new(HubOptions::from_env().with_progress(download_progress()))
 }
 
-/// Whether a launcher of ours started this process, and has downloaded everything.
+/// Whether our launcher started this process and has downloaded everything.
 fn is_worker() -> bool {
     phase::is_watched()
 }
 
-/// Adds the key to the error of a repository.
+/// Adds the key's name to an error about a repository.
 fn of_the_model(error: Error, key: &str) -> Error {
     match error {
         Error::Hub { repo, message } => Error::Hub { repo, message: format!("{key}: {message}") },

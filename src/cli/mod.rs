@@ -1,5 +1,4 @@
-//! Argument parsing and dispatch to the subcommands. Arguments become a validated `Command` here; what a command does
-//! stands in its own room.
+//! Parses the arguments and dispatches to the subcommands. What a command does is in its own module.
 
 mod args;
 mod bench;
@@ -66,10 +65,10 @@ pub fn run(args: impl Iterator<Item = OsString>) -> ExitCode {
     }
 }
 
-/// The arguments as text.
+/// Converts the arguments to text.
 ///
 /// # Errors
-/// [`Error::InvalidValue`] for one that is not UTF-8.
+/// [`Error::InvalidValue`] for an argument that is not UTF-8.
 fn read(args: impl Iterator<Item = OsString>) -> Result<Vec<String>> {
     let text = |(index, arg): (usize, OsString)| {
         let refuse = |arg: OsString| {

@@ -6,8 +6,8 @@ use super::args::Cli;
 use crate::config::{Config, SftConfig};
 use crate::error::Error;
 
-/// Makes `train` the default, turns `--a.b c` of a configuration key into the override `a.b=c` (`--key` alone into
-/// `key=true`), and takes hyphens for underscores in names.
+/// Makes `train` the default command, turns `--a.b c` of a configuration key into the override `a.b=c` (`--key` alone into `key=true`), and accepts
+/// hyphens for underscores in names.
 pub fn normalise(argv: Vec<String>) -> Vec<String> {
     let has_config = has_config(&argv);
     let mut rest = argv.into_iter().peekable();
@@ -53,8 +53,7 @@ pub fn normalise(argv: Vec<String>) -> Vec<String> {
     out
 }
 
-/// An error about a value, by the name of the option that gave it: commands without configuration keys pass some options on as
-/// such. `argv` is normalised.
+/// Renames the key in an error to the option that the user typed, as some commands pass options on as configuration keys. `argv` is normalised.
 pub fn name_options(argv: &[String], error: Error) -> Error {
     let Error::InvalidValue { key, got, expected } = error else { return error };
     let mut program = Cli::command();
@@ -71,7 +70,7 @@ pub fn name_options(argv: &[String], error: Error) -> Error {
     Error::InvalidValue { key: option.map_or(key, |name| format!("--{name}")), got, expected }
 }
 
-/// Whether a command has overrides of configuration keys; `eval` has them beside `--config` alone.
+/// Whether a command accepts overrides of configuration keys; `eval` does so only with `--config`.
 fn takes_keys(command: &Command, has_config: bool) -> bool {
     let has_overrides = command.get_arguments().any(|known| known.get_id() == "overrides");
     has_overrides && (has_config || command.get_name() != "eval")
@@ -81,14 +80,14 @@ fn has_config(argv: &[String]) -> bool {
     argv.iter().any(|word| word == "--config" || word.starts_with("--config="))
 }
 
-/// Whether an option is the command's own; else it is a configuration key.
+/// Whether an option belongs to the command; otherwise it is a configuration key.
 fn has_option(command: &Command, name: &str) -> bool {
     command.get_arguments().any(|known| {
         known.get_long() == Some(name) || known.get_all_aliases().is_some_and(|aliases| aliases.contains(&name))
     })
 }
 
-/// The configuration key that an option names: `--zero_stage` is `zero.stage`, `--tp` the tensor-parallel size, `--pp` the number of stages.
+/// The configuration key that an option means: `--zero_stage` is `zero.stage`, `--tp` is `tensor_parallel_size`, `--pp` is `pipeline_parallel_size`.
 fn key_of(option: String) -> String {
     let dotted = option.replacen('_', ".", 1);
     match option.as_str() {
@@ -99,7 +98,7 @@ fn key_of(option: String) -> String {
     }
 }
 
-/// Whether a word is `key=value` of a configuration key.
+/// Whether a word is an override `key=value`.
 fn is_override(word: &str) -> bool {
     let key = word.split_once('=').map(|(key, _)| key);
     key.is_some_and(|key| Config::keys().iter().chain(&SftConfig::keys()).any(|known| known == key))

@@ -1,4 +1,4 @@
-//! Refuses a run whose files a program that the model wrote could read.
+//! Refuses a run if programs written by the model could read its files.
 
 use std::path::{Path, PathBuf};
 
@@ -13,24 +13,24 @@ use crate::ranks::WorkerEnv;
 use crate::reward::RewardPool;
 use crate::sandbox::Readable;
 
-/// Keys of what programs are meant to read, and of those who run them.
+/// Keys for paths that programs may read, and for the interpreters that run them.
 const MEANT: [&str; 3] = ["reward.code.readable", "reward.code.command", "reward.python"];
 
-/// A path of a run, and what it is called.
+/// A path of a run with its name.
 type Named = (String, PathBuf);
 
-/// Checks a run that trains, by its configuration and the file that it is in.
+/// Checks a training run, by its configuration and the configuration file's path.
 ///
 /// # Errors
-/// [`Error::InvalidValue`] with what could be read, and by which path of the sandbox.
+/// [`Error::InvalidValue`] with the path that could be read, and the path of the sandbox that exposes it.
 pub(super) fn check_run(config: &Config, file: Option<&Path>) -> Result<()> {
     check_all(config, of_file(file))
 }
 
-/// Checks an evaluation, which is that of the run of `config` if there is one.
+/// Checks an evaluation; with `config` it is that of a run.
 ///
 /// # Errors
-/// [`Error::InvalidValue`] as for a run; what is wrong with the reward.
+/// [`Error::InvalidValue`] as for a run, and errors of the reward's settings.
 pub(super) fn check_evaluation(args: &EvalArgs, config: Option<&Config>) -> Result<()> {
     let of_options = [("--data", args.data.as_ref().map(PathBuf::from)), ("--output", args.output.clone())];
     let of_options = of_options.into_iter().filter_map(|(name, path)| Some((name.to_owned(), path?)));
@@ -54,7 +54,7 @@ fn check_all(config: &Config, own: Vec<Named>) -> Result<()> {
     }
 }
 
-/// Whether this process checks: a launcher for its ranks, and each rank that another program launched.
+/// Whether this process does the check: the launcher for its ranks, or each rank that another program launched.
 pub(super) fn checks_here() -> Result<bool> {
     Ok(WorkerEnv::from_env()?.is_none() || !phase::is_watched())
 }
@@ -90,7 +90,7 @@ fn check(settings: &CodeConfig, named: &[Named]) -> Result<()> {
     Ok(())
 }
 
-/// Paths that every program of the model's must be kept from.
+/// Paths of the machine that programs written by the model must never read.
 fn of_machine() -> Vec<Named> {
     let named = |name: &str, path: PathBuf| (name.to_owned(), path);
     let mut all = vec![
@@ -108,7 +108,7 @@ fn of_file(file: Option<&Path>) -> Vec<Named> {
     file.map(|file| ("the configuration".to_owned(), file.to_owned())).into_iter().collect()
 }
 
-/// Every text of a configuration, as the path that it may be: one that is none lies in the current folder.
+/// Every text value of a configuration as a possible path; one that is no path is taken as a file in the current folder.
 fn of_config(config: &Config) -> Vec<Named> {
     let is_meant = |key: &str| MEANT.contains(&key) || (key.starts_with("rewards.") && key.ends_with(".command"));
     let mut all = Vec::new();

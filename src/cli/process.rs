@@ -1,4 +1,4 @@
-//! The processes of a command: this one, the workers that a launcher starts, or one of those.
+//! The processes of a command: this process alone, a launcher with its workers, or a worker.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
@@ -18,25 +18,25 @@ use crate::memory::explain_out_of_memory;
 use crate::phase::{self, HeartbeatLimits};
 use crate::ranks::{Backend, WorkerEnv, World, WorldOptions};
 
-/// How the ranks of a command are watched, and what becomes of them when one dies.
+/// How the ranks of a command are watched, and what happens when one dies.
 pub(super) struct Supervision {
-    /// Longest wait in a collective.
+    /// Time limit for a collective.
     pub timeout: Duration,
-    /// Longest silence of another node.
+    /// Time limit for a node that sends nothing.
     pub node_timeout: Duration,
-    /// Keys with values that all nodes must have alike.
+    /// Keys and values that must be equal on all nodes.
     pub compared: Vec<(String, String)>,
-    /// Longest silence in a phase.
+    /// Heartbeat time limits by phase.
     pub limits: HeartbeatLimits,
     pub max_restarts: usize,
-    /// Where a restarted run finds its checkpoints.
+    /// Folder in which a restarted run finds its checkpoints.
     pub output_dir: Option<PathBuf>,
-    /// The effect of TERM, INT, USR1 and HUP. The command itself checks for a request to save or to answer.
+    /// What happens on TERM, INT, USR1 and HUP. The command itself checks for the request to save or stop.
     pub on_stop: OnStop,
 }
 
 impl Supervision {
-    /// Supervision of a run that checkpoints to `output_dir` and whose nodes must have the values of `compared` alike.
+    /// Supervision of a run that saves checkpoints to `output_dir`; the nodes must agree on `compared`.
     pub fn of_run(config: &SupervisionConfig, output_dir: &Path, compared: Vec<(String, String)>) -> Self {
         Self {
             timeout: Duration::from_secs_f64(config.collective_timeout_s),
@@ -63,14 +63,14 @@ impl From<&SamplingArgs> for Supervision {
     }
 }
 
-/// Supervision of a command whose ranks may show no sign of life for `timeout_s`.
+/// Supervision with a heartbeat time limit of `timeout_s` for every phase.
 pub(super) fn heartbeat(timeout_s: f64) -> Supervision {
     let mut heartbeat = HeartbeatConfig::default();
     heartbeat.timeout_s = timeout_s;
     Supervision::within(heartbeat.limits())
 }
 
-/// [`distributed`] for a command whose arguments say where to compute; `work` also gets the kind.
+/// Like [`distributed`], for a command whose arguments give device and dtype; `work` also gets the dtype.
 pub(super) fn placed<T: Args>(
     args: &Placed<T>,
     watch: Supervision,
@@ -80,7 +80,7 @@ pub(super) fn placed<T: Args>(
     distributed(&args.launch, watch, on_cuda, |world| work(&args.own, world, kind))
 }
 
-/// [`prepared`] with nothing to prepare.
+/// Like [`prepared`], with nothing to prepare.
 pub(super) fn distributed(
     args: &LaunchArgs,
     watch: Supervision,
@@ -90,8 +90,8 @@ pub(super) fn distributed(
     prepared(args, watch, on_cuda, || Ok(()), |world, ()| work(world))
 }
 
-/// Runs `work` on `nproc` ranks: as a worker where the environment says so, in this process where one is enough, else as the
-/// launcher of workers. A process that works prepares itself with `before`, while it has no GPU context yet.
+/// Runs `work` on `nproc` ranks: as a worker if the environment says so, in this process if one rank is enough, else as the launcher of workers. A
+/// working process runs `before` first, while it has no GPU context yet.
 pub(super) fn prepared<T>(
     args: &LaunchArgs,
     watch: Supervision,
@@ -140,7 +140,7 @@ pub(super) fn prepared<T>(
     outcome.map(|()| ExitCode::Done)
 }
 
-/// One JSON line, of the first rank.
+/// Prints one JSON line on rank 0.
 pub(super) fn print_first(world: &World, value: serde_json::Value) -> Result<()> {
     if world.rank() == 0 {
         console::print(format_args!("{value}\n"))?;

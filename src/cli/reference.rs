@@ -1,4 +1,4 @@
-//! Every key as its declaration says: a page for docs/config.md, and a file to start from.
+//! Documentation of every key from its declaration: the page docs/config.md and a starter file.
 
 mod defaults;
 
@@ -6,10 +6,10 @@ use std::fmt::Write;
 
 use crate::config::{Config, ConflictKind, KeyDoc, SftConfig, TABLE, Term, described, toml_value};
 
-/// Columns of the comments in a configuration file.
+/// Width of comments in the starter file, in columns.
 const WIDTH: usize = 78;
 
-/// docs/config.md.
+/// The text of docs/config.md.
 pub(super) fn reference_page() -> String {
     let (grpo, supervised) = (described::<Config>(), described::<SftConfig>());
     let mut same: Vec<String> = supervised.iter().filter(|key| means_the_same(key, &grpo)).map(table_or_key).collect();
@@ -39,7 +39,7 @@ pub(super) fn reference_page() -> String {
     )
 }
 
-/// A part of the table of what does not go together.
+/// The part of the table of exclusions with one kind of reason.
 fn refused(part: ConflictKind) -> String {
     let title = match part {
         ConflictKind::Unread => "A key that nothing would read, or that another one contradicts",
@@ -53,7 +53,7 @@ fn refused(part: ConflictKind) -> String {
     format!("\n### {title}\n\n| feature | not with | why |\n|---|---|---|\n{}", rows.collect::<String>())
 }
 
-/// Every key with its default as a TOML file; the keys of supervised fine-tuning where `is_sft`.
+/// Every key with its default as a TOML file; with `is_sft` the keys of supervised fine-tuning.
 pub(super) fn reference_toml(is_sft: bool) -> String {
     let keys = if is_sft { described::<SftConfig>() } else { described::<Config>() };
     keys.iter().map(entry).collect()
@@ -64,7 +64,7 @@ fn means_the_same(key: &KeyDoc, others: &[KeyDoc]) -> bool {
     others.iter().any(|other| meaning(other) == meaning(key))
 }
 
-/// The tables of supervised runs are those of GRPO runs.
+/// Tables of supervised runs are the same as those of GRPO runs.
 fn table_or_key(key: &KeyDoc) -> String {
     key.key.split_once('.').map_or_else(|| format!("`{}`", key.key), |(table, _)| format!("`{table}.*`"))
 }

@@ -1,4 +1,4 @@
-//! `generate` and `eval`: what samples from a model folder.
+//! `generate` and `eval`: sampling from a model folder.
 
 use std::sync::Arc;
 
@@ -25,7 +25,7 @@ use crate::tools::ToolProcess;
 use crate::trainer::{self, RunTurns};
 use crate::types::{Prompt, RolloutGroup, Trajectory};
 
-/// `generate`; collective over the world.
+/// Runs `generate`; collective over the world.
 pub(super) fn generate(args: &GenerateArgs, world: Arc<World>, kind: Kind) -> Result<()> {
     let kinds = (kind, residual_kind(args.residual.residual_dtype, kind));
     let defaults = own_sampling(&args.generation, &args.source, &world)?;
@@ -96,7 +96,7 @@ fn lines(group: &RolloutGroup) -> String {
     group.completions.iter().map(line).collect()
 }
 
-/// `eval`; collective over the world.
+/// Runs `eval`; collective over the world.
 pub(super) fn evaluate(args: &EvalArgs, evaluation: Evaluation, world: Arc<World>, kind: Kind) -> Result<()> {
     let kinds = (kind, residual_kind(args.residual.residual_dtype, kind));
     let limits = SamplingArgs { max_model_length: evaluation.max_model_length, ..args.sampling.clone() };
@@ -186,7 +186,7 @@ pub(super) fn evaluate(args: &EvalArgs, evaluation: Evaluation, world: Arc<World
     print_first(&world, line)
 }
 
-/// The tools or the agent of a run's configuration, for an engine of `eval`; collective over the world.
+/// The tools or the agent of a run's configuration for the engine of `eval`; collective over the world.
 fn turns(
     (config, process): (Config, ToolProcess),
     args: &EvalArgs,
@@ -199,7 +199,7 @@ fn turns(
     RunTurns::new(&config, world, world.size(), process, options, model)
 }
 
-/// The model's own values of sampling, where they are wanted; says which they are.
+/// The model's own sampling parameters, if they are to be used; prints them.
 pub(super) fn own_sampling(
     generation: &GenerationArgs,
     source: &SourceArgs,
@@ -210,7 +210,7 @@ pub(super) fn own_sampling(
     Ok(defaults)
 }
 
-/// Loads the model that `generate`, `eval` and `chat` sample from.
+/// Loads the model for `generate`, `eval` and `chat`.
 pub(super) fn serve(
     (args, adapters): (&SourceArgs, &[NamedAdapter]),
     sampling: &SamplingArgs,
@@ -234,7 +234,7 @@ pub(super) fn serve(
     load(&options, sampling.supervision.fault.clone(), world)
 }
 
-/// Loads a model to be sampled from, with the fault that a test injects; collective over the world.
+/// Loads a model for sampling, with a fault injected by tests; collective over the world.
 pub(super) fn load(options: &ServeOptions<'_>, fault: Option<Fault>, world: &Arc<World>) -> Result<ModelService> {
     let device = world.device();
     phase::on_fill(move |left_bytes| memory::fill(device, left_bytes));

@@ -1,4 +1,4 @@
-//! Seconds of a step in what `plan` prints.
+//! Predicted step times in the output of `plan`.
 
 use super::args::PlanArgs;
 use crate::console;
@@ -7,10 +7,10 @@ use crate::error::Result;
 use crate::plan::{Gpu, StepSeconds};
 use crate::trainer::{ExpectedStep, PlannedRun};
 
-/// The kind of GPU that seconds are predicted for: the one that is named, or this machine's where the plan is for it.
+/// The GPU model for the prediction: the one given, or this machine's if the plan is for this machine.
 ///
 /// # Errors
-/// [`Error::Environment`](crate::Error::Environment) where the driver does not answer.
+/// [`Error::Environment`](crate::Error::Environment) if the driver does not respond.
 pub(super) fn gpu_of_plan(args: &PlanArgs, placement: Placement) -> Result<Option<Gpu>> {
     match args.gpu {
         None if placement.on_cuda && args.gpu_memory_gib.is_none() => {
@@ -20,13 +20,13 @@ pub(super) fn gpu_of_plan(args: &PlanArgs, placement: Placement) -> Result<Optio
     }
 }
 
-/// Lengths and GPU of the prediction; none over several nodes, or where no prompt's length is known.
+/// Lengths and GPU for the prediction; `None` for several nodes or without a known prompt length.
 pub(super) fn expected(args: &PlanArgs, gpu: Option<Gpu>, planned: &PlannedRun) -> Option<ExpectedStep> {
     let gpu = gpu.filter(|_| args.run.launch.nnodes == 1)?;
     planned.expected(gpu, args.expected_prompt_length, args.expected_completion_length)
 }
 
-/// Prints the prediction, or why there is none, where there is a kind of GPU.
+/// Prints the prediction, or why there is none, if the GPU model is known.
 ///
 /// # Errors
 /// Returns the errors of the terminal.

@@ -1,4 +1,4 @@
-//! `watch`: runs in a browser.
+//! `watch`: shows runs in a browser.
 
 use std::time::Duration;
 
@@ -10,10 +10,10 @@ use crate::launch::{self, OnStop};
 use crate::phase;
 use crate::watch;
 
-/// How often a request to end is looked for.
+/// Interval of checks for a request to end.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// Answers a browser until TERM or INT.
+/// Serves the watch page until TERM or INT.
 pub(super) fn watch(args: WatchArgs) -> Result<()> {
     for folder in &args.folders {
         if !folder.is_dir() {

@@ -12,45 +12,45 @@ use crate::bench::{BenchRouting, LengthSpread};
 use crate::config::{Dtype, GradientCheckpointing, MixedPrecision, OptimizerName, Quantization, Speculation};
 use crate::types::SamplingParams;
 
-/// `bench`.
+/// The benchmarks.
 #[derive(Debug, Subcommand)]
 pub enum BenchCommand {
     /// Tokens per second of forward, backward and AdamW on packed random sequences
     Train(Placed<BenchTrainArgs>),
     /// Tokens per second of the generation engine on random prompts
     Generate(Placed<BenchGenerateArgs>),
-    /// Streams over HTTP beside closed batches of the bare engine, and the time to the first token
+    /// Concurrent HTTP streams against plain batches of the engine, and the time to the first token
     Serve(Placed<BenchServeArgs>),
-    /// The decode step's kernels, each against the bytes that it must move; needs a GPU
+    /// The kernels of a decode step, each compared with the bytes that it must move; needs a GPU
     Kernels(BenchKernelsArgs),
     /// Whole GRPO steps of the trainer: colo-grpo bench step --preset tiny --prompts 8 zero.stage=3 beta=0.04
     Step(BenchStepArgs),
-    /// Memory given back and taken again on all ranks at once; copies to the host and back
+    /// Freeing and mapping memory on all ranks at once, and copies to the host and back
     #[command(name = "sleep_wake", alias = "sleep-wake")]
     SleepWake(Placed<BenchSleepWakeArgs>),
-    /// Whole rollouts of a model's own text with draft tokens and without; all processes share one engine
+    /// Whole rollouts with and without speculative decoding; all processes share one engine
     Speculation(Placed<BenchSpeculationArgs>),
-    /// Bandwidth of collectives by operation and size
+    /// Bandwidth of collectives, by operation and size
     Collectives(Placed<BenchCollectivesArgs>),
-    /// Lines of `bench step` side by side: a table, a picture, and what they say of more GPUs
+    /// Compare results of `bench step`: a table, a chart, and a prediction for more GPUs
     Compare(BenchCompareArgs),
 }
 
-/// `bench compare`.
+/// Arguments of `bench compare`.
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case")]
 pub struct BenchCompareArgs {
-    /// Results of `bench step`, a line each
+    /// Results of `bench step`, one line each
     pub results: PathBuf,
     /// Folder for compare.json, compare.svg and curves.svg
     #[arg(long)]
     pub output: PathBuf,
-    /// A run whose rewards are drawn: label=metrics.jsonl; may be repeated
+    /// A run whose reward curve is plotted: label=metrics.jsonl; may be repeated
     #[arg(long = "curve", value_parser = labelled)]
     pub curves: Vec<(String, PathBuf)>,
 }
 
-/// `bench train`.
+/// Arguments of `bench train`.
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case")]
 pub struct BenchTrainArgs {
@@ -58,7 +58,7 @@ pub struct BenchTrainArgs {
     pub residual: ResidualArgs,
     #[command(flatten)]
     pub model: ModelArgs,
-    /// Sequences per rank and step, or of ranks that share micro-batches
+    /// Sequences per rank and step (with sequence parallelism, per group of ranks)
     #[arg(long, default_value_t = 64, value_parser = count)]
     pub sequences: usize,
     /// Tokens per sequence, half of them scored; at least 2
@@ -70,73 +70,73 @@ pub struct BenchTrainArgs {
     /// Tokens per completion, all of them scored, instead of half of the sequence
     #[arg(long, value_parser = count)]
     pub completion_len: Option<usize>,
-    /// Tokens per completion drawn from a range instead, such as 512..4096, or tail:512..4096 for few long ones
+    /// Random tokens per completion from a range instead, such as 512..4096, or tail:512..4096 for few long ones
     #[arg(long, value_parser = spread)]
     pub completion_spread: Option<LengthSpread>,
-    /// Draw lengths anew for every step, as in training: what libtorch keeps for ever other sizes shows in peak_reserved_bytes
+    /// Choose new random lengths for every step, as in training; shows in peak_reserved_bytes how much memory libtorch keeps for changing sizes
     #[arg(long, requires = "completion_spread")]
     pub redraw: bool,
-    /// Neighbouring sequences that have one prompt
+    /// Number of neighbouring sequences that share a prompt
     #[arg(long, default_value_t = 1, value_parser = count)]
     pub group: usize,
-    /// Run the prompt of a group once
+    /// Compute the shared prompt of a group once
     #[arg(long, default_value_t = true, action = clap::ArgAction::Set)]
     pub share_prompts: bool,
-    /// Token budget of a micro-batch
+    /// Maximum number of tokens per micro-batch
     #[arg(long, default_value_t = 4096, value_parser = count)]
     pub max_tokens_per_micro_batch: usize,
     /// ZeRO stage
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u8).range(0..=3))]
     pub zero_stage: u8,
-    /// Ranks that share one copy of what the stage shards, instead of all: hybrid sharding
+    /// Ranks that together hold one copy of the sharded state, instead of all ranks (hybrid sharding)
     #[arg(long, value_parser = count)]
     pub shard_group_size: Option<usize>,
-    /// Ranks that share each micro-batch, every one with a part of its tokens
+    /// Ranks that share each micro-batch (sequence parallel size)
     #[arg(long, default_value_t = 1, value_parser = count)]
     pub sequence_parallel_size: usize,
-    /// Type that ranks send gradients in
+    /// Dtype in which ranks reduce gradients
     #[arg(long, default_value = "auto", value_parser = word::<Dtype>)]
     pub reduce_dtype: Dtype,
-    /// Type that gradients are added up in over micro-batches
+    /// Dtype in which gradients are accumulated over micro-batches
     #[arg(long, default_value = "auto", value_parser = word::<Dtype>)]
     pub grad_accum_dtype: Dtype,
     /// Optimizer: adamw, adamw_8bit or muon
     #[arg(long, default_value = "adamw", value_parser = word::<OptimizerName>)]
     pub optim: OptimizerName,
-    /// Train adapters of this rank on every linear projection instead of all weights
+    /// Train LoRA adapters of this rank on every linear projection instead of all weights
     #[arg(long, value_parser = count)]
     pub lora_r: Option<usize>,
-    /// How the adapters' base is stored: none or nf4
+    /// Storage of the frozen base below the adapters: none or nf4
     #[arg(long, default_value = "none", value_parser = word::<Quantization>)]
     #[arg(requires_if("nf4", "lora_r"))]
     pub quantization: Quantization,
-    /// Precision of products of blocks, forward and for the gradients of their inputs: none (that of dtype) or fp8
+    /// Precision of the GEMMs of blocks, in forward and for input gradients: none (that of dtype) or fp8
     #[arg(long, default_value = "none", value_parser = word::<MixedPrecision>)]
     pub mixed_precision: MixedPrecision,
-    /// How tokens choose among experts: own (by the random router), uniform, or zipf (the n-th most popular 1 / n as often as the first)
+    /// How tokens are routed to experts: own (by the random router), uniform, or zipf (the n-th most popular expert 1 / n as often as the first)
     #[arg(long, default_value = "own", value_parser = word::<BenchRouting>)]
     pub routing: BenchRouting,
-    /// The activations that backward computes again
+    /// Which activations backward recomputes
     #[arg(long, default_value = "none", value_parser = word::<GradientCheckpointing>)]
     pub gradient_checkpointing: GradientCheckpointing,
-    /// Keep inputs of blocks, and attention's outputs, in pinned host memory until backward; with full or keep_attention
+    /// Keep saved inputs of blocks and attention's outputs in pinned host memory until backward; with full or keep_attention
     #[arg(long)]
     pub activation_offload: bool,
-    /// Blocks, instead of the model's own number: a large model's rate from a few of its blocks
+    /// Number of blocks, instead of the model's: estimates a large model's speed from a few of its blocks
     #[arg(long, value_parser = count)]
     pub layers: Option<usize>,
-    /// Log-probabilities alone: no backward, no step
+    /// Only compute log-probabilities: no backward, no optimizer step
     #[arg(long)]
     pub score: bool,
-    /// Times of one step's operations on a GPU by family, beside their floors
+    /// Times of one step's GPU operations by kind, with their lower bounds
     #[arg(long)]
     pub profile: bool,
-    /// Timed steps; the median is printed
+    /// Number of timed steps; the median is printed
     #[arg(long, default_value_t = 10, value_parser = count)]
     pub steps: usize,
 }
 
-/// `bench generate`.
+/// Arguments of `bench generate`.
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case")]
 pub struct BenchGenerateArgs {
@@ -152,30 +152,29 @@ pub struct BenchGenerateArgs {
     pub group: usize,
     #[command(flatten)]
     pub lengths: LengthArgs,
-    /// Most sequences decoded at once; 0: all
+    /// Maximum number of sequences decoded at once; 0: all
     #[arg(long, default_value_t = 0)]
     pub max_num_seqs: usize,
-    /// Put adapters of this rank, of random values, on every linear projection
+    /// Add random LoRA adapters of this rank to every linear projection
     #[arg(long, value_parser = count)]
     pub lora_r: Option<usize>,
-    /// One algorithm of products and one split of attention for every batch size
+    /// Use one GEMM algorithm and one attention split for every batch size
     #[arg(long)]
     pub strict: bool,
-    /// Rows with the bits that training gives them, as with the key `exact`; the engine is strict, too
+    /// Compute with the same bits as training, like the key `exact`; implies --strict
     #[arg(long)]
     pub exact: bool,
     #[command(flatten)]
     pub formats: FormatArgs,
     #[command(flatten)]
     pub speculation: SpeculationArgs,
-    /// Share of draft tokens that are taken for drawn, as in a run on real text; random weights' own texts repeat nothing
+    /// Fraction of draft tokens that count as accepted, as on real text; texts of random weights repeat nothing
     #[arg(long, value_parser = number(|share: &f64| (0.0..=1.0).contains(share), "from 0 to 1"))]
     pub replayed_acceptance: Option<f64>,
-    /// Decode steps over made-up batches alone, on a GPU: nothing is generated, so that long contexts cost no prefill
+    /// Only decode steps over synthetic batches, on a GPU: long contexts then need no prefill
     #[arg(long)]
     pub steps_only: bool,
-    /// Time of every operation of a decode step at every batch size, and its launches with the gaps between them; at the largest also its
-    /// energy, under lasting load
+    /// Time of every operation of a decode step at every batch size; at the largest also its energy under sustained load
     #[arg(long)]
     pub profile: bool,
     /// Ranks that share one engine
@@ -183,15 +182,15 @@ pub struct BenchGenerateArgs {
     pub tensor_parallel_size: usize,
     #[command(flatten)]
     pub pipeline: PipelineArgs,
-    /// Each of them has some experts whole, of a model with experts
+    /// In models with experts, give each rank whole experts
     #[arg(long)]
     pub enable_expert_parallel: bool,
-    /// Timed repetitions; the median is printed
+    /// Number of timed repetitions; the median is printed
     #[arg(long, default_value_t = 3, value_parser = count)]
     pub repeats: usize,
 }
 
-/// `bench speculation`.
+/// Arguments of `bench speculation`.
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case")]
 pub struct BenchSpeculationArgs {
@@ -203,34 +202,34 @@ pub struct BenchSpeculationArgs {
     /// File of rows with prompts: JSONL, JSON, Parquet or CSV
     #[arg(long)]
     pub rows: PathBuf,
-    /// Ways to draft, side by side; the others are compared with the first
+    /// Speculation methods to compare with the first one
     #[arg(long, value_delimiter = ',', default_values = ["none", "ngram", "auto"], value_parser = word::<Speculation>)]
     pub methods: Vec<Speculation>,
-    /// Most draft tokens of a completion in one step
+    /// Maximum number of draft tokens per completion and step
     #[arg(long, default_value_t = 7, value_parser = number(|count: &usize| (1..=64).contains(count), "from 1 to 64"))]
     pub num_speculative_tokens: usize,
-    /// Completions of a rollout, each number measured apart
+    /// Numbers of completions per rollout, each measured separately
     #[arg(long, value_delimiter = ',', default_values_t = [1, 8, 64, 256], value_parser = count)]
     pub sequences: Vec<usize>,
     /// Completions per prompt
     #[arg(long, default_value_t = 8, value_parser = count)]
     pub group: usize,
-    /// Longest completion in tokens
+    /// Maximum completion length in tokens
     #[arg(long, default_value_t = 512, value_parser = count)]
     pub max_completion_length: usize,
     /// Softmax temperature; 0 is greedy
     #[arg(long, default_value_t = 1.0)]
     #[arg(value_parser = number(|t: &f32| SamplingParams::is_temperature(*t), "0 (greedy) or at least 0.000001"))]
     pub temperature: f32,
-    /// Every rollout has the same rows, as later epochs have: completions of earlier ones are drafted from
+    /// Use the same rows in every rollout, as in later epochs, so that drafts come from earlier completions
     #[arg(long)]
     pub same_rows: bool,
-    /// Timed rollouts, after one that is not
+    /// Number of timed rollouts, after one warm-up
     #[arg(long, default_value_t = 3, value_parser = count)]
     pub repeats: usize,
 }
 
-/// `bench serve`.
+/// Arguments of `bench serve`.
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case")]
 pub struct BenchServeArgs {
@@ -238,7 +237,7 @@ pub struct BenchServeArgs {
     pub residual: ResidualArgs,
     #[command(flatten)]
     pub model: ModelArgs,
-    /// Streams at once, each number measured apart
+    /// Numbers of concurrent streams, each measured separately
     #[arg(long, value_delimiter = ',', default_values_t = [1, 8, 64, 200], value_parser = count)]
     pub streams: Vec<usize>,
     /// Tokens per prompt
@@ -247,27 +246,27 @@ pub struct BenchServeArgs {
     /// Tokens per completion
     #[arg(long, default_value_t = 32, value_parser = count)]
     pub completion_len: usize,
-    /// Timed repetitions; medians are printed
+    /// Number of timed repetitions; medians are printed
     #[arg(long, default_value_t = 3, value_parser = count)]
     pub repeats: usize,
 }
 
-/// Lengths of what is sampled.
+/// Lengths of prompts and completions.
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case")]
 pub struct LengthArgs {
     /// Tokens per prompt
     #[arg(long, default_value_t = 16, value_parser = count)]
     pub prompt_len: usize,
-    /// Tokens per completion, exactly
+    /// Exact number of tokens per completion
     #[arg(long, default_value_t = 32, value_parser = count)]
     pub completion_len: usize,
-    /// Tokens per completion drawn from a range instead: 512..4096, or tail:512..4096 for as many from every doubling
+    /// Random tokens per completion from a range instead: 512..4096, or tail:512..4096 with equally many from every doubling
     #[arg(long, value_parser = spread)]
     pub completion_spread: Option<LengthSpread>,
 }
 
-/// `bench kernels`.
+/// Arguments of `bench kernels`.
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case")]
 pub struct BenchKernelsArgs {
@@ -275,21 +274,21 @@ pub struct BenchKernelsArgs {
     pub place: PlaceArgs,
     #[command(flatten)]
     pub model: ModelArgs,
-    /// Sequences of a step
+    /// Number of sequences in a step
     #[arg(long, default_value_t = 256, value_parser = count)]
     pub rows: usize,
-    /// Tokens of every sequence
+    /// Context length of every sequence in tokens
     #[arg(long, default_value_t = 1024, value_parser = count)]
     pub context: usize,
-    /// Sequences that share a prompt
+    /// Number of sequences that share a prompt
     #[arg(long, default_value_t = 8, value_parser = count)]
     pub group: usize,
-    /// Tokens of the prompt that they share
+    /// Length of the shared prompt in tokens
     #[arg(long, default_value_t = 512)]
     pub prompt_len: usize,
 }
 
-/// `bench step`.
+/// Arguments of `bench step`.
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case")]
 pub struct BenchStepArgs {
@@ -305,7 +304,7 @@ pub struct BenchStepArgs {
     pub group: usize,
     #[command(flatten)]
     pub lengths: LengthArgs,
-    /// Timed steps; medians are printed
+    /// Number of timed steps; medians are printed
     #[arg(long, default_value_t = 5, value_parser = count)]
     pub steps: usize,
     /// Most tokens of a completion in the untimed first step, which warms up; as in the timed steps unless set
@@ -315,29 +314,29 @@ pub struct BenchStepArgs {
     pub overrides: Vec<String>,
 }
 
-/// `bench sleep_wake`.
+/// Arguments of `bench sleep_wake`.
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case")]
 pub struct BenchSleepWakeArgs {
-    /// Memory that sleeps and wakes on each rank, in GiB
+    /// Memory that is freed and mapped again on each rank, in GiB
     #[arg(long, default_value_t = 1.0, value_parser = number(|gib: &f64| *gib >= 0.001, "at least 0.001"))]
     pub gib: f64,
     /// State that is copied to the host and back on each rank, in GiB
     #[arg(long, default_value_t = 1.0, value_parser = number(|gib: &f64| *gib >= 0.001, "at least 0.001"))]
     pub offload_gib: f64,
-    /// Times that it sleeps and wakes
+    /// Number of sleep and wake cycles
     #[arg(long, default_value_t = 20, value_parser = count)]
     pub cycles: usize,
-    /// How long the memory lies idle before it wakes, in milliseconds; a driver clears what it got back meanwhile
+    /// Pause between sleep and wake in milliseconds, in which the driver clears freed memory
     #[arg(long, default_value_t = 0)]
     pub rest_ms: u64,
 }
 
-/// `bench collectives`.
+/// Arguments of `bench collectives`.
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case")]
 pub struct BenchCollectivesArgs {
-    /// Largest tensor, in MiB
+    /// Size of the largest tensor in MiB
     #[arg(long, default_value_t = 1024)]
     #[arg(value_parser = number(|mib: &usize| (1..=1 << 20).contains(mib), "1 to 1048576"))]
     pub max_mib: usize,
@@ -348,7 +347,7 @@ fn labelled(text: &str) -> Result<(String, PathBuf), String> {
     Ok((label.to_owned(), path.into()))
 }
 
-/// A range of lengths, both ends included.
+/// Parses a range of lengths, both ends included.
 fn spread(text: &str) -> Result<LengthSpread, String> {
     let (long_tailed, range) = text.strip_prefix("tail:").map_or((false, text), |range| (true, range));
     let ends = range.split_once("..").and_then(|(low, high)| Some((low.parse().ok()?, high.parse().ok()?)));

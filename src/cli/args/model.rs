@@ -1,4 +1,4 @@
-//! Arguments of commands that make, copy or check a model's folder.
+//! Arguments of commands that create, export or check a model folder.
 
 use std::path::PathBuf;
 
@@ -8,7 +8,7 @@ use super::{PlaceArgs, SourceArgs, count, number};
 use crate::error::Error;
 use crate::model::{ModelSpec, PRESETS};
 
-/// `verify`.
+/// Arguments of `verify`.
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case")]
 pub struct VerifyArgs {
@@ -17,21 +17,21 @@ pub struct VerifyArgs {
     /// Model: a folder, or a name on the Hugging Face Hub
     #[arg(long)]
     pub model: PathBuf,
-    /// A prompt, as plain text; may be repeated [default: four of prose, digits, code and other scripts]
+    /// A prompt, as plain text; may be repeated [default: four prompts of prose, digits, code and other scripts]
     #[arg(long)]
     pub prompt: Vec<String>,
-    /// Tokens that the engine adds to each prompt, greedily
+    /// Number of tokens that the engine adds to each prompt, by greedy sampling
     #[arg(long, default_value_t = 16, value_parser = count)]
     pub max_completion_length: usize,
-    /// Factor on every limit of the table: 2 accepts twice the usual distance from transformers
+    /// Multiplies every limit of the table: 2 accepts twice the usual difference to transformers
     #[arg(long, default_value_t = 1.0, value_parser = number(|factor: &f64| *factor >= 0.0, "a number of at least 0"))]
     pub tolerance: f64,
-    /// Interpreter that has torch and transformers
+    /// Python interpreter that has torch and transformers
     #[arg(long, default_value = "python3")]
     pub python: String,
 }
 
-/// Which shape a model has that is in no folder; `tiny` if nothing is named.
+/// The shape of a model without files; `tiny` by default.
 #[derive(Debug, Clone, Args)]
 #[command(rename_all = "snake_case")]
 pub struct ModelArgs {
@@ -44,21 +44,21 @@ pub struct ModelArgs {
 }
 
 impl ModelArgs {
-    /// The name that benchmarks give it.
+    /// The name of the shape in benchmark results.
     pub fn name(&self) -> String {
         let file = self.config_json.as_ref().map(|path| path.display().to_string());
         file.or_else(|| self.preset.clone()).unwrap_or_else(|| "tiny".to_owned())
     }
 
-    /// Whether one was named.
+    /// Whether a shape was given.
     pub fn is_given(&self) -> bool {
         self.preset.is_some() || self.config_json.is_some()
     }
 
-    /// Description of the model that the arguments name.
+    /// The model shape that the arguments describe.
     ///
     /// # Errors
-    /// An error of the file.
+    /// An error of the config.json.
     pub fn spec(&self) -> crate::error::Result<ModelSpec> {
         match &self.config_json {
             Some(path) => ModelSpec::from_config_json(path),
@@ -67,7 +67,7 @@ impl ModelArgs {
     }
 }
 
-/// Says how a shape is given that has no name, and how a key is given beside a configuration.
+/// Adds a tip to a usage error: how to describe a shape without a name, or how to give a key together with a configuration.
 pub fn with_tips(mut usage: clap::Error) -> clap::Error {
     use clap::error::{ContextKind, ContextValue, ErrorKind};
     let begins = |kind, start| usage.get(kind).is_some_and(|value: &ContextValue| value.to_string().starts_with(start));
@@ -84,31 +84,31 @@ pub fn with_tips(mut usage: clap::Error) -> clap::Error {
     usage
 }
 
-/// `init`.
+/// Arguments of `init`.
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case")]
 pub struct InitArgs {
     #[command(flatten)]
     pub model: ModelArgs,
-    /// Folder whose tokenizer files are copied
+    /// Folder whose tokenizer files are copied into the model folder
     #[arg(long)]
     pub tokenizer: Option<PathBuf>,
-    /// The model folder, which must be new or empty
+    /// Model folder to create; it must be new or empty
     #[arg(long)]
     pub output: PathBuf,
-    /// Key of the random weights
+    /// Random seed of the weights
     #[arg(long, default_value_t = 42, value_parser = super::seed)]
     pub seed: u64,
-    /// With a head that drafts tokens (mtp.*), of a model with gated delta nets
+    /// Add a draft head (mtp.*), for models with gated delta nets
     #[arg(long)]
     pub draft_head: bool,
 }
 
 impl InitArgs {
-    /// Description of the model that is made.
+    /// The shape of the model to create.
     ///
     /// # Errors
-    /// An error of the file; [`Error::InvalidValue`] for a head that the model's family has not.
+    /// An error of the config.json; [`Error::InvalidValue`] for a draft head that the model's family does not support.
     pub fn spec(&self) -> crate::error::Result<ModelSpec> {
         let spec = self.model.spec()?;
         match self.draft_head.then(|| spec.clone().with_draft_head()) {
@@ -122,25 +122,25 @@ impl InitArgs {
     }
 }
 
-/// `export`.
+/// Arguments of `export`.
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case")]
 pub struct ExportArgs {
     #[command(flatten)]
     pub source: SourceArgs,
-    /// The folder to make, which must be new or empty
+    /// Folder to create; it must be new or empty
     #[arg(long)]
     pub output: PathBuf,
-    /// Write a whole model, the adapters added to their base's weights
+    /// Write a full model, with the adapters merged into the weights of their base
     #[arg(long)]
     pub merge: bool,
-    /// Write a whole model in FP8: matrices of blocks in e4m3 with a scale for each 128 x 128, as Qwen's checkpoints in FP8
+    /// Write a full model in FP8: matrices of blocks in e4m3 with one scale per 128 x 128 block, as in Qwen's FP8 checkpoints
     #[arg(long)]
     pub fp8: bool,
 }
 
 impl ExportArgs {
-    /// Refuses what does not go with a model, or with adapters.
+    /// Refuses options that do not apply to a full model, or to adapters.
     ///
     /// # Errors
     /// [`Error::InvalidValue`](crate::Error::InvalidValue) on the option.

@@ -1,4 +1,4 @@
-//! Arguments of commands that sample from a model: what from, and how.
+//! Arguments of commands that sample from a model: the model and the sampling parameters.
 
 use std::path::PathBuf;
 
@@ -16,21 +16,21 @@ use crate::rollout::{EngineFormats, SpeculationOptions};
 use crate::serve::{EngineDivision, SamplingDefaults};
 use crate::types::SamplingParams;
 
-/// In what kind a network keeps its residual stream.
+/// Dtype of the residual stream of a model.
 #[derive(Debug, Clone, Copy, Args)]
 #[command(rename_all = "snake_case")]
 pub struct ResidualArgs {
-    /// Type of the residual stream: auto (that of dtype) or float32; the files of a model do not say which it was trained with
+    /// Dtype of the residual stream: auto (that of dtype) or float32; model files do not record which one training used
     #[arg(long, default_value = "auto", value_parser = word::<ResidualDtype>)]
     pub residual_dtype: ResidualDtype,
 }
 
-/// Whose values of sampling count where none are given.
+/// Source of sampling parameters that are not given.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GenerationConfig {
-    /// The model's own, of its `generation_config.json`.
+    /// The model's `generation_config.json`.
     Auto,
-    /// This program's: temperature 1, all tokens.
+    /// The program's defaults: temperature 1 and no filters.
     None,
 }
 
@@ -46,20 +46,20 @@ impl std::str::FromStr for GenerationConfig {
     }
 }
 
-/// Sampling values of the model's own.
+/// Whether the model's own sampling parameters are used.
 #[derive(Debug, Clone, Copy, Args)]
 #[command(rename_all = "snake_case")]
 pub struct GenerationArgs {
-    /// Sampling values where none are given: auto (those of the model's generation_config.json) or none (temperature 1, all tokens)
+    /// Source of sampling parameters that are not given: auto (the model's generation_config.json) or none (temperature 1, no filters)
     #[arg(long, default_value = "auto")]
     pub generation_config: GenerationConfig,
 }
 
 impl GenerationArgs {
-    /// The values of the model's folder, where they are wanted, and what is said of them.
+    /// The sampling parameters of the model's folder, if they are to be used, and a notice about them.
     ///
     /// # Errors
-    /// [`Error::BadFile`](crate::Error::BadFile) for values that no request may have.
+    /// [`Error::BadFile`](crate::Error::BadFile) for invalid values.
     pub(in crate::cli) fn defaults(
         &self,
         model: &ModelSource,
@@ -84,16 +84,16 @@ pub struct SourceArgs {
     /// Model, or LoRA adapters: a folder, or a name on the Hugging Face Hub
     #[arg(long)]
     pub model: PathBuf,
-    /// The adapters' model folder, where they do not name it
+    /// Base model folder of the adapters, if the adapters do not name it
     #[arg(long)]
     pub base_model: Option<PathBuf>,
-    /// The base's weights: none (as its files have them) or nf4 (rounded to NF4, as a run with quantization = nf4 trains on them)
-    /// [default: as the adapters were trained]
+    /// Storage of the base weights: none (as in the files) or nf4 (rounded to NF4, as in runs with quantization = nf4) [default: as the adapters were
+    /// trained]
     #[arg(long, value_parser = word::<Quantization>)]
     pub quantization: Option<Quantization>,
 }
 
-/// How tokens are drawn.
+/// Sampling parameters.
 #[derive(Debug, Clone, Args)]
 #[command(rename_all = "snake_case")]
 pub struct SamplingArgs {
@@ -101,13 +101,13 @@ pub struct SamplingArgs {
     #[arg(long, allow_negative_numbers = true)]
     #[arg(value_parser = number(|t: &f32| SamplingParams::is_temperature(*t), "0, or a number of at least 0.000001"))]
     pub temperature: Option<f32>,
-    /// Nucleus mass; 1 is off [default: 1]
+    /// Nucleus sampling: probability mass that is kept; 1 is off [default: 1]
     #[arg(long, value_parser = number(|p: &f32| SamplingParams::is_top_p(*p), "in (0, 1]"))]
     pub top_p: Option<f32>,
-    /// Highest logits kept; 0 is off [default: 0]
+    /// Number of highest logits that are kept; 0 is off [default: 0]
     #[arg(long)]
     pub top_k: Option<usize>,
-    /// Least probability relative to the most probable token; 0 is off [default: 0]
+    /// Minimum probability relative to the most probable token; 0 is off [default: 0]
     #[arg(long, value_parser = number(|p: &f32| (0.0..=1.0).contains(p), "in [0, 1]"))]
     pub min_p: Option<f32>,
     /// Divides positive and multiplies negative logits of tokens already seen; 1 is off [default: 1]
@@ -117,13 +117,13 @@ pub struct SamplingArgs {
         "from 0.000001 to 1000000"
     ))]
     pub repetition_penalty: Option<f32>,
-    /// String that ends a completion; may be repeated
+    /// Stop string that ends a completion; may be repeated
     #[arg(long, value_parser = clap::builder::NonEmptyStringValueParser::new())]
     pub stop: Vec<String>,
-    /// Longest completion in tokens
+    /// Maximum completion length in tokens
     #[arg(long, aliases = ["max_tokens", "max_new_tokens"], default_value_t = 512, value_parser = count)]
     pub max_completion_length: usize,
-    /// First word of every random key
+    /// Random seed
     #[arg(long, default_value_t = 42, value_parser = seed)]
     pub seed: u64,
     /// Ranks that share one engine
@@ -131,10 +131,10 @@ pub struct SamplingArgs {
     pub tensor_parallel_size: usize,
     #[command(flatten)]
     pub pipeline: PipelineArgs,
-    /// Each of them has some experts whole, of a model with experts, in place of a part of every expert
+    /// In models with experts, give each rank whole experts instead of a slice of every expert
     #[arg(long)]
     pub enable_expert_parallel: bool,
-    /// Longest prompt and completion together in tokens [default: the model's context]
+    /// Maximum length of prompt and completion together, in tokens [default: the model's context]
     #[arg(long, value_parser = number(|length: &usize| *length >= 2, "at least 2"))]
     pub max_model_length: Option<usize>,
     #[command(flatten)]
@@ -146,7 +146,7 @@ pub struct SamplingArgs {
 }
 
 impl SamplingArgs {
-    /// How a command samples `n` completions a prompt: as its options say, else as `model` does.
+    /// Sampling parameters for `n` completions per prompt: those of the options, else those of `model`.
     pub fn params(&self, n: usize, model: &SamplingDefaults) -> SamplingParams {
         let given = SamplingDefaults {
             temperature: self.temperature,
@@ -165,12 +165,12 @@ impl SamplingArgs {
         given.over(model.over(own))
     }
 
-    /// The ranks of one engine.
+    /// Number of ranks of one engine.
     pub fn engine_shape(&self) -> EngineShape {
         self.pipeline.engine_shape(self.tensor_parallel_size)
     }
 
-    /// How the ranks of one engine share the model.
+    /// How the ranks of an engine divide the model.
     pub fn division(&self) -> EngineDivision<'_> {
         EngineDivision {
             shape: self.engine_shape(),
@@ -180,86 +180,86 @@ impl SamplingArgs {
     }
 }
 
-/// How an engine's products read weights, and how it stores what it keeps.
+/// Precision of the engine's weights and caches.
 #[derive(Debug, Clone, Copy, Args)]
 #[command(rename_all = "snake_case")]
 pub struct FormatArgs {
-    /// Precision in which the engine multiplies by the weights of blocks: none (that of dtype) or fp8
+    /// Precision of block weights in the engine's GEMMs: none (that of dtype) or fp8
     #[arg(long, default_value = "none", value_parser = word::<RolloutQuantization>)]
     pub rollout_quantization: RolloutQuantization,
-    /// Type of keys and values in the cache: auto (that of dtype), fp8 or int8
+    /// Dtype of the KV cache: auto (that of dtype), fp8 or int8
     #[arg(long, default_value = "auto", value_parser = word::<KvCacheDtype>)]
     pub kv_cache_dtype: KvCacheDtype,
-    /// Type in which states of gated delta nets are stored between steps: float32 or bfloat16
+    /// Dtype in which states of gated delta nets are stored between steps: float32 or bfloat16
     #[arg(long = "mamba_ssm_cache_dtype", default_value = "float32", value_parser = word::<StateDtype>)]
     pub state_dtype: StateDtype,
 }
 
 impl FormatArgs {
-    /// The engine's formats.
+    /// The formats for the engine.
     pub fn formats(self) -> EngineFormats {
         let Self { rollout_quantization: quantization, kv_cache_dtype, state_dtype } = self;
         EngineFormats { quantization, kv_cache_dtype, state_dtype }
     }
 }
 
-/// Draft tokens.
+/// Options of speculative decoding.
 #[derive(Debug, Clone, Copy, Args)]
 #[command(rename_all = "snake_case")]
 pub struct SpeculationArgs {
-    /// Draft tokens, which change no completion: none, ngram (what followed the same tokens before) or auto (as many as pay)
+    /// Draft tokens, which do not change completions: none, ngram (what followed the same tokens before) or auto (as many as are worth it)
     #[arg(long, default_value = "none", value_parser = word::<Speculation>)]
     pub speculation: Speculation,
-    /// Most draft tokens of a completion in one step
+    /// Maximum number of draft tokens per completion and step
     #[arg(long, default_value_t = 7, value_parser = number(|count: &usize| (1..=64).contains(count), "from 1 to 64"))]
     pub num_speculative_tokens: usize,
 }
 
 impl SpeculationArgs {
-    /// How the engine drafts.
+    /// The engine's options for speculative decoding.
     pub fn options(self) -> SpeculationOptions {
         SpeculationOptions { method: self.speculation, num_tokens: self.num_speculative_tokens }
     }
 }
 
-/// Stages of an engine's layers.
+/// Options of pipeline stages.
 #[derive(Debug, Clone, Args)]
 #[command(rename_all = "snake_case")]
 pub struct PipelineArgs {
-    /// Stages of layers of one engine, each on ranks of its own
+    /// Number of pipeline stages of one engine, each with its own ranks
     #[arg(long, visible_alias = "pp", default_value_t = 1, value_parser = count)]
     pub pipeline_parallel_size: usize,
-    /// Layers of each stage, as 10,10,8 [default: where the slowest stage is fastest]
+    /// Number of layers of each stage, such as 10,10,8 [default: balanced by time]
     #[arg(long)]
     pub pipeline_partition: Option<PipelinePartition>,
 }
 
 impl PipelineArgs {
-    /// Ranks of an engine with so many for each stage.
+    /// Number of ranks of an engine whose stages have `tensor_parallel_size` ranks each.
     pub fn engine_shape(&self, tensor_parallel_size: usize) -> EngineShape {
         EngineShape { tensor_parallel_size, pipeline_parallel_size: self.pipeline_parallel_size }
     }
 
-    /// Layers of each stage, if they are given.
+    /// Number of layers of each stage, if given.
     pub fn sizes(&self) -> &[usize] {
         self.pipeline_partition.as_ref().map_or(&[], |partition| &partition.0)
     }
 }
 
-/// How long a silent rank is waited for, and faults for tests.
+/// Time limit for ranks without progress, and injected faults for tests.
 #[derive(Debug, Clone, Args)]
 #[command(rename_all = "snake_case")]
 pub struct SupervisionArgs {
-    /// Longest time that a rank may show no sign of life, in seconds
+    /// Time limit in seconds for a rank without a heartbeat
     #[arg(long, default_value_t = HeartbeatConfig::default().timeout_s)]
     #[arg(value_parser = number(|seconds: &f64| *seconds > 0.0 && *seconds < 1e7, "above 0 and below 10000000"))]
     pub heartbeat_timeout_s: f64,
-    /// Injected fault, as the configuration key of that name; for tests
+    /// Injected fault, as in the configuration key `fault`; for tests
     #[arg(long, hide = true)]
     pub fault: Option<Fault>,
 }
 
-/// `generate`.
+/// Arguments of `generate`.
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case")]
 pub struct GenerateArgs {
@@ -272,10 +272,10 @@ pub struct GenerateArgs {
     /// The prompt; may be repeated
     #[arg(long, required = true)]
     pub prompt: Vec<String>,
-    /// Put each prompt through the chat template as a user's message
+    /// Pass each prompt through the chat template as a user message
     #[arg(long)]
     pub chat: bool,
-    /// System message before it
+    /// System message before the prompt
     #[arg(long, requires = "chat")]
     pub system_prompt: Option<String>,
     /// Completions per prompt
@@ -285,7 +285,7 @@ pub struct GenerateArgs {
     pub sampling: SamplingArgs,
 }
 
-/// `eval`.
+/// Arguments of `eval`.
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case")]
 pub struct EvalArgs {
@@ -293,37 +293,37 @@ pub struct EvalArgs {
     pub residual: ResidualArgs,
     #[command(flatten)]
     pub source: SourceArgs,
-    /// Configuration of a run (its run_config.json, or the TOML or YAML that it was started with): the run's held-out rows,
-    /// prompts, sampling and rewards are taken
+    /// Configuration of a run (its run_config.json, or the TOML or YAML it was started with), whose evaluation rows, prompts, sampling and rewards
+    /// are used
     #[arg(long, conflicts_with_all = ["data", "system_prompt", "prompt_format", "reward", "answer_pattern", "temperature", "top_p"])]
     #[arg(conflicts_with_all = ["top_k", "min_p", "repetition_penalty", "stop", "max_completion_length", "seed", "max_model_length"])]
     pub config: Option<PathBuf>,
-    /// Keys of rows, prompts, sampling and rewards that differ from the run's: key=value, section.key=value
+    /// Keys of rows, prompts, sampling and rewards that replace the run's: key=value, section.key=value
     #[arg(requires = "config")]
     pub overrides: Vec<String>,
-    /// Problems, named as in the key eval_file: a file of rows (JSONL, JSON, Parquet, CSV), a pattern, a folder, whose split `test`
-    /// is read, or files of the Hub (hf://datasets/USER/NAME/PATTERN)
+    /// Problems, as in the key eval_file: a file of rows (JSONL, JSON, Parquet, CSV), a pattern, a folder (its split `test`), or files of the Hub
+    /// (hf://datasets/USER/NAME/PATTERN)
     #[arg(long, required_unless_present = "config")]
     pub data: Option<String>,
-    /// Writes every sample with its rewards and the reference answer to this file, .jsonl or .parquet
+    /// Write every sample with its rewards and the reference answer to this file, .jsonl or .parquet
     #[arg(long)]
     pub output: Option<PathBuf>,
-    /// Samples per problem [default: 1, or the run's eval_num_generations]
+    /// Number of samples per problem [default: 1, or the run's eval_num_generations]
     #[arg(short, long, value_parser = completions)]
     pub n: Option<usize>,
-    /// System message put before every prompt that has none, as the key of that name
+    /// System message put before every prompt without one, as in the key of that name
     #[arg(long)]
     pub system_prompt: Option<String>,
-    /// How a prompt that is text is read: auto (a user's message where the model has a chat template), chat or text
+    /// How a prompt that is plain text reaches the model: auto (as a user message if there is a chat template), chat or text
     #[arg(long, default_value = "auto", value_parser = word::<PromptFormat>)]
     pub prompt_format: PromptFormat,
-    /// Reward of a sample; in pass@k and maj@n a sample is solved where it is 1
+    /// Reward of a sample; for pass@k and maj@n a sample is solved if the reward is 1
     #[arg(long, default_value = "numeric_answer")]
     pub reward: String,
-    /// Regular expression of the answer [default: <answer>..</answer>, \boxed{..}, \fbox{..} or after ####]
+    /// Regular expression for the answer [default: <answer>..</answer>, \boxed{..}, \fbox{..} or after ####]
     #[arg(long)]
     pub answer_pattern: Option<String>,
-    /// Interpreter of rewards that run in Python [default: python3]
+    /// Python interpreter for rewards [default: python3]
     #[arg(long)]
     pub python: Option<String>,
     #[command(flatten)]
@@ -331,11 +331,11 @@ pub struct EvalArgs {
 }
 
 impl EvalArgs {
-    /// Refuses what can be known to be wrong before any process starts.
+    /// Checks the arguments before any process starts.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`](crate::Error::InvalidValue) for a pattern that marks no answer, samples that could not be written, or keys
-    /// of a run that is not named.
+    /// [`Error::InvalidValue`](crate::Error::InvalidValue) for a pattern without a group, an output that cannot be written, or keys of a run without
+    /// `--config`.
     pub fn check(&self) -> crate::error::Result<()> {
         if let Some(first) = self.overrides.first().filter(|_| self.config.is_none()) {
             let expected = "no key=value without --config: these are keys of a configuration; without --config use \
@@ -346,7 +346,7 @@ impl EvalArgs {
         self.reward_config().map(drop)
     }
 
-    /// Where the rows come from.
+    /// Name of the rows for messages.
     pub fn rows(&self) -> String {
         self.config.as_ref().map(|file| file.display().to_string()).or(self.data.clone()).unwrap_or_default()
     }
@@ -354,7 +354,7 @@ impl EvalArgs {
     /// Settings of the reward.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`](crate::Error::InvalidValue) for a pattern that marks no answer.
+    /// [`Error::InvalidValue`](crate::Error::InvalidValue) for a pattern without a group.
     pub fn reward_config(&self) -> crate::error::Result<RewardConfig> {
         let mut config = RewardConfig::default();
         config.answer_pattern.clone_from(&self.answer_pattern);

@@ -12,14 +12,14 @@ use crate::http::parse_origin;
 use crate::launch;
 use crate::serve::{EngineDivision, NamedAdapter};
 
-/// How tool calls are found in answers.
+/// How tool calls are recognized in answers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ToolCallFormat {
-    /// The format that the chat template shows.
+    /// In the format detected from the chat template.
     Auto,
-    /// They stay in the text.
+    /// Tool calls stay in the text.
     None,
-    /// One by its name.
+    /// In this format.
     Named(ToolCallParser),
 }
 
@@ -37,20 +37,20 @@ impl std::str::FromStr for ToolCallFormat {
     }
 }
 
-/// Adapters beside the model.
+/// LoRA adapters served together with the model.
 #[derive(Debug, Clone, Args)]
 #[command(rename_all = "snake_case")]
 pub struct AdapterArgs {
-    /// LoRA adapters of --model, served under a name of their own; may be repeated
+    /// LoRA adapters of --model, served under their own name; may be repeated
     #[arg(long = "adapter", value_name = "NAME=FOLDER", value_parser = named_adapter)]
     pub adapters: Vec<NamedAdapter>,
 }
 
 impl AdapterArgs {
-    /// The adapters, whose names differ from one another's and from the model's.
+    /// The adapters, with names that differ from each other and from the model's.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`] with a name that comes twice.
+    /// [`Error::InvalidValue`] for a repeated name.
     pub fn checked(&self, model_name: &str) -> Result<&[NamedAdapter]> {
         let mut names = vec![model_name];
         for NamedAdapter { name, .. } in &self.adapters {
@@ -74,19 +74,20 @@ fn named_adapter(text: &str) -> std::result::Result<NamedAdapter, String> {
     }
 }
 
-/// The address and the names of a server.
+/// Address and names of a server.
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case")]
 pub struct HostArgs {
-    /// Address to listen at; 0.0.0.0 lets every machine in
+    /// Address to listen on; with 0.0.0.0 every machine can connect
     #[arg(long, default_value = launch::LOOPBACK)]
     pub host: String,
-    /// Names that clients may call the server by, beside its addresses, --host, localhost and the machine's own name; separated by commas
+    /// Further names by which clients may address the server, besides its addresses, --host, localhost and the machine's own name; separated by
+    /// commas
     #[arg(long, value_delimiter = ',')]
     pub allowed_hosts: Vec<String>,
 }
 
-/// `serve`. All processes share one engine.
+/// Arguments of `serve`. All processes share one engine.
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case")]
 pub struct ServeArgs {
@@ -98,43 +99,43 @@ pub struct ServeArgs {
     pub source: SourceArgs,
     #[command(flatten)]
     pub adapters: AdapterArgs,
-    /// Name that clients ask for [default: --model]
+    /// Model name for requests [default: --model]
     #[arg(long)]
     pub served_model_name: Option<String>,
-    /// Format of tool calls, which answers then have apart: auto (by the chat template), none, hermes, qwen3_xml, llama3_json,
-    /// pythonic, mistral, glm45, openai
+    /// Format of tool calls, which answers then return separately: auto (by the chat template), none, hermes, qwen3_xml, llama3_json, pythonic,
+    /// mistral, glm45, openai
     #[arg(long, default_value = "auto")]
     pub tool_call_parser: ToolCallFormat,
     #[command(flatten)]
     pub pipeline: PipelineArgs,
-    /// Each process has some experts whole, of a model with experts, in place of a part of every expert
+    /// In models with experts, give each process whole experts instead of a slice of every expert
     #[arg(long)]
     pub enable_expert_parallel: bool,
     #[command(flatten)]
     pub formats: FormatArgs,
     #[command(flatten)]
     pub speculation: SpeculationArgs,
-    /// Port to listen at; 0 takes a free one
+    /// Port to listen on; 0 uses a free one
     #[arg(long, default_value_t = 8000)]
     pub port: u16,
     #[command(flatten)]
     pub hosts: HostArgs,
-    /// Web pages that may ask, as SCHEME://NAME:PORT, or * for all; separated by commas [default: none]
+    /// Origins of web pages that may send requests, as SCHEME://NAME:PORT, or * for all; separated by commas [default: none]
     #[arg(long, value_delimiter = ',', value_parser = parse_origin)]
     pub allowed_origins: Vec<String>,
-    /// Key that clients must have [default: COLO_GRPO_API_KEY, or none]
+    /// API key that clients must send [default: COLO_GRPO_API_KEY, or none]
     #[arg(long)]
     pub api_key: Option<String>,
-    /// Longest prompt and completion together in tokens [default: the model's context]
+    /// Maximum length of prompt and completion together, in tokens [default: the model's context]
     #[arg(long, value_parser = number(|length: &usize| *length >= 2, "at least 2"))]
     pub max_model_length: Option<usize>,
-    /// Most completions that wait or run; more are answered with 429
+    /// Maximum number of waiting and running completions; more are answered with 429
     #[arg(long, default_value_t = 1024, value_parser = count)]
     pub max_queue: usize,
-    /// Largest body of a request; larger ones are answered with 413
+    /// Maximum size of a request body in bytes; larger ones are answered with 413
     #[arg(long, default_value_t = 4 << 20, value_parser = count)]
     pub max_body_bytes: usize,
-    /// How long requests under way may go on after TERM or INT, in seconds
+    /// Time in seconds that current requests may continue after TERM or INT
     #[arg(long, default_value_t = 30.0)]
     #[arg(value_parser = number(|seconds: &f64| *seconds >= 0.0 && *seconds < 1e7, "from 0 and below 10000000"))]
     pub grace_s: f64,
@@ -143,10 +144,10 @@ pub struct ServeArgs {
 }
 
 impl ServeArgs {
-    /// How `num_ranks` ranks share the engine.
+    /// How `num_ranks` ranks divide the model.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`] for stages that do not divide them.
+    /// [`Error::InvalidValue`] for pipeline stages that do not divide the ranks.
     pub fn division(&self, num_ranks: usize) -> Result<EngineDivision<'_>> {
         self.pipeline.engine_shape(1).check_divides(num_ranks, "generate")?;
         Ok(EngineDivision {
@@ -157,7 +158,7 @@ impl ServeArgs {
     }
 }
 
-/// `chat`.
+/// Arguments of `chat`.
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case")]
 pub struct ChatArgs {

@@ -1,4 +1,4 @@
-//! A configuration in the making, and what became of every key of the other one.
+//! The configuration being built by `import`, and notes on every key of the other trainer.
 
 use std::path::Path;
 
@@ -10,7 +10,7 @@ use crate::console;
 use crate::error::{Error, Result};
 use crate::migration::{self, NONE};
 
-/// Keys of the other program that are not translated yet.
+/// Keys of the other trainer that are not translated yet.
 pub(super) struct ForeignKeys {
     entries: Vec<ForeignEntry>,
 }
@@ -20,18 +20,18 @@ impl ForeignKeys {
         Self { entries }
     }
 
-    /// Whether a key begins so.
+    /// Whether a key has one of these prefixes.
     pub fn has_table(&self, starts: &[&str]) -> bool {
         self.entries.iter().any(|(key, ..)| starts.iter().any(|start| key.trim_start_matches('+').starts_with(start)))
     }
 
-    /// Takes a key out that is set to something: its value as it was written. verl's names are without `actor_rollout_ref`. Whoever takes
-    /// a key says what becomes of it.
+    /// Removes and returns the value of a key that is set. verl's names are given without `actor_rollout_ref`. The caller must note what becomes of
+    /// the key.
     pub fn take(&mut self, name: &str) -> Option<Value> {
         self.take_if(name, |_| true)
     }
 
-    /// [`ForeignKeys::take`] of a value that `fits`; others stay.
+    /// Like [`ForeignKeys::take`], but only if the value `fits`.
     pub fn take_if(&mut self, name: &str, fits: impl Fn(&Value) -> bool) -> Option<Value> {
         let at = self.position(name).filter(|at| fits(&self.entries[*at].1))?;
         let (_, value, written) = self.entries.remove(at);
@@ -43,7 +43,7 @@ impl ForeignKeys {
         self.entries.extend(keys.into_iter().map(|(key, value)| (format!("{table}.{key}"), value, None)));
     }
 
-    /// Takes out the keys whose values a shell, or a configuration's own references (`${..}`), would still fill in.
+    /// Removes the keys whose values still contain shell variables or references (`${..}`).
     pub fn take_unfilled(&mut self, is_script: bool) -> Vec<(String, Value)> {
         let is_unfilled = |(key, value, _): &mut ForeignEntry| {
             let text = value.to_string();
@@ -53,43 +53,43 @@ impl ForeignKeys {
         self.entries.extract_if(.., is_unfilled).map(|(key, value, _)| (key, value)).collect()
     }
 
-    /// [`ForeignKeys::take`] of a number.
+    /// Removes and returns a numeric value.
     pub fn take_number(&mut self, name: &str) -> Option<f64> {
         self.take_if(name, Value::is_number)?.as_f64()
     }
 
-    /// Reads a key and leaves it to be translated.
+    /// Returns a numeric value and keeps the key for translation.
     pub fn number(&self, name: &str) -> Option<f64> {
         self.position(name).and_then(|at| self.entries[at].1.as_f64())
     }
 
-    /// Whether a key is set to something.
+    /// Whether a key is set.
     pub fn has(&self, name: &str) -> bool {
         self.position(name).is_some()
     }
 
-    /// Whether a key is set to true.
+    /// Whether a key is true.
     pub fn is_true(&self, name: &str) -> bool {
         self.position(name).is_some_and(|at| self.entries[at].1 == true)
     }
 
-    /// Whether a key is set to this text.
+    /// Whether a key has this text as value.
     pub fn is_word(&self, name: &str, word: &str) -> bool {
         self.position(name).is_some_and(|at| self.entries[at].1 == word)
     }
 
-    /// Whether a key is set to false.
+    /// Whether a key is false.
     pub fn is_false(&self, name: &str) -> bool {
         self.position(name).is_some_and(|at| self.entries[at].1 == false)
     }
 
-    /// Whether a key here is set, by its own name or by another program's.
+    /// Whether a key of ours is set, under its own or another trainer's name.
     pub fn sets(&self, ours: &str) -> bool {
         let is_meant = |key: &str| migration::bare(key) == ours || migration::renamed(key).as_deref() == Some(ours);
         self.entries.iter().any(|(key, value, _)| is_meant(key) && !is_nothing(value))
     }
 
-    /// Whether the name of the model that a key gives says that it has experts, as `Qwen3-30B-A3B` does.
+    /// Whether the model named by a key has experts, judging by a name such as `Qwen3-30B-A3B`.
     pub fn has_experts(&self, name: &str) -> bool {
         let model =
             self.position(name).map(|at| migration::word(&self.entries[at].1).to_lowercase()).unwrap_or_default();
@@ -109,55 +109,55 @@ fn is_nothing(value: &Value) -> bool {
     value.is_null() || value.as_array().is_some_and(Vec::is_empty)
 }
 
-/// A line `key: why`. A key with the name of a secret is quoted, because redaction hides what follows `hub_token: `.
+/// A note `key: why`. A key that looks like the name of a secret is quoted, because redaction would hide the text after `hub_token: `.
 fn noted(key: &str, why: &str) -> String {
     let plain = format!("{key}: {why}");
     if console::redact(&plain) == plain { plain } else { format!("`{key}`: {why}") }
 }
 
-/// A key of ours.
+/// A key of the configuration being built.
 struct DraftKey {
     key: String,
     value: Value,
-    /// Which one of theirs it was, and why the value is another; none where both are as they were.
+    /// The original key, and why the value differs; `None` if both are unchanged.
     note: Option<String>,
 }
 
 impl DraftKey {
-    /// The key, its value and the reasons for both.
+    /// The key with its value and reasons, as a line of the file.
     fn line(&self, reason: &str) -> String {
         let reasons: Vec<&str> = self.note.as_deref().into_iter().chain([reason]).filter(|it| !it.is_empty()).collect();
         noted(&format!("{} = {}", self.key, toml_value(&self.value)), &reasons.join("; "))
     }
 }
 
-/// Keys of ours, each once, and notes on theirs.
+/// The configuration being built, each key once, and notes on the original keys.
 #[derive(Default)]
 pub(super) struct Draft {
     keys: Vec<DraftKey>,
     dropped: Vec<String>,
-    /// Without an equivalent: the result is another one.
+    /// Notes on keys without an equivalent, which change the result.
     lost: Vec<String>,
-    /// Keys that a run needs and that the other program is told elsewhere, as the rewards of a script in Python.
+    /// Required keys that the original does not contain, such as the rewards of a Python script.
     missing: Vec<String>,
-    /// Processes to start, on each node.
+    /// Number of processes per node.
     pub nproc: Option<u64>,
-    /// Nodes, where there are several.
+    /// Number of nodes, if there are several.
     pub nnodes: Option<u64>,
 }
 
 impl Draft {
-    /// Sets a key of ours; a note says which one of theirs it was and why the value is another.
+    /// Sets a key; the note names the original key and says why the value differs.
     pub fn set(&mut self, key: &str, value: impl Into<Value>, note: impl Into<String>) {
         self.put(DraftKey { key: key.to_owned(), value: value.into(), note: Some(note.into()) });
     }
 
-    /// Keeps a key that is ours by name and meaning.
+    /// Keeps a key whose name and meaning are the same here.
     pub fn keep(&mut self, key: &str, value: Value) {
         self.put(DraftKey { key: key.to_owned(), value, note: None });
     }
 
-    /// Where two of their keys are one of ours, the later counts and the other is listed.
+    /// Adds a key. If two original keys map to the same key, the later one is used and the other is noted.
     fn put(&mut self, new: DraftKey) {
         if let Some(at) = self.position(&new.key) {
             let old = self.keys.remove(at);
@@ -173,17 +173,17 @@ impl Draft {
         self.keys.iter().position(|known| known.key == key)
     }
 
-    /// Leaves out what changes nothing.
+    /// Notes a key that is left out without an effect on the result.
     pub fn drop(&mut self, key: &str, why: &str) {
         self.dropped.push(noted(key, why));
     }
 
-    /// Leaves out what changes the result.
+    /// Notes a key that is left out and changes the result.
     pub fn lose(&mut self, key: &str, value: &Value, why: &str) {
         self.lost.push(noted(&format!("{key} = {}", toml_value(value)), why));
     }
 
-    /// Adds a reward of this weight to those that are set, each of weight 1; whether it could be added.
+    /// Adds a reward with this weight to rewards of weight 1; returns whether that was possible.
     pub fn adds_reward(&mut self, name: &str, weight: f64) -> bool {
         let Some(at) = self.position("reward_funcs") else { return false };
         let Value::Array(names) = &mut self.keys[at].value else { return false };
@@ -193,12 +193,12 @@ impl Draft {
         true
     }
 
-    /// Lists a word of a script that no key was read from.
+    /// Notes a word of a script from which no key was read.
     pub fn lose_word(&mut self, word: String) {
         self.lost.push(word);
     }
 
-    /// Writes out their default of a key of ours that nothing has set.
+    /// Writes out the original trainer's default of a key that was not set.
     pub fn fill(&mut self, key: &str, value: impl Into<Value>, whose: &str) {
         if !self.has(key) {
             self.set(key, value, whose);
@@ -209,7 +209,7 @@ impl Draft {
         self.position(key).is_some()
     }
 
-    /// Translates by the dictionary what no rule has taken.
+    /// Translates by the dictionary the keys that no rule has taken.
     pub fn translate_rest(&mut self, theirs: ForeignKeys) {
         for (key, value, written) in theirs.entries {
             let advice = migration::advice(&key).unwrap_or(NONE);
@@ -229,10 +229,10 @@ impl Draft {
         }
     }
 
-    /// Reads the configuration; a key whose value is refused is left out, as without an equivalent, and one that is missing is noted.
+    /// Validates the configuration. A key with an invalid value is removed and noted as having no equivalent, and a missing key is noted.
     ///
     /// # Errors
-    /// The errors that are left once refused keys are taken out and missing ones noted.
+    /// The remaining errors.
     pub fn check(&mut self) -> Result<()> {
         loop {
             let entries = self.keys.iter().map(|known| (known.key.clone(), known.value.clone()));
@@ -251,7 +251,7 @@ impl Draft {
         }
     }
 
-    /// Notes keys that are missing; returns the other errors.
+    /// Notes missing keys; returns the other errors.
     fn take_missing(&mut self, errors: Vec<Error>) -> Result<()> {
         let mut wrong = Vec::new();
         for error in errors {
@@ -274,7 +274,7 @@ impl Draft {
         sorted.iter().map(|known| format!("{} = {}\n", known.key, toml_value(&known.value))).collect()
     }
 
-    /// The file, which begins with what became of the other one.
+    /// The text of the file, which begins with the notes.
     pub fn text(&self, file: &Path, program: &str) -> String {
         let nproc = self.nproc.map(|count| format!(" --nproc {count}")).unwrap_or_default();
         let nnodes = self.nnodes.map(|count| format!(" --nnodes {count} --node_rank RANK --master_addr NODE_0"));
@@ -287,7 +287,7 @@ impl Draft {
         text + "\n" + &self.lines()
     }
 
-    /// Whether a key of theirs is in the result as it was.
+    /// Whether an original key is kept unchanged.
     #[cfg(test)]
     pub fn keeps(&self, key: &str) -> bool {
         self.keys.iter().any(|known| known.key == key && known.note.is_none())

@@ -1,30 +1,30 @@
-//! Expansion of a shell's variables: `$NAME`, `${NAME:-default}`, `${NAME:+other}`, whole numbers in `$((1024 * 2))`, and paths in
-//! `$(pwd)`, `$(dirname ..)` and `$(basename ..)`. Nothing is run: another command in `$(..)` stays as it is, and so does a variable that
-//! is not set. `$(pwd)` is `.`: a script's current folder is that of the run that takes its place.
+//! Expansion of shell variables: `$NAME`, `${NAME:-default}`, `${NAME:+other}`, integer arithmetic in `$((1024 * 2))`, and paths in `$(pwd)`,
+//! `$(dirname ..)` and `$(basename ..)`. Nothing is executed: other commands in `$(..)` and unset variables stay as they are. `$(pwd)` is `.`, as the
+//! imported configuration is used in the script's current folder.
 
 use std::collections::HashMap;
 
-/// Most bytes by which a text may become longer: each variable may double the one before.
+/// Maximum number of bytes that expansion may add, as each variable may double the one before.
 pub(super) const MAX_ADDED_BYTES: usize = 4 << 20;
-/// Longest `${..}` and `$((..))` that is looked through for its end.
+/// Maximum length of `${..}` and `$((..))` that is searched for its end.
 const MAX_GROUP_BYTES: usize = 4096;
-/// Most brackets of one kind that are open at once: so that many without an end are not each looked through to the end of the text.
+/// Maximum number of open brackets of one kind, so that many unclosed ones do not take quadratic time.
 const MAX_OPEN: usize = 32;
-/// Deepest nesting of defaults and of parentheses.
+/// Maximum nesting of defaults and parentheses.
 const MAX_DEPTH: usize = 16;
 
-/// The text with every variable that is known in its place. It is left unfinished where it would become too long.
+/// Replaces every known variable in the text; stops early if the text would become too long.
 pub(super) fn expanded(text: &str, variables: &HashMap<String, String>) -> String {
     at_depth(text, variables, 0)
 }
 
-/// Whether a text still has a variable or a command of a shell in it.
+/// Whether a text still contains a shell variable or command.
 pub(super) fn has_variable(text: &str) -> bool {
     let starts = |part: &str| part.starts_with(|c: char| c.is_ascii_alphabetic() || "_{(".contains(c));
     text.split('$').skip(1).any(starts)
 }
 
-/// The characters behind a `$` up to the bracket that closes the one they begin with.
+/// The bracketed group at the start of `text`, which follows a `$`, up to the matching bracket.
 pub(super) fn group(text: &str) -> Option<&str> {
     let (open, close) = match text.as_bytes().first()? {
         b'{' => ('{', '}'),
@@ -58,8 +58,8 @@ fn at_depth(text: &str, variables: &HashMap<String, String>, depth: usize) -> St
     done + rest
 }
 
-/// The value of the variable, default or sum that `text`, the characters behind a `$`, begins with, and the text behind that; `None` where a
-/// shell would have to run something, or the variable is not set.
+/// Evaluates the variable, default or sum at the start of `text`, which follows a `$`, and returns the value and the rest of the text; `None` if it
+/// needs to execute a command, or the variable is not set.
 fn expansion<'a>(text: &'a str, variables: &HashMap<String, String>, depth: usize) -> Option<(String, &'a str)> {
     let Some(group) = group(text).filter(|_| depth < MAX_DEPTH) else {
         let (name, behind) = text.split_at(name_end(text));
@@ -91,7 +91,7 @@ fn expansion<'a>(text: &'a str, variables: &HashMap<String, String>, depth: usiz
     Some((value, behind))
 }
 
-/// The path that a command prints, if it prints nothing else.
+/// The path that a command prints, if it prints only a path.
 fn path_of(command: &str) -> Option<String> {
     let words: Vec<&str> =
         command.split_whitespace().filter(|word| !word.starts_with('-') && !word.contains('>')).collect();
@@ -109,7 +109,7 @@ fn name_end(text: &str) -> usize {
     text.find(|c: char| !c.is_ascii_alphanumeric() && c != '_').unwrap_or(text.len())
 }
 
-/// Whole numbers with + - * / % and parentheses.
+/// Parser of integer arithmetic with + - * / % and parentheses.
 struct Sum<'a> {
     rest: &'a str,
     variables: &'a HashMap<String, String>,

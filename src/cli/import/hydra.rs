@@ -8,26 +8,26 @@ use super::script::Hydra;
 use crate::config::{self, ForeignEntry};
 use crate::error::Result;
 
-/// verl's own files, whose defaults are written out, and those of its recipes that set what is off.
+/// verl's own files, whose defaults are written out, and those of its recipes that switch features on.
 const OWN: &[&str] = &["ppo_trainer", "ppo_megatron_trainer", "dapo_trainer", "dapo_megatron_trainer"];
-/// Deepest chain of files that name one another.
+/// Maximum depth of files that include other files.
 const MAX_DEPTH: usize = 8;
 
-/// The keys of Hydra's files, and what became of the files.
+/// The keys of Hydra's files, and notes on the files.
 #[derive(Debug, Default)]
 pub(super) struct HydraFiles {
     pub entries: Vec<ForeignEntry>,
-    /// Options of Hydra that change nothing.
+    /// Options of Hydra that have no effect on the result.
     pub dropped: Vec<(String, String)>,
     /// Entries that could not be read, with their place and the reason.
     pub lost: Vec<(String, Value, String)>,
 }
 
-/// The file that `hydra` names, with those that it begins with: seen from the module's folder, the current one, that of the script and
+/// Reads the file that `hydra` names and the files it includes. They are searched in the module's folder, the current folder, the script's folder and
 /// those above it.
 ///
 /// # Errors
-/// An error of the file that does not parse.
+/// An error of a file that does not parse.
 pub(super) fn read(hydra: &Hydra, script: &Path) -> Result<HydraFiles> {
     let mut files = HydraFiles::default();
     let Some(name) = &hydra.name else {
@@ -71,7 +71,7 @@ pub(super) fn read(hydra: &Hydra, script: &Path) -> Result<HydraFiles> {
     Ok(files)
 }
 
-/// A file with those that its `defaults` name.
+/// Reads a file and the files named in its `defaults`.
 ///
 /// # Errors
 /// An error of the file that does not parse.
@@ -91,7 +91,7 @@ fn file_of(folder: &Path, name: &str) -> Option<PathBuf> {
 }
 
 impl HydraFiles {
-    /// Adds the keys of a file over those of the files that its `defaults` name.
+    /// Adds the keys of a file on top of those of the files named in its `defaults`.
     fn add(&mut self, file: &Path, depth: usize) -> Result<()> {
         let folder = file.parent().unwrap_or(Path::new(""));
         let (mut own, mut defaults) = (Vec::new(), Vec::new());
@@ -131,7 +131,7 @@ impl HydraFiles {
         Ok(())
     }
 
-    /// Lays overrides over the files' keys.
+    /// Applies overrides to the keys of the files.
     pub fn overridden(mut self, overrides: Vec<ForeignEntry>) -> Self {
         for entry in overrides {
             let bare = entry.0.trim_start_matches('+').to_owned();
@@ -142,7 +142,7 @@ impl HydraFiles {
         self
     }
 
-    /// Replaces values that are another key's, `${data.train_batch_size}`.
+    /// Replaces references to other keys, such as `${data.train_batch_size}`, by their values.
     fn resolve(&mut self) {
         for at in 0..self.entries.len() {
             let text = self.entries[at].1.as_str().unwrap_or_default();

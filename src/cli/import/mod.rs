@@ -1,4 +1,4 @@
-//! `import`: another trainer's configuration as one of ours, with a list of what became of every key.
+//! `import`: translates another trainer's configuration, and notes what became of every key.
 
 mod draft;
 mod expand;
@@ -25,10 +25,10 @@ use hydra::HydraFiles;
 use script::Script;
 use trl_version::TrlVersion;
 
-/// Reads, translates, checks and writes.
+/// Reads, translates, validates and writes a configuration.
 ///
 /// # Errors
-/// [`Error::BadFile`] for a script that does not parse; the errors of a configuration that would be refused, which is not written.
+/// [`Error::BadFile`] for a script that does not parse; the errors of an invalid configuration, which is not written.
 pub(super) fn import(args: &ImportArgs) -> Result<ExitCode> {
     let read = read(&args.file)?;
     let version = args.trl_version.as_deref().map(TrlVersion::named).transpose()?;
@@ -46,18 +46,18 @@ pub(super) fn import(args: &ImportArgs) -> Result<ExitCode> {
     outcome.map(|()| ExitCode::Done)
 }
 
-/// A configuration of another program, as it was read.
+/// The configuration of another trainer as read.
 #[derive(Debug, Default)]
 struct Foreign {
     files: HydraFiles,
     is_script: bool,
-    /// Processes that a script starts.
+    /// Number of processes that a script starts.
     nproc: Option<u64>,
-    /// Words of a script that no key was read from, and why.
+    /// Words of a script from which no key was read, and why.
     unread: Vec<String>,
 }
 
-/// Translates every key; also returns whose they are. The version is TRL's, where it is known.
+/// Translates every key; also returns the name of the other trainer. `version` is TRL's, if known.
 fn translated(read: Foreign, version: Option<TrlVersion>) -> (Draft, String) {
     let (mut theirs, mut draft) = (ForeignKeys::new(read.files.entries), Draft::default());
     read.files.dropped.iter().for_each(|(key, why)| draft.drop(key, why));
@@ -83,12 +83,12 @@ fn translated(read: Foreign, version: Option<TrlVersion>) -> (Draft, String) {
     (draft, program)
 }
 
-/// Whether a file is a shell script by its name.
+/// Whether a file is a shell script, by its name.
 fn is_script(file: &Path) -> bool {
     file.extension().is_some_and(|extension| extension == "sh")
 }
 
-/// Every key of a file: YAML, JSON or TOML, or what a script that starts a trainer sets.
+/// Reads every key of a YAML, JSON or TOML file, or the keys that a script sets.
 fn read(file: &Path) -> Result<Foreign> {
     let refuse = |message: String| Error::ConfigSyntax { origin: file.display().to_string(), message };
     let of_entries = |entries| Foreign { files: HydraFiles::default().overridden(entries), ..Foreign::default() };
@@ -124,8 +124,8 @@ fn read(file: &Path) -> Result<Foreign> {
     Ok(Foreign { files, is_script: true, nproc: script.nproc, unread: script.unread })
 }
 
-/// The file that a script names, seen from the current folder, from the script's, or from one above it, as open-r1's scripts are started
-/// in the root of their repository.
+/// The configuration file that a script names, searched in the current folder, the script's folder and those above it, as open-r1's scripts are
+/// started in the root of their repository.
 fn recipe(script: &Path, name: &str) -> Result<PathBuf> {
     let script = std::path::absolute(script).map_err(Error::io(script))?;
     let folders = std::iter::once(Path::new("")).chain(script.ancestors().skip(1));
@@ -152,7 +152,7 @@ fn write(path: &Path, text: &str) -> Result<()> {
     Ok(())
 }
 
-/// Whether a name is a key of ours.
+/// Whether a name is a key of this program.
 fn is_ours(key: &str) -> bool {
     let keys = Config::keys();
     keys.contains(&config::key_pattern(key, keys)) || key.starts_with("chat_template_kwargs.")

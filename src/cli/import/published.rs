@@ -1,4 +1,4 @@
-//! Keys and values of published scripts and recipes, in files of our own, and what becomes of each.
+//! Tests with keys and values of published scripts and recipes, in files written for these tests.
 
 use std::path::{Path, PathBuf};
 
@@ -6,7 +6,7 @@ use super::*;
 
 const FOLDER: &str = "tests/golden/import/published";
 
-/// The configuration that a file becomes, with what is said of it; the home's folder is called HOME.
+/// The configuration imported from a file, with its notes; the home folder is called HOME.
 fn imported(file: &Path) -> (String, String) {
     let read = read(file).unwrap();
     let (mut draft, program) = translated(read, None);
@@ -37,7 +37,7 @@ fn keys_in(file: &Path, text: &str) -> Vec<String> {
     found.captures_iter(&text).filter_map(own).collect()
 }
 
-/// Flags of the launchers, which set no key of a run, and keys of a branch that the script's own values leave out.
+/// Launcher flags, which set no key of a run, and keys in branches that the script does not take.
 const NOT_OF_THE_RUN: &[&str] = &[
     "frozen",
     "extra",
@@ -82,7 +82,7 @@ fn every_key_of_a_published_file_is_in_the_result_or_in_a_list() {
     }
 }
 
-/// Whatever form a word of a command has, it is read or named.
+/// Every word of a command is imported or noted, whatever its form.
 #[test]
 fn every_argument_of_a_command_is_imported_or_noted() {
     let folder = tempfile::tempdir().unwrap();
@@ -117,7 +117,7 @@ fn every_argument_of_a_command_is_imported_or_noted() {
     }
 }
 
-/// A branch that the script's own values decide is read; of another one what it sets is listed.
+/// A branch that is known to be taken is imported; of an unknown branch the settings are noted.
 #[test]
 fn shell_branches_are_evaluated_or_noted() {
     let folder = tempfile::tempdir().unwrap();

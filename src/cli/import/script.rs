@@ -1,4 +1,4 @@
-//! Shell scripts that start verl, TRL or open-r1: the keys that they set. Nothing is run.
+//! Keys that a shell script sets when it starts verl, TRL or open-r1. Nothing is executed.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -7,43 +7,42 @@ use serde_json::Value;
 
 use super::shell::{self, ShellCommand};
 
-/// Flags that say where and how the launcher starts the trainer, with the number of processes among them.
+/// Flags that say how the launcher starts the trainer, including the number of processes.
 const PROCESSES: &[&str] = &["num_processes", "nproc_per_node", "nproc-per-node"];
-/// Hydra's flags for the folder and the name of the file that it reads.
+/// Hydra's flags for the folder and name of its file.
 const HYDRA_PATH: &[&str] = &["--config-path", "-cp"];
 const HYDRA_NAME: &[&str] = &["--config-name", "-cn"];
-/// Said of a word that no rule reads.
+/// Note for a word from which no key is read.
 const UNREAD: &str = "it sets no known key";
 
-/// The keys that a script sets, and the files that it reads first.
+/// The keys that a script sets, and the configuration files that it names.
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct Script {
-    /// `key=value`, the value as JSON: Hydra's overrides, or flags of the trainer.
+    /// `key=value` with JSON values: Hydra overrides, or flags of the trainer.
     pub overrides: Vec<String>,
-    /// The trainer's `--config`.
+    /// The trainer's option `--config`.
     pub config: Option<String>,
-    /// verl's module, and Hydra's `--config-path` and `--config-name`.
+    /// verl's module, and Hydra's options `--config-path` and `--config-name`.
     pub hydra: Option<Hydra>,
-    /// The launcher's number of processes.
+    /// The number of processes given to the launcher.
     pub nproc: Option<u64>,
-    /// Words that set something, and why they are not in `overrides`.
+    /// Words that set something but are not in `overrides`, and why.
     pub unread: Vec<String>,
 }
 
 /// The file that Hydra reads.
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct Hydra {
-    /// `verl.trainer.main_ppo`.
+    /// Module name, such as `verl.trainer.main_ppo`.
     pub module: Option<String>,
     pub path: Option<String>,
     pub name: Option<String>,
 }
 
-/// Reads a script; `file` is where it lies, `home` the value of HOME. The last command that starts a trainer counts. A script that starts
-/// none sets nothing.
+/// Parses a script; `file` is its path, `home` the value of HOME. The last command that starts a trainer is used; without one the result is empty.
 ///
 /// # Errors
-/// A message where its variables make it too long.
+/// A message if its variables expand to too much text.
 pub(super) fn read(text: &str, file: &Path, home: Option<String>) -> Result<Script, String> {
     let own = file.display().to_string();
     let known = [("HOME", home), ("PWD", Some(".".to_owned())), ("0", Some(own.clone())), ("BASH_SOURCE", Some(own))];
@@ -65,7 +64,7 @@ pub(super) fn read(text: &str, file: &Path, home: Option<String>) -> Result<Scri
     Ok(script)
 }
 
-/// `key=value` of Hydra, which may begin with `+` or `++`.
+/// Parses a Hydra override `key=value`, which may begin with `+` or `++`.
 fn override_of(word: &str) -> Option<(&str, &str)> {
     let (name, value) = word.split_once('=')?;
     let name = name.trim_start_matches('+');
@@ -73,7 +72,7 @@ fn override_of(word: &str) -> Option<(&str, &str)> {
     is_name.then_some((name, value))
 }
 
-/// Every word behind the module or the file that a command starts, or from its first override on.
+/// Reads the overrides of a command: all words after the module or file it starts, or from the first override on.
 fn overrides(words: &[String], is_doubtful: bool, script: &mut Script) {
     let is_module = |pair: &[String]| ["-m", "--module"].contains(&pair[0].as_str());
     let module = words.windows(2).position(is_module).map(|at| at + 1);
@@ -106,7 +105,7 @@ fn overrides(words: &[String], is_doubtful: bool, script: &mut Script) {
     }
 }
 
-/// The words of a command but for the shell's own: arguments that are passed on, and redirections.
+/// The words of a command without shell syntax: passed-on arguments and redirections.
 fn settings(words: &[String]) -> Vec<String> {
     let mut is_target = false;
     let is_setting = |word: &&String| {
@@ -117,7 +116,7 @@ fn settings(words: &[String]) -> Vec<String> {
     words.iter().filter(is_setting).cloned().collect()
 }
 
-/// The place of the first word after `trl grpo`, or after a Python file or a module of Python whose name has grpo in it.
+/// Index of the first word after `trl grpo`, or after a Python file or module whose name contains grpo.
 fn start_of_trainer(command: &[String]) -> Option<usize> {
     let is_file =
         |word: &String| word.rsplit('/').next().is_some_and(|name| name.contains("grpo") && name.ends_with(".py"));
@@ -132,7 +131,7 @@ fn start_of_trainer(command: &[String]) -> Option<usize> {
     program.or_else(|| command.iter().position(is_file).map(|at| at + 1))
 }
 
-/// Keys of the trainer's flags: `--key value`, `--key=value`, `--switch`, and lists as several words. `trl grpo` takes accelerate's flags too.
+/// Keys from the trainer's flags: `--key value`, `--key=value`, `--switch`, and lists as several words. `trl grpo` also accepts accelerate's flags.
 fn flags(launcher: &[String], trainer: &[String]) -> Script {
     let mut script = Script::default();
     for (words, is_trainer) in [(launcher.to_vec(), false), (settings(trainer), true)] {
@@ -167,7 +166,7 @@ fn flags(launcher: &[String], trainer: &[String]) -> Script {
     script
 }
 
-/// A value of Hydra as JSON: `True`, `null`, lists with single quotes.
+/// Converts a Hydra value to JSON: `True`, `null`, lists with single quotes.
 fn parsed(text: &str) -> Value {
     let is_deep = text.matches(['[', '{']).count() > 16;
     let value = if is_deep { None } else { serde_yaml_ng::from_str::<Value>(text).ok() };

@@ -1,25 +1,24 @@
-//! Commands of a shell script, as far as they can be told without running any: words, variables, arrays, and which branch of an `if` or
-//! a `case` is taken.
+//! Parses the commands of a shell script without executing any: words, variables, arrays, and the branches of `if` and `case`.
 
 use std::collections::HashMap;
 
 use super::expand::{self, MAX_ADDED_BYTES};
 
-/// A command that a run of the script reaches.
+/// A command that the script reaches.
 #[derive(Debug, PartialEq)]
 pub(super) struct ShellCommand {
     pub words: Vec<String>,
-    /// Whether nothing here tells if its branch is taken.
+    /// Whether it is unknown if its branch is taken.
     pub is_doubtful: bool,
 }
 
-/// Branches that are open, from the outermost.
+/// The open branches, outermost first.
 enum ShellBranch {
-    /// An `if`: whether the branch that is read is taken, and whether one before it was.
+    /// An `if`: whether the current branch is taken, and whether an earlier one was.
     If { is_taken: Option<bool>, was_taken: Option<bool>, in_condition: bool },
-    /// A `case`: its subject, whether the branch that is read is taken, and whether one before it was.
+    /// A `case`: its subject, whether the current branch is taken, and whether an earlier one was.
     Case { subject: Option<String>, is_taken: Option<bool>, was_taken: Option<bool>, expects_pattern: bool },
-    /// A loop, which may run or not.
+    /// A loop, whose body may run or not.
     Loop,
 }
 
@@ -32,7 +31,7 @@ impl ShellBranch {
     }
 }
 
-/// A script as it is read: variables, arrays and open branches.
+/// The state of parsing: variables, arrays and open branches.
 struct ShellReader {
     variables: HashMap<String, String>,
     arrays: HashMap<String, Vec<String>>,
@@ -41,21 +40,20 @@ struct ShellReader {
     reached: Reached,
 }
 
-/// The commands and open questions that a run of a script reaches.
+/// The commands that a script reaches, and assignments that could not be decided.
 #[derive(Debug, Default)]
 pub(super) struct Reached {
     pub commands: Vec<ShellCommand>,
-    /// Assignments in branches that nothing here decides, and what counts instead.
+    /// Notes on assignments in undecided branches, and the values that are used.
     pub doubts: Vec<String>,
 }
 
-/// The commands of a script with their variables filled in; `variables` are those that it finds set.
+/// The commands of a script with variables expanded; `variables` are set at the start.
 ///
-/// Assignments are taken on the way. Where nothing tells which branch is taken, a variable keeps the value that it has, or gets the
-/// first that it is given.
+/// Assignments are applied on the way. In a branch that may or may not be taken, a variable keeps its value, or gets the first one assigned.
 ///
 /// # Errors
-/// A message where its variables make it too long.
+/// A message if the variables expand to too much text.
 pub(super) fn commands(text: &str, variables: HashMap<String, String>) -> Result<Reached, String> {
     let (arrays, branches, reached) = (HashMap::new(), Vec::new(), Reached::default());
     let mut reader = ShellReader { variables, arrays, branches, num_added_bytes: 0, reached };
@@ -111,7 +109,7 @@ impl ShellReader {
         }
     }
 
-    /// Opens and closes branches; what is left of the command is inside of them.
+    /// Opens and closes branches; returns the rest of the command, which is inside them.
     fn enter<'a>(&mut self, words: &'a [String]) -> Result<Option<&'a [String]>, String> {
         let text: Vec<&str> = words.iter().map(String::as_str).collect();
         match self.branches.last_mut() {
@@ -171,7 +169,7 @@ impl ShellReader {
         }
     }
 
-    /// The branch behind `elif` or `else`.
+    /// Enters the branch after `elif` or `else`.
     fn next_of_if(&mut self, holds: Option<bool>, has_condition: bool) {
         if let Some(ShellBranch::If { is_taken, was_taken, in_condition }) = self.branches.last_mut() {
             *in_condition = has_condition;
@@ -180,7 +178,7 @@ impl ShellReader {
         }
     }
 
-    /// The first words of a branch of a `case`: its patterns, up to a parenthesis.
+    /// Evaluates the patterns at the start of a `case` branch, up to the parenthesis.
     fn pattern<'a>(&mut self, words: &'a [String]) -> Result<&'a [String], String> {
         let closing = words.iter().position(|word| word.ends_with(')'));
         let patterns = &words[..closing.map_or(words.len(), |at| at + 1)];
@@ -205,7 +203,7 @@ impl ShellReader {
         Ok(&words[patterns.len()..])
     }
 
-    /// Whether a condition holds: `[ .. ]` of texts and whole numbers that are known.
+    /// Evaluates a condition `[ .. ]` of known texts and integers; `None` if unknown.
     fn test(&mut self, condition: &[&str]) -> Result<Option<bool>, String> {
         let words = condition.iter().map(|word| self.expand(word)).collect::<Result<Vec<_>, _>>()?;
         let words: Vec<&str> = words.iter().map(String::as_str).collect();
@@ -229,7 +227,7 @@ impl ShellReader {
         })
     }
 
-    /// A word with its variables filled in.
+    /// Expands the variables of a word.
     fn expand(&mut self, word: &str) -> Result<String, String> {
         let filled = expand::expanded(word, &self.variables);
         self.num_added_bytes += filled.len().saturating_sub(word.len());
@@ -241,7 +239,7 @@ impl ShellReader {
         }
     }
 
-    /// Words with their variables and arrays filled in.
+    /// Expands the variables and arrays of words.
     fn expanded(&mut self, words: &[String]) -> Result<Vec<String>, String> {
         let mut all = Vec::with_capacity(words.len());
         for word in words {
@@ -270,13 +268,13 @@ impl ShellReader {
     }
 }
 
-/// Whether a word is one variable and nothing else.
+/// Whether a word consists of one variable.
 fn is_variable(word: &str) -> bool {
     let name = word.strip_prefix('$').map(|name| name.trim_start_matches('{').trim_end_matches('}'));
     name.is_some_and(|name| !name.is_empty() && name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_'))
 }
 
-/// Whether a variable's text is several settings, which a shell makes a word each.
+/// Whether a variable's text contains several settings, which a shell splits into words.
 fn holds_overrides(text: &str) -> bool {
     let mut words = text.split_whitespace().filter(|word| *word != "\\");
     let is_setting = |word: &str| word.split_once('=').is_some_and(|(name, _)| name.contains('.'));
@@ -295,16 +293,15 @@ fn both(a: Option<bool>, b: Option<bool>) -> Option<bool> {
     either(a.map(|a| !a), b.map(|b| !b)).map(|neither| !neither)
 }
 
-/// The variable that a word sets, and its value.
+/// Splits an assignment into variable and value.
 pub(super) fn assignment(word: &str) -> Option<(&str, &str)> {
     let (name, value) = word.split_once('=')?;
     let is_name = !name.is_empty() && name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_');
     is_name.then_some((name, value))
 }
 
-/// Words of each command, outside of comments and without their quotes; a backslash before the end of a line joins it with the next.
-/// `${..}` and `$(..)` are of one word, whatever is between the brackets. An array is one command, `NAME=( .. )`, and so is the `;;`
-/// behind a branch of a `case`.
+/// Splits a script into commands and words, without comments and quotes; a backslash at the end of a line joins it with the next. `${..}` and `$(..)`
+/// belong to one word. An array `NAME=( .. )` is one command, and so is the `;;` after a `case` branch.
 fn words(text: &str) -> Vec<Vec<String>> {
     let (mut commands, mut words, mut word, mut quote) = (Vec::new(), Vec::new(), String::new(), None);
     let (mut is_word, mut in_array) = (false, false);

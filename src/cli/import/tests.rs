@@ -1,4 +1,4 @@
-//! Every key of another trainer's configuration is in the result or in a list.
+//! Tests that every key of another trainer's configuration is translated or noted.
 
 use serde_json::{Value, json};
 
@@ -6,7 +6,7 @@ use super::*;
 use crate::config::ForeignEntry;
 use crate::migration::{self, HARMLESS, KEYS, RENAMED};
 
-/// Keys that rules of the translations take, beside those of the dictionary.
+/// Keys that the rules of translation handle, besides those of the dictionary.
 const TAKEN_BY_RULES: &[&str] = &[
     "rollout.val_kwargs.do_sample",
     "dtype",
@@ -30,7 +30,7 @@ const TAKEN_BY_RULES: &[&str] = &[
     "rollout.enable_rollout_routing_replay",
 ];
 
-/// A key as it is read from a file: a value whose meaning is clear is ours already.
+/// A key as read from a file; unambiguous foreign values are converted already.
 fn entry(key: &str, value: &Value) -> ForeignEntry {
     match migration::value(key, value) {
         Some(ours) => (key.to_owned(), ours, Some(value.clone())),
@@ -38,13 +38,13 @@ fn entry(key: &str, value: &Value) -> ForeignEntry {
     }
 }
 
-/// Translates keys, as those of a script where `is_script` is set.
+/// Translates keys, as keys of a script if `is_script`.
 fn translated(entries: Vec<ForeignEntry>, is_script: bool) -> (Draft, String) {
     let files = HydraFiles { entries, ..HydraFiles::default() };
     super::translated(Foreign { files, is_script, ..Foreign::default() }, None)
 }
 
-/// Translates and fails unless every key is accounted for by its whole name.
+/// Translates, and fails unless every key is mentioned by its full name.
 fn assert_accounted(theirs: &[ForeignEntry]) -> Draft {
     let (mut draft, _) = translated(theirs.to_vec(), true);
     let _ = draft.check();

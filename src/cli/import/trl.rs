@@ -1,4 +1,4 @@
-//! Recipes of open-r1, and files for `trl grpo --config`: most keys are ours by name and meaning.
+//! Translates open-r1 recipes and files for `trl grpo --config`; most keys have the same name and meaning here.
 
 use serde_json::Value;
 
@@ -6,7 +6,7 @@ use super::draft::{Draft, ForeignKeys};
 use crate::config::{OptimizerName, is_python};
 use crate::reward;
 
-/// Takes the keys that the dictionary alone cannot translate.
+/// Handles the keys that the dictionary alone cannot translate.
 pub(super) fn translate(theirs: &mut ForeignKeys, draft: &mut Draft) {
     mixture(theirs, draft);
     rewards(theirs, draft);
@@ -19,7 +19,7 @@ pub(super) fn translate(theirs: &mut ForeignKeys, draft: &mut Draft) {
     number_type(theirs, draft);
 }
 
-/// Names of rewards; those that are none here are left out with their weights.
+/// Reward names; unknown ones are left out with their weights.
 fn rewards(theirs: &mut ForeignKeys, draft: &mut Draft) {
     let names = match theirs.take("reward_funcs") {
         Some(Value::Array(names)) => names,
@@ -41,7 +41,7 @@ fn rewards(theirs: &mut ForeignKeys, draft: &mut Draft) {
     draft.keep("reward_funcs", names.into_iter().filter(is_known).collect());
 }
 
-/// `generation_kwargs`, which count over the keys of sampling.
+/// `generation_kwargs`, which override the sampling keys.
 fn sampling(theirs: &mut ForeignKeys, draft: &mut Draft) {
     if let Some(Value::String(text)) = theirs.take_if("generation_kwargs", Value::is_string) {
         match serde_json::from_str(&text) {
@@ -67,7 +67,7 @@ fn sampling(theirs: &mut ForeignKeys, draft: &mut Draft) {
     }
 }
 
-/// TRL's `dtype`, and `torch_dtype`, which it was called before.
+/// TRL's `dtype`, and its older name `torch_dtype`.
 fn number_type(theirs: &mut ForeignKeys, draft: &mut Draft) {
     let (old, new) = (theirs.take("torch_dtype"), theirs.take("dtype"));
     match (old, &new) {
@@ -85,7 +85,7 @@ fn number_type(theirs: &mut ForeignKeys, draft: &mut Draft) {
     }
 }
 
-/// Several data sets: open-r1's `dataset_mixture`, whose weights are shares of rows, and TRL's `datasets`.
+/// Several data sets: open-r1's `dataset_mixture`, whose weights are fractions of rows, and TRL's `datasets`.
 fn mixture(theirs: &mut ForeignKeys, draft: &mut Draft) {
     for (key, name, config) in [("dataset_mixture.datasets", "id", "config"), ("datasets", "path", "name")] {
         let Some(Value::Array(listed)) = theirs.take_if(key, Value::is_array) else { continue };
@@ -168,7 +168,7 @@ fn schedule(theirs: &mut ForeignKeys, draft: &mut Draft) {
     }
 }
 
-/// Words that say whether steps count.
+/// Keys such as `save_strategy` that say whether the matching step count is used.
 fn strategies(theirs: &mut ForeignKeys, draft: &mut Draft) {
     if let Some(strategy) = theirs.take("save_strategy") {
         match strategy.as_str() {
@@ -237,7 +237,7 @@ fn adapters(theirs: &mut ForeignKeys, draft: &mut Draft) {
     }
 }
 
-/// An optimizer that is none of ours: those of transformers that are have their names in the dictionary of values.
+/// An optimizer that is not available here; available ones are in the dictionary of values.
 fn optimizer(theirs: &mut ForeignKeys, draft: &mut Draft) {
     let Some(value) = theirs.take("optim") else { return };
     let ours = crate::migration::value("optim", &value).unwrap_or_else(|| value.clone());
@@ -248,7 +248,7 @@ fn optimizer(theirs: &mut ForeignKeys, draft: &mut Draft) {
     }
 }
 
-/// Keys that change nothing at one value.
+/// Keys that have no effect at a certain value.
 fn neutral(theirs: &mut ForeignKeys, draft: &mut Draft) {
     for (name, nothing) in [
         ("top_entropy_quantile", Value::from(1.0)),

@@ -1,4 +1,4 @@
-//! Defaults of TRL's GRPOConfig by version, and the version that a file was written for.
+//! Defaults of TRL's GRPOConfig by version, and detection of the version that a file was written for.
 
 use std::fmt::{Display, Formatter};
 use std::path::Path;
@@ -9,23 +9,23 @@ use super::draft::{Draft, ForeignKeys};
 use crate::error::{Error, Result};
 use crate::untrusted::{self, MAX_RUN_CONFIG_BYTES};
 
-/// From which version on a default was what, as JSON.
+/// The values of a default as JSON, each with the version from which on it applied.
 type DefaultHistory = &'static [((u32, u32), &'static str)];
 
-/// A version of TRL, and how it is known.
+/// A TRL version, and how it was determined.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct TrlVersion {
     number: (u32, u32),
     reason: String,
 }
 
-/// The version whose defaults are those here.
+/// The TRL version whose defaults are used here.
 const NEWEST: (u32, u32) = (1, 16);
-/// The version that open-r1's setup.py pins.
+/// The TRL version pinned by open-r1's setup.py.
 const OF_OPEN_R1: (u32, u32) = (0, 18);
 
-/// Keys of ours whose default differs in an earlier version: from which version on it was what (GRPOConfig of 0.14 to 1.16, and before
-/// 0.17, where there was no `loss_type`, the trainer's code).
+/// Keys whose default differs in earlier TRL versions, with the value from each version on (GRPOConfig of 0.14 to 1.16; before 0.17, which had no
+/// `loss_type`, the trainer's code).
 const HISTORY: &[(&str, DefaultHistory)] = &[
     ("beta", &[((0, 14), "0.04"), ((0, 19), "0.0")]),
     ("loss_type", &[((0, 14), "\"grpo\""), ((0, 16), "\"bnpo\""), ((0, 22), "\"dapo\"")]),
@@ -43,7 +43,7 @@ const HISTORY: &[(&str, DefaultHistory)] = &[
     ("ref_model_sync_steps", &[((0, 14), "64"), ((0, 16), "512")]),
     ("router_aux_loss_coef", &[((0, 14), "0.0"), ((1, 7), "0.001"), ((1, 16), "\"none\"")]),
 ];
-/// Keys that TRL took away, and the last version that has them.
+/// Keys that TRL removed, with the last version that has them.
 const REMOVED: &[(&str, (u32, u32))] = &[
     ("vllm_device", (0, 17)),
     ("vllm_dtype", (0, 17)),
@@ -78,10 +78,10 @@ const OPEN_R1: &[&str] = &[
 ];
 
 impl TrlVersion {
-    /// The version of `--trl_version`.
+    /// The version given as `--trl_version`.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`] for what is no version.
+    /// [`Error::InvalidValue`] for an invalid version.
     pub fn named(text: &str) -> Result<Self> {
         let expected = "a version of TRL from 0.14 on, such as 0.18 or 1.16";
         let refuse = || Error::invalid_value("--trl_version", text, expected);
@@ -93,7 +93,7 @@ impl TrlVersion {
         Ok(Self { number: (major, minor), reason: "as --trl_version says".into() })
     }
 
-    /// The version that the project of a file pins: in its folder, or in one above it up to the root of a repository.
+    /// The version pinned by the project that contains the file: in its folder or above, up to the root of the repository.
     pub fn required_beside(file: &Path) -> Option<Self> {
         let pin = regex::Regex::new(r"\btrl\s*(?:\[[^\]]*\])?\s*==\s*([0-9]+)\.([0-9]+)").expect("a constant pattern");
         let file = std::path::absolute(file).ok()?;
@@ -111,7 +111,7 @@ impl TrlVersion {
         None
     }
 
-    /// The newest version whose keys the file's can be; for keys of open-r1's the version that it pins.
+    /// The newest version that has all keys of the file; for keys of open-r1 the version that it pins.
     pub fn by_keys(theirs: &ForeignKeys) -> Self {
         let is_said = "--trl_version chooses another";
         if let Some(key) = OPEN_R1.iter().find(|key| theirs.has(key)) {
@@ -124,14 +124,14 @@ impl TrlVersion {
         }
     }
 
-    /// The default of a key in this version, where it is another one than ours.
+    /// The default of a key in this version, if it differs from ours.
     fn default_of(&self, history: DefaultHistory) -> Option<Value> {
         let text = |version| history.iter().rev().find(|(since, _)| *since <= version).map(|(_, text)| *text);
         let (then, now) = (text(self.number)?, text(NEWEST)?);
         (then != now).then(|| serde_json::from_str(then).expect("the table holds JSON"))
     }
 
-    /// Writes out the defaults of this version that are not ours, of keys that the file does not set.
+    /// Writes out this version's defaults that differ from ours, for keys that the file does not set.
     pub fn write_defaults(&self, theirs: &ForeignKeys, draft: &mut Draft) {
         let (major, minor) = self.number;
         let beta = theirs.number("beta").unwrap_or(if self.number < (0, 19) { 0.04 } else { 0.0 });

@@ -1,4 +1,4 @@
-//! Configurations of verl: batches are counted in prompts there, steps in generation batches, and defaults are other ones.
+//! Translates verl configurations, which count batches in prompts and steps in generation batches, and have other defaults.
 
 mod objective;
 
@@ -7,10 +7,10 @@ use serde_json::Value;
 use super::draft::{Draft, ForeignKeys};
 use crate::migration::word;
 
-/// The version whose defaults are written out. Those that are have been the same since 0.4.
+/// The verl version whose defaults are written out. Those that are written have been the same since 0.4.
 pub(super) const DEFAULTS: &str = "defaults of verl 0.9.1";
 
-/// Takes the keys that the dictionary alone cannot translate, and sets what verl does by default.
+/// Handles the keys that the dictionary alone cannot translate, and sets verl's defaults.
 pub(super) fn translate(theirs: &mut ForeignKeys, draft: &mut Draft) {
     let num_updates = batch(theirs, draft);
     objective::translate(theirs, draft, num_updates > 1);
@@ -22,7 +22,7 @@ pub(super) fn translate(theirs: &mut ForeignKeys, draft: &mut Draft) {
     rest(theirs, draft);
 }
 
-/// Prompts of a generation batch and of an update, as completions on each GPU; returns the updates of a generation batch.
+/// Converts prompts per generation batch and per update to completions per GPU; returns the number of updates per generation batch.
 fn batch(theirs: &mut ForeignKeys, draft: &mut Draft) -> u64 {
     let whole = |number: Option<f64>| number.filter(|number| *number >= 1.0).map(|number| number as u64);
     let num_prompts = whole(theirs.take_number("data.train_batch_size")).unwrap_or(1024);
@@ -66,7 +66,7 @@ fn batch(theirs: &mut ForeignKeys, draft: &mut Draft) -> u64 {
     updates * whole(theirs.number("actor.ppo_epochs")).unwrap_or(1)
 }
 
-/// Steps are generation batches in verl, and updates here.
+/// Converts steps, which are generation batches in verl, to updates.
 fn steps(theirs: &mut ForeignKeys, draft: &mut Draft, num_updates: u64) {
     for (name, ours) in [
         ("trainer.save_freq", "save_steps"),
@@ -133,7 +133,7 @@ fn schedule(theirs: &mut ForeignKeys, draft: &mut Draft) {
     }
 }
 
-/// A function of the user's, or what verl chooses by the data's source.
+/// The user's reward function, or the one that verl chooses by the data's source.
 fn rewards(theirs: &mut ForeignKeys, draft: &mut Draft) {
     let tables = ["custom_reward_function", "reward.custom_reward_function"];
     let custom = tables.into_iter().find(|table| theirs.has(&format!("{table}.path")));
@@ -172,7 +172,7 @@ fn rewards(theirs: &mut ForeignKeys, draft: &mut Draft) {
     overlong(theirs, draft);
 }
 
-/// DAPO's penalty of long completions, which is a reward of its own here.
+/// DAPO's penalty for long completions, which is a separate reward here.
 fn overlong(theirs: &mut ForeignKeys, draft: &mut Draft) {
     let tables = [
         "reward_model.overlong_buffer",
@@ -216,7 +216,7 @@ fn overlong(theirs: &mut ForeignKeys, draft: &mut Draft) {
     }
 }
 
-/// DAPO's groups without a signal, in whose place others are sampled.
+/// DAPO's replacement of groups without a training signal.
 fn groups(theirs: &mut ForeignKeys, draft: &mut Draft) {
     let [enable, most] = ["enable", "max_num_gen_batches"].map(|name| format!("algorithm.filter_groups.{name}"));
     let Some(is_on) = theirs.take_if(&enable, Value::is_boolean) else { return };
@@ -264,7 +264,7 @@ fn output(theirs: &mut ForeignKeys, draft: &mut Draft) {
     evaluations(theirs, draft);
 }
 
-/// verl's evaluations are greedy, with one completion a prompt, unless they are told to sample.
+/// verl's evaluations, which are greedy with one completion per prompt by default.
 fn evaluations(theirs: &mut ForeignKeys, draft: &mut Draft) {
     const SAMPLES: &str = "rollout.val_kwargs.do_sample";
     const TEMPERATURE: &str = "rollout.val_kwargs.temperature";
@@ -290,7 +290,7 @@ fn evaluations(theirs: &mut ForeignKeys, draft: &mut Draft) {
     }
 }
 
-/// verl counts the budget of a micro-batch on each of the GPUs that share it.
+/// verl's token budget of a micro-batch, which is per GPU of those that share it.
 fn shared_micro_batches(theirs: &mut ForeignKeys, draft: &mut Draft) {
     const SIZE: &str = "actor.ulysses_sequence_parallel_size";
     const BUDGET: &str = "actor.ppo_max_token_len_per_gpu";
@@ -355,7 +355,7 @@ fn rest(theirs: &mut ForeignKeys, draft: &mut Draft) {
     }
 }
 
-/// Experts of an engine, and those that the trainer takes.
+/// Expert parallelism of the engine and router replay of the trainer.
 fn experts(theirs: &mut ForeignKeys, draft: &mut Draft) {
     let (name, ours) = ("rollout.expert_parallel_size", "enable_expert_parallel");
     let of_engine = theirs.number("rollout.tensor_model_parallel_size");
@@ -377,7 +377,7 @@ fn experts(theirs: &mut ForeignKeys, draft: &mut Draft) {
     }
 }
 
-/// A key that changes nothing where it is false.
+/// A key that has no effect if it is false.
 fn switch(theirs: &mut ForeignKeys, draft: &mut Draft, name: &str, why: &str) {
     match theirs.take(name) {
         Some(Value::Bool(true)) => draft.lose(name, &true.into(), why),

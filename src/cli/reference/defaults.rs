@@ -1,4 +1,4 @@
-//! TRL 1.16's defaults, and why some are others here.
+//! TRL 1.16's defaults, and why some defaults differ here.
 
 use std::fmt::Write;
 
@@ -6,14 +6,14 @@ use serde_json::Value;
 
 use crate::config::KeyDoc;
 
-/// A key of ours that TRL's `GRPOConfig`, transformers' `TrainingArguments` below it or TRL's `ModelConfig` has.
+/// A key that TRL's `GRPOConfig`, transformers' `TrainingArguments` or TRL's `ModelConfig` also has.
 struct ForeignDefault {
     key: &'static str,
-    /// TRL's name, where it is another.
+    /// TRL's name, if it differs.
     name: Option<&'static str>,
-    /// TRL's default as JSON, `"none"` for None and for -1 where that means none.
+    /// TRL's default as JSON, `"none"` for None and for -1 if that means none.
     default: &'static str,
-    /// Why ours is another, where it is.
+    /// Why the default here differs, if it does.
     reason: &'static str,
 }
 
@@ -123,7 +123,7 @@ const FOREIGN: &[ForeignDefault] = &[
     same("resume_from_checkpoint", r#""none""#),
 ];
 
-/// The defaults of `keys` that are not TRL's, as a table.
+/// A table of the `keys` whose defaults differ from TRL's.
 pub(super) fn table(keys: &[KeyDoc]) -> String {
     let mut text = "| key | default here | TRL 1.16 | why |\n|---|---|---|---|\n".to_owned();
     for foreign in FOREIGN.iter().filter(|foreign| !foreign.reason.is_empty()) {
@@ -154,7 +154,7 @@ mod tests {
     use super::*;
     use crate::config::{Config, described};
 
-    /// Defaults change with a reason, or not at all.
+    /// A default that differs from TRL's needs a reason.
     #[test]
     fn every_default_is_trls_or_has_a_documented_reason() {
         let keys = described::<Config>();

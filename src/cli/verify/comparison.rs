@@ -1,8 +1,8 @@
-//! How far trainer and engine are from transformers, and whether that is rounding.
+//! Measures the difference of trainer and engine from transformers, and decides whether it is rounding.
 //!
-//! In float32 rounding is so small that fixed limits tell it from a fault. In bfloat16 it is not: a healthy model's logits differ by as
-//! much as those of one with a wrong matrix. There the reference is float32, too, limits are multiples of transformers' own distance from
-//! it, and blocks are judged one by one: a block that is given the reference's input has no error but its own.
+//! In float32 rounding is so small that fixed limits separate it from an error. In bfloat16 they would not: the logits of a correct model differ by
+//! as much as those of a model with a wrong matrix. There the reference is also float32, limits are multiples of transformers' own bfloat16 error,
+//! and blocks are judged one by one: each gets the reference's input, so its error is its own.
 
 use std::fmt::Write;
 
@@ -21,12 +21,12 @@ pub(super) struct Comparison {
     tokens: Vec<GreedyToken>,
     blocks: Vec<BlockError>,
     head: BlockError,
-    /// Transformers' own KL divergences, and differences of the log-probabilities of the engine's tokens, where it rounds.
+    /// With rounding: transformers' own KL divergences, and its differences in log-probability of the engine's tokens.
     rounding: Option<(Vec<f64>, Vec<f64>)>,
     texts: TextComparison,
 }
 
-/// One position of the trainer.
+/// The trainer's figures at one position.
 #[derive(Debug)]
 struct Position {
     largest: f64,
@@ -35,21 +35,21 @@ struct Position {
     is_equal: bool,
 }
 
-/// One greedy token of the engine.
+/// One token that the engine chose greedily.
 #[derive(Debug)]
 struct GreedyToken {
-    /// Difference of its log-probability.
+    /// Difference of its log-probability from transformers'.
     difference: f64,
-    /// Whether transformers would have taken it, too.
+    /// Whether transformers would choose the same token.
     is_equal: bool,
 }
 
-/// Errors of one block, or of the head, at each position, as a share of what it computes. Their median is judged: a few positions
-/// with a huge residual stream round far more than the others.
+/// Relative errors of one block, or of the head, at each position. The median is judged, as a few positions with a huge residual stream have much
+/// larger rounding errors.
 #[derive(Debug, Default)]
 struct BlockError {
     ours: Vec<f64>,
-    /// The errors of transformers where it rounds.
+    /// The relative errors of transformers itself, if it rounds.
     theirs: Option<Vec<f64>>,
 }
 
@@ -61,7 +61,7 @@ struct Judged {
 }
 
 impl Judged {
-    /// Whether it is more than rounding. NaN is.
+    /// Whether the figure is more than rounding; NaN is.
     fn is_fault(&self) -> bool {
         self.measured.is_nan() || self.measured > self.limit
     }
@@ -72,7 +72,8 @@ impl BlockError {
         median(&self.ours)
     }
 
-    /// 1.09 times transformers' error was the most of a healthy model, 1.47 the least with one matrix of the block off by 5 %.
+    /// The limit as a multiple of transformers' own error: correct models reached 1.09 times, and 1.47 was the least with one matrix of the block off
+    /// by 5 %.
     fn limit(&self) -> f64 {
         self.theirs.as_ref().map_or(1e-5, |theirs| 1.25 * median(theirs) + 2e-4)
     }
@@ -131,12 +132,12 @@ impl Comparison {
         Ok(())
     }
 
-    /// Positions that were compared.
+    /// Number of positions compared.
     pub fn num_positions(&self) -> usize {
         self.positions.len()
     }
 
-    /// One line for each figure; `tolerance` multiplies the limits.
+    /// One line per figure; `tolerance` multiplies the limits.
     pub fn table(&self, tolerance: f64) -> String {
         let mut table = String::new();
         let mut line = |what: &str, measured: String, allowed: String| {
@@ -164,7 +165,7 @@ impl Comparison {
         table
     }
 
-    /// The first figure that is more than rounding, if any is.
+    /// Describes the first figure that is more than rounding, if any.
     pub fn fault(&self, tolerance: f64) -> Option<String> {
         let of_figure = |Judged { what, measured, limit }: Judged| {
             format!("{what}: {}, where rounding makes at most {}", figure(measured), figure(limit))
@@ -172,7 +173,7 @@ impl Comparison {
         self.texts.fault().or_else(|| self.judged(tolerance).into_iter().find(Judged::is_fault).map(of_figure))
     }
 
-    /// The figures that are judged: of the blocks the one that is farthest beyond its limit.
+    /// The judged figures; of the blocks only the one that exceeds its limit most.
     fn judged(&self, tolerance: f64) -> Vec<Judged> {
         let mut judged = Vec::new();
         let mut judge = |what: &str, measured: f64, limit: f64| {
@@ -206,7 +207,7 @@ impl Comparison {
     }
 }
 
-/// Figures of each row of two `[T, V]`.
+/// Figures for each row of two `[T, V]` tensors.
 fn positions(ours: &Tensor, theirs: &Tensor) -> Result<impl Iterator<Item = Position> + use<>> {
     let difference = (ours - theirs).abs();
     let (log_ours, log_theirs) = (ours.log_softmax(1, Kind::Double), theirs.log_softmax(1, Kind::Double));
@@ -223,7 +224,7 @@ fn positions(ours: &Tensor, theirs: &Tensor) -> Result<impl Iterator<Item = Posi
     }))
 }
 
-/// The Euclidean norm of each row of a `[T, D]`.
+/// Euclidean norm of each row of a `[T, D]` tensor.
 fn row_norms(tensor: &Tensor) -> Result<Vec<f64>> {
     torch::f64_vec(&tensor.f_to_kind(Kind::Double)?.norm_scalaropt_dim(2.0, [1i64], false))
 }
@@ -232,7 +233,7 @@ fn integers(tensor: &Tensor) -> Result<Vec<i64>> {
     Ok(Vec::try_from(tensor)?)
 }
 
-/// The largest figure; none is a number if one of them is none.
+/// The largest figure; NaN if one is NaN.
 fn largest(figures: impl Iterator<Item = f64>) -> f64 {
     figures.fold(0.0, |most, figure| if figure.is_nan() || figure > most { figure } else { most })
 }
@@ -242,7 +243,7 @@ fn mean(figures: impl Iterator<Item = f64>) -> f64 {
     sum / f64::from(count)
 }
 
-/// The middle one; NaN sorts behind all numbers.
+/// The median; NaN sorts after all numbers.
 fn median(figures: &[f64]) -> f64 {
     let mut sorted = figures.to_vec();
     sorted.sort_by(f64::total_cmp);

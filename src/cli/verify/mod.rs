@@ -1,4 +1,4 @@
-//! `verify`: what trainer and engine compute from a model's files, against transformers.
+//! `verify`: compares what trainer and engine compute from a model's files with transformers.
 
 mod comparison;
 mod peer;
@@ -28,7 +28,7 @@ use crate::types::{Prompt, SamplingParams, Trajectory};
 use comparison::Comparison;
 use peer::{Peer, PeerOutputs, PeerSequence, Question};
 
-/// Prompts where none is given: prose, digits, code, other scripts.
+/// Default prompts: prose, digits, code, other scripts.
 const PROMPTS: [&str; 4] = [
     "The capital of France is Paris. The capital of Italy is",
     "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. How many clips did Natalia sell \
@@ -37,40 +37,40 @@ const PROMPTS: [&str; 4] = [
     "问题：三加五等于多少？ Ответ: восемь. L'été, ça coûte 12,50 €. 🙂",
 ];
 
-/// Longest prompt and completion together, in tokens.
+/// Maximum length of prompt and completion together, in tokens.
 const MAX_LENGTH: usize = 4096;
 
-/// A text and its tokens.
+/// A text with its token ids.
 struct Tokenized {
     text: String,
     token_ids: Vec<u32>,
 }
 
-/// Greedy completions that the engine made.
+/// The engine's greedy completions.
 struct Completed {
     spec: Arc<ModelSpec>,
-    /// The prompts, and texts in which tokenizers differ.
+    /// The prompts, and texts on which tokenizers often differ.
     texts: Vec<Tokenized>,
     prompts: Vec<Prompt>,
     completions: Vec<Trajectory>,
-    /// Prompt and completion.
+    /// Token ids of prompt and completion.
     sequences: Vec<Vec<u32>>,
 }
 
 /// The trainer's outputs for one sequence, f32 on the host.
 struct TrainerOutputs {
-    /// `[T - 1, V]` of the whole model.
+    /// Logits of the whole model. `[T - 1, V]`
     logits: Tensor,
-    /// The residual stream behind each block, which was given the reference's input. `[T, D]` each
+    /// Outputs of each block for the reference's input. `[T, D]` each
     blocks: Vec<Tensor>,
-    /// `[T - 1, V]` of the head alone, likewise.
+    /// Logits of the head for the reference's input. `[T - 1, V]`
     head: Tensor,
 }
 
-/// Computes, asks, prints one table.
+/// Runs the comparison and prints its table.
 ///
 /// # Errors
-/// [`Error::Environment`] without transformers; [`Error::Differs`]; what is wrong with the model.
+/// [`Error::Environment`] without transformers; [`Error::Differs`]; errors of the model's files.
 pub(super) fn verify(args: &VerifyArgs) -> Result<ExitCode> {
     let Placement { on_cuda, kind } = Placement::new(args.place.device, args.place.dtype)?;
     let peer = Peer::find(&args.python)?;
@@ -117,7 +117,7 @@ pub(super) fn verify(args: &VerifyArgs) -> Result<ExitCode> {
     }
 }
 
-/// The trainer's logits of the sequences, and what its blocks make of the reference's inputs. Holds the weights alone.
+/// The trainer's logits of the sequences, and its block outputs for the reference's inputs. Needs memory only for the weights.
 fn score(
     folder: &Path,
     world: &World,
@@ -145,7 +145,7 @@ fn joined(prompt: &Prompt, completion: &Trajectory) -> Vec<u32> {
     [&prompt.token_ids[..], &completion.token_ids].concat()
 }
 
-/// The prompts that were given; without any, those of the usual ones that are no longer than a small model's context.
+/// The given prompts; without any, the default ones that fit into the model's context.
 fn prompts(given: &[String], tokenizer: &Tokenizer, longest: usize) -> Result<Vec<Prompt>> {
     let texts: Vec<&str> = if given.is_empty() { PROMPTS.to_vec() } else { given.iter().map(String::as_str).collect() };
     let mut prompts = Vec::new();

@@ -1,4 +1,4 @@
-//! The process of Python that has transformers: it answers one question and ends.
+//! The Python process that runs transformers for `verify`: it answers one request and ends.
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Read};
@@ -13,31 +13,31 @@ use crate::error::{Error, Result};
 use crate::model::ModelSpec;
 use crate::untrusted::{self, MAX_RUN_CONFIG_BYTES};
 
-/// The process's program.
+/// The Python program of the process.
 const PROGRAM: &str = include_str!("transformers.py");
 
-/// An interpreter that has transformers and torch.
+/// A Python interpreter with transformers and torch.
 #[derive(Debug)]
 pub(super) struct Peer {
     python: String,
-    /// Question, answer and what the process printed.
+    /// Temporary folder for request, answer and log.
     folder: tempfile::TempDir,
 }
 
-/// A question to transformers: texts to tokenize, and prompts with completions to score.
+/// A request to transformers: texts to tokenize, and sequences to score.
 #[derive(Debug)]
 pub(super) struct Question<'a> {
     pub model: &'a Path,
-    /// `float32` or `bfloat16`.
+    /// Dtype, `float32` or `bfloat16`.
     pub dtype: &'a str,
-    /// `cpu` or `cuda`.
+    /// Device, `cpu` or `cuda`.
     pub device: &'a str,
     pub texts: &'a [String],
     pub sequences: &'a [Vec<u32>],
     pub spec: &'a ModelSpec,
 }
 
-/// The outputs of transformers. T tokens, D hidden, V vocabulary, L layers.
+/// The outputs of transformers. T tokens, D hidden size, V vocabulary, L layers.
 #[derive(Debug)]
 pub(super) struct PeerOutputs {
     pub versions: Versions,
@@ -45,18 +45,18 @@ pub(super) struct PeerOutputs {
     pub sequences: Vec<PeerSequence>,
 }
 
-/// Ids of each text.
+/// Token ids of each text.
 #[derive(Debug, Deserialize)]
 pub(super) struct PeerTokens {
-    /// By `tokenizer.json` as it is written.
+    /// From `tokenizer.json` alone.
     pub file: TokensOrReason,
-    /// By AutoTokenizer.
+    /// From AutoTokenizer.
     pub auto: TokensOrReason,
-    /// AutoTokenizer's class.
+    /// Class name of the tokenizer that AutoTokenizer returns.
     pub class: String,
 }
 
-/// Ids of each text, or the reason why there are none.
+/// Token ids of each text, or the reason why there are none.
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
 pub(super) enum TokensOrReason {
@@ -64,31 +64,31 @@ pub(super) enum TokensOrReason {
     Reason(String),
 }
 
-/// One sequence as transformers computes it in float32 from weights of the type that is verified.
+/// Outputs for one sequence, computed by transformers in float32 from weights in the verified dtype.
 #[derive(Debug)]
 pub(super) struct PeerSequence {
-    /// The residual stream before each block and behind the last, rounded to that type. L + 1 of `[T, D]` f32
+    /// Residual stream before each block and after the last, rounded to that dtype. L + 1 of `[T, D]` f32
     pub inputs: Vec<Tensor>,
-    /// The blocks' outputs for these inputs. L of `[T, D]` f32
+    /// Outputs of the blocks for these inputs. L of `[T, D]` f32
     pub outputs: Vec<Tensor>,
-    /// The head's logits for the last input. `[T, V]` f32
+    /// Logits of the head for the last input. `[T, V]` f32
     pub head: Tensor,
     /// Logits of the whole model. `[T, V]` f32
     pub logits: Tensor,
-    /// The distance from all of these of transformers itself, where it rounds.
+    /// Errors of transformers itself in the verified dtype, if that rounds.
     pub rounding: Option<Rounding>,
 }
 
-/// How far transformers in its own type is from its float32.
+/// Errors of transformers in the verified dtype, relative to float32.
 #[derive(Debug, Deserialize)]
 pub(super) struct Rounding {
-    /// Error of each block's update, as a share of it. `[L][T]`
+    /// Relative error of each block's update. `[L][T]`
     pub blocks: Vec<Vec<f64>>,
-    /// Error of the head's logits, as a share of them. `[T]`
+    /// Relative error of the head's logits. `[T]`
     pub head: Vec<f64>,
     /// KL divergence of the whole model's distributions, in nats. `[T]`
     pub kl: Vec<f64>,
-    /// Difference of the log-probability of each token of the sequence but the first. `[T - 1]`
+    /// Difference of the log-probability of each token except the first. `[T - 1]`
     pub logprobs: Vec<f64>,
 }
 
@@ -106,10 +106,10 @@ struct PeerHeader {
 }
 
 impl Peer {
-    /// Looks for the packages.
+    /// Checks that the interpreter has the packages.
     ///
     /// # Errors
-    /// [`Error::Environment`] with the line that installs them.
+    /// [`Error::Environment`] with the command that installs them.
     pub fn find(python: &str) -> Result<Self> {
         let folder = tempfile::tempdir().map_err(Error::io(std::env::temp_dir()))?;
         let peer = Self { python: python.to_owned(), folder };
@@ -117,10 +117,10 @@ impl Peer {
         Ok(peer)
     }
 
-    /// Asks.
+    /// Sends a request and returns the outputs.
     ///
     /// # Errors
-    /// [`Error::Environment`] with the last lines of a process that failed, or whose answer has another size.
+    /// [`Error::Environment`] with the last lines of a process that failed or whose answer has a wrong size.
     pub fn ask(&self, question: &Question<'_>) -> Result<PeerOutputs> {
         let Question { model, dtype, device, texts, sequences, .. } = question;
         let text = json!({"folder": model, "dtype": dtype, "device": device, "texts": texts, "sequences": sequences});
@@ -142,7 +142,7 @@ impl Peer {
         Ok(header.outputs(&bytes, question))
     }
 
-    /// Runs the program to its end.
+    /// Runs the process to its end.
     fn run(&self, args: &[&Path]) -> Result<()> {
         let log = File::create(self.log()).map_err(Error::io(self.log()))?;
         let mut command = Command::new(&self.python);
@@ -159,7 +159,7 @@ impl Peer {
         }
     }
 
-    /// The error of the process, with the last thing that it printed.
+    /// The error of a failed process, with the last line that it printed.
     fn failed(&self, why: &str) -> Error {
         let said = untrusted::read_text(&self.log(), MAX_RUN_CONFIG_BYTES).unwrap_or_default();
         let last = said.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or_default();
@@ -184,7 +184,7 @@ impl Peer {
 }
 
 impl PeerHeader {
-    /// The outputs whose arrays are in `bytes`; the error says how it does not fit the question.
+    /// The outputs from the arrays in `bytes`; an error if their size does not match the request.
     fn outputs(self, bytes: &[u8], question: &Question<'_>) -> std::result::Result<PeerOutputs, String> {
         let Self { versions, tokens, rounding } = self;
         let ModelSpec { hidden_size, vocab_size, .. } = *question.spec;

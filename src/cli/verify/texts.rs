@@ -1,9 +1,9 @@
-//! Whether texts have the same tokens here, by `tokenizer.json` as transformers reads it, and by AutoTokenizer.
+//! Compares the tokens of texts from this program with those of transformers, by `tokenizer.json` and by AutoTokenizer.
 
 use super::Tokenized;
 use super::peer::{PeerTokens, TokensOrReason};
 
-/// Texts with other tokens, or the reason why that is not known.
+/// Texts with different tokens, or why this is not known.
 type OtherTexts = Result<Vec<String>, String>;
 
 /// The comparison of all texts.
@@ -31,7 +31,7 @@ impl TextComparison {
         Self { num_texts: own.len(), by_file: others(file), by_auto: others(auto), class: class.clone() }
     }
 
-    /// Rows of the table: what is compared, the figure, and what is allowed.
+    /// Rows of the table: what is compared, the figure and its limit.
     pub fn rows(&self) -> Vec<[String; 3]> {
         let row = |reader: &str, others: &OtherTexts, allowed: &str| {
             let (figure, allowed) = match others {
@@ -43,7 +43,7 @@ impl TextComparison {
         vec![row("tokenizer.json", &self.by_file, "all"), row("AutoTokenizer", &self.by_auto, "")]
     }
 
-    /// Why AutoTokenizer makes other tokens, if it does.
+    /// The note about AutoTokenizer giving other tokens, if it does.
     pub fn note(&self) -> Option<String> {
         let text = self.by_auto.as_ref().ok()?.first()?;
         Some(format!(
@@ -54,7 +54,7 @@ impl TextComparison {
         ))
     }
 
-    /// The fault where tokens are not those of the file.
+    /// The error if tokens differ from those of `tokenizer.json`.
     pub fn fault(&self) -> Option<String> {
         let others = self.by_file.as_ref().ok()?;
         let text = others.first()?;

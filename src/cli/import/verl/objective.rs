@@ -1,10 +1,10 @@
-//! verl's objective: clipping, divergence, the correction for the sampler, and how losses are summed.
+//! Translates verl's objective: clipping, KL divergence, importance sampling correction, and the reduction of losses.
 
 use serde_json::Value;
 
 use super::{Draft, ForeignKeys};
 
-/// Takes the keys of the objective, and sets what verl does by default. A generation batch may have several updates.
+/// Handles the keys of the objective, and sets verl's defaults. `has_several_updates` says whether a generation batch has several updates.
 pub(super) fn translate(theirs: &mut ForeignKeys, draft: &mut Draft, has_several_updates: bool) {
     divergence(theirs, draft);
     if theirs.number("actor.entropy_coeff") == Some(0.0) {
@@ -18,7 +18,7 @@ pub(super) fn translate(theirs: &mut ForeignKeys, draft: &mut Draft, has_several
     correction(theirs, draft);
 }
 
-/// verl's forms of the policy term that are ours.
+/// verl's forms of the policy term that are available here.
 #[derive(Clone, Copy, PartialEq)]
 enum PolicyTerm {
     Clipped,
@@ -57,8 +57,7 @@ fn policy_loss(theirs: &mut ForeignKeys, draft: &mut Draft) -> PolicyTerm {
     form
 }
 
-/// Clipping: verl reads the two sides, which are 0.2 each where a file does not set them, whatever `clip_ratio` is; and it bounds the
-/// ratio of negative advantages at 3.
+/// Clipping: verl uses the two sides, 0.2 each if not set, whatever `clip_ratio` is, and bounds the ratio of negative advantages at 3.
 fn clipping(theirs: &mut ForeignKeys, draft: &mut Draft, form: PolicyTerm) {
     const BOTH: &str = "actor.clip_ratio";
     const LOW: &str = "actor.clip_ratio_low";
@@ -97,7 +96,7 @@ fn clipping(theirs: &mut ForeignKeys, draft: &mut Draft, form: PolicyTerm) {
     }
 }
 
-/// How token losses become one.
+/// How token losses are reduced to one number.
 fn aggregation(theirs: &mut ForeignKeys, draft: &mut Draft, form: PolicyTerm, has_several_updates: bool) {
     const NAME: &str = "actor.loss_agg_mode";
     let mode = theirs.take(NAME).unwrap_or_else(|| "token-mean".into());
@@ -153,7 +152,7 @@ fn advantages(theirs: &mut ForeignKeys, draft: &mut Draft) {
     }
 }
 
-/// The KL divergence in the loss, or in the reward.
+/// The KL divergence in the loss or in the reward.
 fn divergence(theirs: &mut ForeignKeys, draft: &mut Draft) {
     let [in_loss, in_reward] =
         ["actor.use_kl_loss", "algorithm.use_kl_in_reward"].map(|name| match theirs.take(name) {
@@ -201,7 +200,7 @@ fn divergence(theirs: &mut ForeignKeys, draft: &mut Draft) {
     }
 }
 
-/// The correction for the sampler, which verl leaves off by default. verl 0.9 has it under `algorithm.rollout_correction`, 0.6 under
+/// The importance sampling correction, which is off by default in verl. verl 0.9 has it as `algorithm.rollout_correction`, 0.6 as
 /// `algorithm.rollout_is*`, 0.5 as `actor.tis_imp_ratio_cap`.
 fn correction(theirs: &mut ForeignKeys, draft: &mut Draft) {
     const TABLE: &str = "algorithm.rollout_correction";
