@@ -1,8 +1,8 @@
-//! Chat templates: Jinja from the model's folder, rendered as transformers renders it but without files, without
-//! loops that do not end and without unbounded output.
+//! Chat templates: Jinja from the model's folder, rendered as transformers renders it, but without access to files, without loops that do not end and
+//! without unbounded output.
 //!
-//! A template is compiled, rendered and dropped on a thread with limits of its own ([`Confined`]): a small text can nest or
-//! chain thousands of expressions, double a string with every instruction, or search a list without end.
+//! A template is compiled, rendered and dropped on a thread with its own limits ([`Confined`]), because a short template can nest or chain thousands
+//! of expressions, double a string with every instruction, or search a list without end.
 //!
 //! | file | what it is |
 //! |---|---|
@@ -10,8 +10,8 @@
 //! | `filters` | filters and tests of Python's Jinja |
 //! | `methods` | methods of Python's strings |
 //! | `values` | Python's tuples, ranges and views |
-//! | `source` | what minijinja reads otherwise than Python's Jinja: `'..' % ..`, tuples, texts with escapes, divisors |
-//! | `scan` | operands, groups and texts in the code of a tag |
+//! | `source` | syntax that minijinja reads differently from Python's Jinja: `'..' % ..`, tuples, strings with escapes, divisors |
+//! | `scan` | operands, groups and strings in the code of a tag |
 //! | `parts` | templates that want a message's content as a list of parts |
 
 mod filters;
@@ -37,26 +37,26 @@ use super::{date, statics};
 use crate::error::{Error, Result};
 use crate::untrusted::{Confined, MAX_TEMPLATE_BYTES, ThreadLimits};
 
-/// Jinja instructions that one conversation may take. Every level of a nested value takes one, so it bounds their depth, too.
+/// Jinja instructions that rendering one conversation may execute. Every level of a nested value needs one, so this also bounds nesting depth.
 const FUEL: u64 = 200_000;
-/// Characters and words of a template that may add a level to an expression or a block. Compiling takes stack for each.
+/// Limit on the characters and words of a template that may add a level to an expression or a block. Each level needs stack during compilation.
 const MAX_OPERATORS: usize = 32_768;
-/// Longest rendered conversation, beyond twice its messages' text.
+/// Largest size of a rendered conversation in bytes, in addition to twice the size of its messages' text.
 const MAX_OUTPUT_BYTES: usize = 4 << 20;
-/// The template's own name, in messages.
+/// Name of the template in error messages.
 const NAME: &str = "chat_template";
-/// Limits of one rendering. The stack is enough for `MAX_OPERATORS` levels of syntax and `FUEL` levels of a value.
+/// Limits for the thread of one template. The stack suffices for `MAX_OPERATORS` levels of syntax and `FUEL` levels of a value.
 const LIMITS: ThreadLimits = ThreadLimits { stack_bytes: 256 << 20, memory_bytes: 128 << 20, cpu_s: 2 };
 
-/// Threads that are started anew because a conversation broke a limit.
+/// Threads that may be started to replace one whose conversation exceeded a limit.
 const MAX_BREACHES: usize = 16;
 
-/// One turn of a conversation.
+/// One message of a conversation.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, serde::Deserialize)]
 pub struct Message {
-    /// `system`, `user`, `assistant` or what else the template knows.
+    /// `system`, `user`, `assistant` or another role that the template knows.
     pub role: String,
-    /// The text.
+    /// The message's text.
     pub content: String,
     /// Further fields that the chat template reads, such as `tool_calls`, `tool_call_id`, `name`, `reasoning_content`.
     #[serde(flatten)]
@@ -64,23 +64,23 @@ pub struct Message {
 }
 
 impl Message {
-    /// A turn of text alone.
+    /// A message that has only a role and text.
     pub fn new(role: impl Into<String>, content: impl Into<String>) -> Self {
         Self { role: role.into(), content: content.into(), more: Map::new() }
     }
 
-    /// A user's turn.
+    /// A message of the user.
     pub fn user(content: impl Into<String>) -> Self {
         Self::new("user", content)
     }
 
-    /// Bytes of its texts.
+    /// Total size of the message's texts in bytes.
     pub(super) fn num_bytes(&self) -> usize {
         self.content.len() + self.more.values().map(text_bytes).sum::<usize>()
     }
 }
 
-/// A compiled chat template with the special tokens it may name.
+/// A compiled chat template with the special tokens that it may use as variables.
 #[derive(Debug)]
 pub struct ChatTemplate {
     thread: Mutex<Thread>,
@@ -89,14 +89,14 @@ pub struct ChatTemplate {
 
 type Thread = Confined<TemplateJob, Result<String>>;
 
-/// The text that a template's thread is started with.
+/// Source and variables from which the template's thread is started.
 #[derive(Debug)]
 struct Start {
     now: u64,
     limits: ThreadLimits,
     source: String,
     variables: Mutex<BTreeMap<String, Json>>,
-    /// Times that a conversation broke a limit, and left a thread behind.
+    /// Conversations that exceeded a limit. Each left an abandoned thread behind.
     num_breaches: AtomicUsize,
 }
 
@@ -111,7 +111,7 @@ enum TemplateJob {
 /// The messages and variables that a template is rendered with.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Conversation {
-    /// Objects with a `role` and what else the template reads: `content`, `tool_calls`, `tool_call_id`, `name`.
+    /// Messages: objects with a `role` and other fields that the template reads, such as `content`, `tool_calls`, `tool_call_id`, `name`.
     pub messages: Vec<Json>,
     /// Functions that the model may call, as JSON schemas; `Null` if there are none.
     pub tools: Json,
@@ -122,7 +122,7 @@ pub struct Conversation {
 }
 
 impl Conversation {
-    /// Messages without tools.
+    /// A conversation of these messages, without tools.
     pub fn of(messages: &[Message], add_generation_prompt: bool) -> Self {
         let json = |message: &Message| serde_json::to_value(message).expect("text and JSON values");
         Self { messages: messages.iter().map(json).collect(), add_generation_prompt, ..Self::default() }
@@ -134,14 +134,14 @@ impl Conversation {
 struct Renderer {
     environment: Environment<'static>,
     source: String,
-    /// Special tokens and what else it may name.
+    /// Special tokens and other variables that the template may use.
     variables: BTreeMap<String, Json>,
-    /// Roles whose texts come as a list of parts.
+    /// Roles whose content is passed to the template as a list of parts.
     roles_in_parts: Vec<&'static str>,
 }
 
 impl ChatTemplate {
-    /// Compiles `source`; `special_tokens` (`bos_token` → `<s>` ..) become its variables. `strftime_now` gives the time
+    /// Compiles `source`; `special_tokens` (`bos_token` → `<s>` ..) become its variables. `strftime_now` returns the time
     /// of this call, or of `SOURCE_DATE_EPOCH` (seconds since 1970) where that is set.
     ///
     /// # Errors
@@ -150,7 +150,7 @@ impl ChatTemplate {
         Self::within(LIMITS, source, special_tokens)
     }
 
-    /// [`ChatTemplate::new`] within other limits.
+    /// [`ChatTemplate::new`] with other limits for the template's thread.
     pub(super) fn within(limits: ThreadLimits, source: &str, special_tokens: BTreeMap<String, String>) -> Result<Self> {
         Self::at((date::now_s()?, limits), source, special_tokens)
     }
@@ -164,12 +164,12 @@ impl ChatTemplate {
         Ok(Self { thread: Mutex::new(start.thread()?), start })
     }
 
-    /// The source that it was compiled from.
+    /// The Jinja source of the template.
     pub(super) fn source(&self) -> &str {
         &self.start.source
     }
 
-    /// Gives the template further variables (`chat_template_kwargs`).
+    /// Adds variables that the template may use (`chat_template_kwargs`).
     ///
     /// # Errors
     /// [`Error::ChatTemplate`] if they take more memory than a template may have.
@@ -179,7 +179,7 @@ impl ChatTemplate {
         Ok(())
     }
 
-    /// The conversation as text; with `add_generation_prompt` it ends where the assistant's answer begins.
+    /// Renders the conversation as text. With `add_generation_prompt` the text ends where the assistant's answer begins.
     ///
     /// # Errors
     /// [`Error::ChatTemplate`] if the template refuses the conversation, runs out of fuel, memory or time, or writes too much.
@@ -187,7 +187,7 @@ impl ChatTemplate {
         self.converse(Conversation::of(messages, add_generation_prompt))
     }
 
-    /// [`ChatTemplate::render`] with tools, further variables and messages of any form.
+    /// Renders a conversation like [`ChatTemplate::render`], with tools, further variables and arbitrary message fields.
     ///
     /// # Errors
     /// The errors of [`ChatTemplate::render`].
@@ -195,8 +195,8 @@ impl ChatTemplate {
         self.call(TemplateJob::Render(conversation))
     }
 
-    /// A conversation that breaks a limit costs itself alone: others are rendered on a new thread. The old one may keep its memory, so
-    /// that this has an end.
+    /// Runs a job on the template's thread. If the job exceeds a limit, it fails and a new thread renders later conversations. The old thread
+    /// may keep its memory, so the number of such replacements is limited.
     fn call(&self, job: TemplateJob) -> Result<String> {
         let mut thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
         thread.call(job).unwrap_or_else(|message| {
@@ -211,7 +211,7 @@ impl ChatTemplate {
 }
 
 impl Start {
-    /// A thread with the compiled template.
+    /// Starts a thread and compiles the template on it.
     fn thread(&self) -> Result<Thread> {
         let variables = self.variables.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let (source, roles_in_parts) = (self.source.clone(), Vec::new());
@@ -269,7 +269,7 @@ impl Renderer {
     }
 }
 
-/// Bytes of all strings in a value.
+/// Total size in bytes of all strings in a value.
 fn text_bytes(value: &Json) -> usize {
     match value {
         Json::String(text) => text.len(),
@@ -279,7 +279,7 @@ fn text_bytes(value: &Json) -> usize {
     }
 }
 
-/// Jinja as transformers sets it up, at a time in seconds since 1970.
+/// A Jinja environment set up as in transformers; `now` is the current time in seconds since 1970.
 fn environment(now: u64) -> Environment<'static> {
     let mut environment = Environment::new();
     environment.set_trim_blocks(true);
@@ -301,7 +301,7 @@ fn environment(now: u64) -> Environment<'static> {
     environment
 }
 
-/// transformers' `tojson`: `json.dumps` without HTML escapes, and with `ensure_ascii` off.
+/// The `tojson` filter of transformers: `json.dumps` without HTML escapes, with `ensure_ascii` off by default.
 fn tojson(value: &Value, options: Kwargs) -> Result<String, JinjaError> {
     let indent: Option<usize> = options.get("indent")?;
     let separators: Option<Vec<String>> = options.get("separators")?;
@@ -323,8 +323,8 @@ fn invalid(message: impl Into<std::borrow::Cow<'static, str>>) -> JinjaError {
     JinjaError::new(ErrorKind::InvalidOperation, message)
 }
 
-/// Refuses a template that could nest more deeply than its thread's stack allows. Every level of syntax takes one of these
-/// characters or words, so their number bounds the depth, whatever strings and comments hide.
+/// Rejects a template that might nest more deeply than its thread's stack allows. Every level of syntax needs one of these
+/// characters or words, so their number bounds the depth, even if some of them are inside strings or comments.
 fn check_size(source: &str) -> Result<()> {
     let refuse = |message| Err(Error::ChatTemplate { message });
     if source.len() as u64 > MAX_TEMPLATE_BYTES {

@@ -1,4 +1,4 @@
-//! Rows of a CSV or TSV file: the first line names the columns, every value is text, an empty one is null.
+//! Reads rows of a CSV or TSV file. The first line names the columns; every value is a string, and an empty value is null.
 
 use std::cell::Cell;
 use std::fs::File;
@@ -9,18 +9,19 @@ use std::rc::Rc;
 use csv::{ReaderBuilder, StringRecord};
 use serde_json::{Map, Value};
 
-/// Longest row that is read.
+/// Largest size of a record in bytes.
 const MAX_RECORD_BYTES: usize = 64 << 20;
 
-/// A row with its line, or what is wrong there.
+/// A row with its line number, or the line number and an error message.
 pub(super) type CsvLine = Result<(usize, Map<String, Value>), (usize, String)>;
 
-/// Whether a file is read as CSV or TSV: its name says so.
+/// Whether a file is read as CSV or TSV, by its file name.
 pub(super) fn is_csv(path: &Path) -> bool {
     path.extension().is_some_and(|extension| extension == "csv" || extension == "tsv")
 }
 
-/// The rows in order, each with its line; what is wrong with the header, or with the next row.
+/// Reads the rows in order, each with its line number. Returns an error if the header is malformed; the iterator yields an error for a
+/// malformed row.
 pub(super) fn read(path: &Path, file: File) -> Result<impl Iterator<Item = CsvLine> + use<>, String> {
     let delimiter = if path.extension().is_some_and(|extension| extension == "tsv") { b'\t' } else { b',' };
     let left = Rc::new(Cell::new(MAX_RECORD_BYTES));
@@ -41,7 +42,7 @@ pub(super) fn read(path: &Path, file: File) -> Result<impl Iterator<Item = CsvLi
     }))
 }
 
-/// Bytes of a file; an error where too many come without the end of a record, as in a value whose quote is never closed.
+/// Limits the size of a record: returns an error if too many bytes follow without the end of a record, as with a quote that is never closed.
 struct Bounded<R> {
     inner: R,
     left: Rc<Cell<usize>>,

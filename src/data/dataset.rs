@@ -1,4 +1,4 @@
-//! Rows to generate from.
+//! The data set of prompts for rollouts.
 
 use std::fmt;
 use std::path::Path;
@@ -17,33 +17,33 @@ use crate::config::{DataConfig, PromptFormat};
 use crate::error::{Error, Result};
 use crate::types::Prompt;
 
-/// Limits of rows, and how their prompts are read.
+/// How prompts are read from rows, and which rows are left out.
 #[derive(Debug, Clone, Default)]
 pub struct DatasetOptions {
-    /// Longest prompt in tokens; `None` is no limit of its own.
+    /// Longest prompt in tokens; `None` means no separate limit.
     pub max_prompt_length: Option<usize>,
-    /// Longest sequence, prompt and completion, in tokens; `None` is no limit.
+    /// Longest sequence of prompt and completion in tokens; `None` means no limit.
     pub max_model_length: Option<usize>,
-    /// Tokens of `max_model_length` that are kept free for the completion.
+    /// Tokens of `max_model_length` reserved for the completion.
     pub max_completion_length: usize,
-    /// The treatment of a prompt that is text.
+    /// How a prompt that is plain text is presented to the model.
     pub prompt_format: PromptFormat,
-    /// System message for conversations that have none; a prompt that stays text has none.
+    /// System message added to conversations that have none; not added to prompts that stay plain text.
     pub system_prompt: Option<String>,
-    /// Column with the prompt; `None` is the first of the usual ones.
+    /// Column with the prompt; `None` uses the first of the default names.
     pub prompt_column: Option<String>,
-    /// Column with the completion of an example that is learned; `None` is `completion`.
+    /// Column with the completion of an SFT example; `None` means `completion`.
     pub completion_column: Option<String>,
-    /// Columns without which a row is an error: those that the rewards read.
+    /// Columns that every row must have because rewards read them.
     pub required_columns: Vec<String>,
-    /// Schemas of the functions that the model may call, which the chat template shows it.
+    /// Schemas of the functions that the model may call; the chat template shows them to the model.
     pub tools: ToolSchemas,
-    /// Chooses which rows a source's weight repeats or leaves out.
+    /// Seed for choosing the rows that a fractional source weight repeats or leaves out.
     pub seed: u64,
 }
 
 impl DatasetOptions {
-    /// How the configuration reads rows, which all have the `required` columns; without limits of length.
+    /// Options by the `data` section of the configuration. Every row must have the `required` columns; lengths are not limited.
     pub fn of(config: &DataConfig, seed: u64, required: Vec<String>) -> Self {
         Self {
             prompt_format: config.prompt_format,
@@ -55,7 +55,7 @@ impl DatasetOptions {
         }
     }
 
-    /// The prompt of a row with an `observation` of its environment behind the last message, as text and token ids.
+    /// The prompt of a row with an environment's `observation` appended to the last message, as text and token ids.
     ///
     /// # Errors
     /// The errors of [`Dataset::read`] for a row.
@@ -71,7 +71,7 @@ impl DatasetOptions {
         prompt.render(&row, tokenizer, &self.format(tokenizer))
     }
 
-    /// The ids of a row's prompt with another text in place of its last message's, which `write` makes of that.
+    /// Token ids of a row's prompt after `write` has replaced the text of its last message.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for a conversation that does not end with a user's message; the errors of [`Dataset::read`] for a row.
@@ -97,7 +97,7 @@ impl DatasetOptions {
         ChatFormat { tools: self.tools.clone(), ..format }
     }
 
-    /// The prompt of a row; an environment may have all of it, as with TRL.
+    /// The prompt of a row; empty for a row without one if an environment supplies the prompt, as in TRL.
     fn prompt(&self, row: &DataRow) -> Result<RawPrompt> {
         match row.prompt(self.prompt_column.as_deref()) {
             Err(_) if self.tools.has_environments() && !row.has_prompt() => {
@@ -108,37 +108,37 @@ impl DatasetOptions {
     }
 }
 
-/// Rows at each stage. Too long prompts are left out and counted, never cut.
+/// Numbers of rows read, left out and kept. Prompts that are too long are left out, never truncated.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct DatasetCounts {
-    /// Rows in the file.
+    /// Rows in all files.
     pub read: usize,
-    /// Left out: longer than `max_prompt_length`.
+    /// Rows left out because they are longer than `max_prompt_length`.
     pub over_max_prompt_length: usize,
-    /// Left out: no room for the completion in `max_model_length`.
+    /// Rows left out because `max_model_length` has not enough tokens left for the completion.
     pub over_context: usize,
-    /// Rows that remain.
+    /// Rows kept.
     pub kept: usize,
-    /// The limit of the first of these.
+    /// The limit by which `over_max_prompt_length` was counted, in tokens.
     pub max_prompt_length: Option<usize>,
-    /// The bounds of prompt and completion together: `max_model_length`, and the completion's part of it.
+    /// `max_model_length` and the tokens of it reserved for the completion.
     pub context: Option<(usize, usize)>,
-    /// Prompts an epoch has, where the weights of sources repeat rows or leave some out.
+    /// Prompts in an epoch, if source weights repeat rows or leave some out.
     pub drawn: Option<usize>,
-    /// Rows whose prompt is text.
+    /// Rows whose prompt is plain text.
     pub texts: usize,
-    /// Whether text is a user's message.
+    /// Whether a plain text prompt is presented as a user's message.
     pub text_is_chat: bool,
-    /// Whether text does without a chat template or a system message that there is.
+    /// Whether plain text prompts are used without the model's chat template or the configured system message.
     pub text_is_bare: bool,
-    /// Whether there are tools that no prompt shows.
+    /// Whether the chat template does not show the tools to the model.
     pub tools_are_hidden: bool,
-    /// The notice about the first padded field in a prompt.
+    /// The notice about the first null field in a prompt that was added as padding.
     pub padding: Option<String>,
 }
 
 impl DatasetCounts {
-    /// Warnings and notices about what the user may not have meant, and how to mend it, each behind `warning:` or `notice:`.
+    /// Warnings and notices about probable mistakes and how to fix them, each prefixed with `warning:` or `notice:`.
     pub fn notices(&self) -> Vec<String> {
         let Self { texts, read, kept, .. } = self;
         let lost = read - kept;
@@ -157,7 +157,7 @@ impl DatasetCounts {
         warning.into_iter().chain(notice).chain(hidden).chain(self.padding.clone()).collect()
     }
 
-    /// Counts a prompt that is longer than one of the limits in tokens, and whether it is.
+    /// Counts a prompt that exceeds one of the token limits and returns whether it does.
     fn leave_out(&mut self, is_longer_than: impl Fn(usize) -> bool) -> bool {
         let room = self.context.map(|(context, completion)| context.saturating_sub(completion));
         if self.max_prompt_length.is_some_and(&is_longer_than) {
@@ -170,7 +170,7 @@ impl DatasetCounts {
         true
     }
 
-    /// Describes the treatment of prompts.
+    /// Describes how prompts are presented to the model.
     fn format(&self) -> &'static str {
         match (self.texts, self.text_is_chat) {
             (0, _) => "conversations, through the chat template",
@@ -180,7 +180,7 @@ impl DatasetCounts {
         }
     }
 
-    /// How many rows are left out by each limit.
+    /// Describes the number of rows left out by each limit.
     fn left_out(&self) -> Vec<String> {
         let too_long = (self.max_prompt_length.filter(|_| self.over_max_prompt_length > 0))
             .map(|limit| format!("{} longer than max_prompt_length {limit}", self.over_max_prompt_length));
@@ -202,23 +202,23 @@ impl fmt::Display for DatasetCounts {
     }
 }
 
-/// Whether so many of all rows were hardly meant to be left out: more than a tenth.
+/// Whether more than a tenth of all rows is left out, which is probably a mistake.
 pub(super) fn is_much(lost: usize, all: usize) -> bool {
     10 * lost > all
 }
 
-/// How often the row with this `id` is seen in an epoch; of a weight's fraction as many rows have one more.
+/// How often the row `id` appears in an epoch. The fraction of `weight` is the share of rows that appear once more.
 pub(super) fn copies(weight: f64, id: u64, seed: u64) -> u64 {
     let share = splitmix64(splitmix64(seed) ^ id) as f64 / 2.0_f64.powi(64);
     weight as u64 + u64::from(share < weight.fract())
 }
 
-/// Between the ids of a row's copies: more than any data set has rows.
+/// Offset between the ids of a row's copies: more than the rows of any data set.
 const COPY_STRIDE: u64 = 1 << 40;
-/// Characters of the first prompt that are shown.
+/// Characters of the first prompt that are shown in a description.
 const SHOWN_CHARS: usize = 300;
 
-/// Prompts in file order, tokenized.
+/// A data set of tokenized prompts in file order.
 #[derive(Debug)]
 pub struct Dataset {
     prompts: Vec<Prompt>,
@@ -232,14 +232,14 @@ pub(super) fn quoted(text: &str) -> String {
 }
 
 impl Dataset {
-    /// Prompts that are made, not read; at least one.
+    /// A data set of the given prompts; there must be at least one.
     pub fn new(prompts: Vec<Prompt>) -> Self {
         assert!(!prompts.is_empty(), "no prompts in the data set");
         let counts = DatasetCounts { read: prompts.len(), kept: prompts.len(), ..DatasetCounts::default() };
         Self { prompts, counts }
     }
 
-    /// Reads the rows of one file; see [`Dataset::read`].
+    /// Reads the rows of one file like [`Dataset::read`].
     ///
     /// # Errors
     /// The errors of [`Dataset::read`].
@@ -247,10 +247,10 @@ impl Dataset {
         Self::read(&RowSources::file(path.as_ref()), tokenizer, options)
     }
 
-    /// Reads rows of JSONL, JSON, Parquet or CSV. A prompt stands in `prompt`, `problem` or `question`, as text or as `[{role,
-    /// content}]`; an answer in `answer`, `solution`, `ground_truth` or verl's `reward_model.ground_truth` is also given to
-    /// the rewards as `answer`. [`Prompt::id`] is the row's index over all files, whatever is left out; a repeated row has ids
-    /// of its own.
+    /// Reads rows of JSONL, JSON, Parquet or CSV. The prompt is in column `prompt`, `problem` or `question`, as text or as
+    /// `[{role, content}]`. An answer in `answer`, `solution`, `ground_truth` or verl's `reward_model.ground_truth` is also given
+    /// to the rewards as `answer`. [`Prompt::id`] is the row's index over all files, rows left out included; each copy of a
+    /// repeated row has another id.
     ///
     /// # Errors
     /// [`Error::BadLine`] with file, line and columns, [`Error::EmptyDataset`] with the counts, [`Error::BadFile`],
@@ -259,7 +259,7 @@ impl Dataset {
         Self::read_with(sources, tokenizer, options, &mut |_, _| ())
     }
 
-    /// [`Dataset::read`], which calls `told` with the rows that are read so far, and whether they are all.
+    /// Reads rows like [`Dataset::read`], and calls `told` with the number of rows read so far and whether reading is finished.
     ///
     /// # Errors
     /// The errors of [`Dataset::read`].
@@ -301,7 +301,7 @@ impl Dataset {
         Ok(data)
     }
 
-    /// Adds a row as often as its weight says, if it fits.
+    /// Adds a row as often as its weight says, if it is within the limits.
     fn add(
         &mut self,
         row: DataRow,
@@ -335,33 +335,33 @@ impl Dataset {
         Ok(())
     }
 
-    /// Describes the treatment of prompts, with the first of them as the model reads it.
+    /// Describes how prompts are presented to the model, with the first prompt as an example.
     pub fn description(&self) -> String {
         format!("prompts: {}; the first one: {}", self.counts.format(), quoted(&self.prompts[0].text))
     }
 
-    /// Tokens of the longest usable prompt.
+    /// Length of the longest kept prompt in tokens.
     pub fn longest_prompt(&self) -> usize {
         self.prompts.iter().map(|prompt| prompt.token_ids.len()).max().unwrap_or(0)
     }
 
-    /// Number of usable prompts; never 0.
+    /// Number of kept prompts; never 0.
     #[allow(clippy::len_without_is_empty)] // an empty data set is an error
     pub fn len(&self) -> usize {
         self.prompts.len()
     }
 
-    /// The usable prompt at `index`, from 0 to `len`.
+    /// The kept prompt at `index`, from 0 to `len`.
     pub fn prompt(&self, index: usize) -> &Prompt {
         &self.prompts[index]
     }
 
-    /// All usable prompts.
+    /// All kept prompts.
     pub fn prompts(&self) -> &[Prompt] {
         &self.prompts
     }
 
-    /// How many rows were read, left out and kept.
+    /// The numbers of rows read, left out and kept.
     pub fn counts(&self) -> &DatasetCounts {
         &self.counts
     }

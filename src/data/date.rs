@@ -1,4 +1,4 @@
-//! `strftime` as Python has it with glibc, in UTC and in the C locale.
+//! `strftime` as in Python with glibc, in UTC and the C locale.
 
 use std::fmt::Write;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -7,12 +7,12 @@ use chrono::DateTime;
 
 use crate::error::{Error, Result};
 
-/// Directives that chrono writes as glibc does.
+/// Directives that chrono formats like glibc.
 const DIRECTIVES: &str = "YCymBbhdejAawuUWGgVHkIlpPMSsnt%FDxTXRrc";
-/// Those that are one number, which alone are padded: elsewhere glibc takes a `-` and leaves the text as it is.
+/// Directives for a single number. Only these are padded; for others glibc ignores a `-` and leaves the text unchanged.
 const NUMBERS: &str = "YCymdejwuUWGgVHkIlMSs";
 
-/// Seconds since 1970: `SOURCE_DATE_EPOCH` where it is set (a run that names the date can then be repeated), else now.
+/// The current time in seconds since 1970, or `SOURCE_DATE_EPOCH` if that is set (so that a run whose template prints the date is reproducible).
 pub(super) fn now_s() -> Result<u64> {
     match std::env::var("SOURCE_DATE_EPOCH") {
         Ok(text) => text.parse().map_err(|_| Error::Environment {
@@ -22,7 +22,7 @@ pub(super) fn now_s() -> Result<u64> {
     }
 }
 
-/// `%d %b %Y` and the like; without padding: `%-d`. An unknown directive is an error.
+/// Formats a time, for example by `%d %b %Y`; `%-d` is without padding. An unknown directive is an error.
 pub(super) fn strftime(format: &str, seconds: u64) -> Result<String, String> {
     let unsupported = |directive: &str| format!("strftime_now: '%{directive}' is not supported");
     let date = i64::try_from(seconds).ok().and_then(|seconds| DateTime::from_timestamp(seconds, 0));
@@ -73,7 +73,7 @@ mod tests {
         assert!(strftime("%Y", u64::MAX).is_err());
     }
 
-    /// The words of glibc 2.36 by `date -u -d @1709215509 +FORMAT` in the C locale, but for %f, %z and %Z, which are Python's.
+    /// The expected words are from glibc 2.36 (`date -u -d @1709215509 +FORMAT` in the C locale), those of %f, %z and %Z from Python.
     #[test]
     fn strftime_directives_match_python() {
         let expected = [

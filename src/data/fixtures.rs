@@ -1,4 +1,4 @@
-//! A model folder with a word tokenizer, for the room's tests.
+//! A model folder with a word tokenizer, for the tests of this module.
 
 use std::path::Path;
 
@@ -6,7 +6,7 @@ use serde_json::{Map, Value, json};
 
 use super::Tokenizer;
 
-/// Numbers without an order, the same at every run.
+/// A pseudo-random number generator that gives the same numbers in every run.
 pub(crate) struct Dice(pub u64);
 
 impl Dice {
@@ -15,7 +15,7 @@ impl Dice {
         (self.0 >> 33) % sides
     }
 
-    /// A token whose text is ASCII.
+    /// A random token whose text is ASCII.
     pub fn ascii_token(&mut self, tokenizer: &Tokenizer) -> u32 {
         loop {
             let id = self.roll(tokenizer.vocab_size() as u64) as u32;
@@ -27,12 +27,12 @@ impl Dice {
     }
 }
 
-/// A byte-level tokenizer with merges of its own, turns between `<|im_start|>` and `<|im_end|>`, the end-of-sequence token.
+/// A byte-level BPE tokenizer with random merges, whose messages are between `<|im_start|>` and `<|im_end|>`, the EOS token.
 pub(crate) fn bytes(dice: &mut Dice, template: &str) -> Tokenizer {
     bytes_and(dice, template, &[])
 }
 
-/// [`bytes`] with more tokens, each a text of its own, special or not.
+/// The tokenizer of [`bytes`] with additional tokens, each a text and whether it is special.
 pub(crate) fn bytes_and(dice: &mut Dice, template: &str, more: &[(String, bool)]) -> Tokenizer {
     let is_itself = |byte: &u32| matches!(byte, 33..=126 | 161..=172 | 174..=255);
     let mut others = (256..).map(|code| char::from_u32(code).unwrap());
@@ -70,11 +70,11 @@ pub(crate) fn bytes_and(dice: &mut Dice, template: &str, more: &[(String, bool)]
     folder.tokenizer()
 }
 
-/// Removed when dropped.
+/// A temporary model folder with a tokenizer, removed when dropped.
 pub(super) struct TokenizerFolder(tempfile::TempDir);
 
 impl TokenizerFolder {
-    /// Words `one two three plus minus is what answer`, BOS `<s>`, EOS `</s>`, no chat template.
+    /// A tokenizer with the words `one two three plus minus is what answer`, BOS `<s>`, EOS `</s>` and no chat template.
     pub fn new() -> Self {
         let folder = Self(tempfile::tempdir().unwrap());
         let words = ["<s>", "one", "two", "three", "plus", "minus", "is", "what", "answer", "</s>"];

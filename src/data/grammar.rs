@@ -1,8 +1,8 @@
-//! Structured output: the tokens that may come next so that a completion follows a schema, a regular expression, a choice or a
-//! grammar. Knows nothing of engines and their logits.
+//! Structured output: computes which tokens may come next so that a completion follows a JSON schema, a regular expression, a choice or a
+//! grammar. Independent of engines and their logits.
 //!
-//! Grammars come from clients. They are compiled on a thread with limits, and the library counts the work of every later step: what it
-//! refuses is the same on every rank, because no clock decides.
+//! Grammars come from clients. They are compiled on a thread with limits. The work of every later step is limited by a counter of the grammar
+//! library, not by time, so that all ranks reject the same grammars.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -19,27 +19,27 @@ use crate::error::{Error, Result};
 use crate::types::Structure;
 use crate::untrusted::{self, ThreadLimits};
 
-/// Limits of compiling one grammar.
+/// Limits of the thread that compiles one grammar.
 const LIMITS: ThreadLimits = ThreadLimits { stack_bytes: 256 << 20, memory_bytes: 256 << 20, cpu_s: 10 };
-/// Longest schema, expression, choice or grammar.
+/// Largest size of a schema, expression, choice or grammar in bytes.
 const MAX_BYTES: usize = 256 << 10;
-/// Different grammars in use at a time.
+/// Distinct grammars in use at a time.
 const MAX_GRAMMARS: usize = 256;
-/// Grammars that broke a limit while they were compiled, each of which leaves a thread behind.
+/// Number of grammars that may exceed a limit during compilation. Each leaves an abandoned thread behind.
 const MAX_BREACHES: usize = 16;
-/// States of the lexer of one grammar, of one to two KiB each.
+/// Largest number of lexer states of one grammar; a state takes one to two KiB.
 const MAX_LEXER_STATES: usize = 10_000;
-/// Work of the lexer and of the parser for the mask of one token: some milliseconds.
+/// Work units of lexer and parser to compute the mask of one token; equal to some milliseconds.
 const STEP_FUEL: u64 = 100_000;
-/// Parser items for the mask of one token.
+/// Parser items to compute the mask of one token.
 const STEP_ITEMS: usize = 25_000;
-/// Longest reason that is passed on.
+/// Characters of the grammar library's error message that are passed on.
 const MAX_REASON_CHARS: usize = 500;
-/// The library's name for a structure that no token can go on with.
+/// Error code of the grammar library for a grammar that no token can continue.
 const NO_TOKEN_CODE: &str = "NoExtensionBias";
 const NO_TOKEN: &str = "a structure that no sequence of the model's tokens can match";
 
-/// Compiles structures for one tokenizer. A structure that is in use is compiled once.
+/// Compiles grammars for one tokenizer. Requests with the same structure share the compiled grammar while it is in use.
 pub struct GrammarCompiler {
     tokenizer: Arc<Tokenizer>,
     eos_token_ids: Vec<u32>,
@@ -48,25 +48,25 @@ pub struct GrammarCompiler {
     num_breaches: AtomicUsize,
 }
 
-/// A compiled structure. Completions follow it each with a [`GrammarState`].
+/// A compiled grammar. Each completion that follows it has its own [`GrammarState`].
 pub struct Grammar {
     matcher: Mutex<Matcher>,
     first: TokenMask,
 }
 
-/// How far one completion has followed its grammar.
+/// The position of one completion in its grammar.
 pub struct GrammarState {
     matcher: Matcher,
-    /// Keeps the grammar known, so that it is not compiled again for another request.
+    /// Keeps the grammar in the compiler's cache, so that it is not compiled again for another request.
     _grammar: Arc<Grammar>,
 }
 
-/// The beginning of a completion.
+/// The state of a grammar at the beginning of a completion.
 #[derive(Debug)]
 pub struct GrammarStart {
-    /// Follows the completion.
+    /// State that follows the completion's tokens.
     pub state: GrammarState,
-    /// Tokens that it may begin with.
+    /// Tokens with which the completion may begin.
     pub allowed: TokenMask,
 }
 
@@ -75,7 +75,7 @@ pub struct GrammarStart {
 pub struct TokenMask(Arc<SimpleVob>);
 
 impl GrammarCompiler {
-    /// Reads the tokenizer at the first use.
+    /// A compiler for grammars over `tokenizer`. The tokenizer's vocabulary is read at the first use.
     pub fn new(tokenizer: Arc<Tokenizer>, eos_token_ids: Vec<u32>) -> Self {
         Self {
             tokenizer,
@@ -86,11 +86,11 @@ impl GrammarCompiler {
         }
     }
 
-    /// The compiled form of `structure`.
+    /// Compiles `structure`, or returns the compiled grammar if it is in use.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] with the reason: a structure that is malformed, not supported or too large, a tokenizer whose
-    /// tokens are no bytes.
+    /// [`Error::InvalidArgument`] with the reason: the structure is malformed, unsupported or too large, or the bytes of the tokenizer's
+    /// tokens are not known.
     pub fn compile(&self, structure: &Structure) -> Result<Arc<Grammar>> {
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(grammar) = known.get(structure).and_then(Weak::upgrade) {
@@ -128,7 +128,7 @@ impl GrammarCompiler {
         Ok(grammar)
     }
 
-    /// The bytes of every token.
+    /// Reads the bytes of every token of the tokenizer.
     fn read_tokenizer(&self) -> Result<Arc<ParserFactory>, String> {
         if self.eos_token_ids.is_empty() {
             return Err("a model without an end-of-sequence token".to_owned());
@@ -182,7 +182,7 @@ impl fmt::Debug for TokenMask {
     }
 }
 
-/// Why the bytes of a tokenizer's tokens are not known. Most often that is its decoder.
+/// The error message if the bytes of a tokenizer's tokens cannot be determined, in most cases because of its decoder.
 fn without_bytes(tokenizer: &Value, error: &str) -> String {
     let decoder = &tokenizer["decoder"];
     let mut parts = decoder["decoders"].as_array().into_iter().flatten().chain([decoder]);
@@ -219,7 +219,7 @@ fn compile(factory: &ParserFactory, structure: Structure) -> Result<Grammar, Str
     Ok(Grammar { matcher: Mutex::new(matcher), first })
 }
 
-/// The tokens that may come next; end-of-sequence tokens where the text may end.
+/// The tokens that may come next; includes the end-of-sequence tokens where the text may end.
 fn next(matcher: &mut Matcher) -> Result<TokenMask, String> {
     let mask = matcher.compute_mask_or_eos().map_err(|error| reason(&error))?;
     if mask.is_zero() { Err(NO_TOKEN.to_owned()) } else { Ok(TokenMask(Arc::new(mask))) }
@@ -234,7 +234,7 @@ fn reason(error: &dyn fmt::Display) -> String {
 }
 
 impl Grammar {
-    /// The beginning of a completion, with the tokens that it may begin with.
+    /// Begins a completion: returns its state and the tokens with which it may begin.
     pub fn begin(self: &Arc<Self>) -> GrammarStart {
         let matcher = self.matcher.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let state = GrammarState { matcher, _grammar: Arc::clone(self) };
@@ -243,10 +243,10 @@ impl Grammar {
 }
 
 impl GrammarState {
-    /// Takes in a token that was allowed. Returns those that may follow it.
+    /// Advances the state by a token that was allowed, and returns the tokens that may follow it.
     ///
     /// # Errors
-    /// The library's reason, where the grammar takes more work than a step may have.
+    /// The grammar library's message, if the grammar needs more work than a step is allowed.
     pub fn advance(&mut self, token_id: u32) -> Result<TokenMask, String> {
         self.matcher.consume_token(token_id).map_err(|error| reason(&error))?;
         next(&mut self.matcher)
@@ -254,7 +254,7 @@ impl GrammarState {
 }
 
 impl TokenMask {
-    /// The ids of a list.
+    /// The set of the token ids in a list.
     #[cfg(test)]
     pub(crate) fn of_ids(ids: &[u32], vocab_size: usize) -> Self {
         let mut set = SimpleVob::alloc(vocab_size);
@@ -262,14 +262,14 @@ impl TokenMask {
         Self(Arc::new(set))
     }
 
-    /// Writes the set as bits: bit `id % 32` of word `id / 32`. Words behind the set are zero.
+    /// Writes the set as a bit mask: bit `id % 32` of word `id / 32`. Words beyond the set are set to zero.
     pub(crate) fn write_bits(&self, words: &mut [i32]) {
         words.fill(0);
         let set = self.0.as_slice();
         words.iter_mut().zip(set).for_each(|(word, bits)| *word = *bits as i32);
     }
 
-    /// Whether the set has the id.
+    /// Whether the set contains the token id.
     pub fn contains(&self, token_id: usize) -> bool {
         token_id < self.0.len() && self.0.get(token_id)
     }

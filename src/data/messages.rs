@@ -1,5 +1,5 @@
-//! Messages as clients and files write them, made what chat templates read. As in transformers 5, a field that is null is absent, and
-//! reasoning reaches the template under the names that templates know. A field that the template does not read is refused.
+//! Converts messages of clients and files to the form that chat templates read. As in transformers 5, null fields are dropped, and
+//! reasoning is passed under the field names that templates use. A field that the template does not read is an error.
 
 use std::borrow::Cow;
 
@@ -7,18 +7,18 @@ use serde_json::{Map, Value};
 
 use super::numbers::check_numbers;
 
-/// Names under which a message's reasoning comes. The first is the one that chat templates read.
+/// Field names for a message's reasoning. Chat templates read the first.
 const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
-/// Fields that any message may have. Templates without tools or names leave some of them out.
+/// Fields that any message may have, even if the chat template ignores some of them because it has no tools or names.
 const KNOWN: [&str; 5] = ["role", "content", "tool_calls", "tool_call_id", "name"];
-/// Fields that repeat what others say, or say nothing of the text.
+/// Fields that repeat other fields or do not affect the text.
 const REPEATED: [&str; 3] = ["parsed", "parsed_arguments", "cache_control"];
 
-/// A message in the form that chat templates read: its content as one text, arguments of its tool calls as objects where they are JSON as
-/// text.
+/// Converts a message to the form that chat templates read: its content becomes one string, and tool call arguments given as a string of JSON
+/// become objects.
 ///
 /// # Errors
-/// The field, and what was expected of it.
+/// A message with the field and what was expected of it.
 pub(crate) fn read_message(message: &Value) -> Result<Map<String, Value>, String> {
     let mut fields = without_nulls(message).ok_or("expected an object with a role and a text as content")?;
     if !fields.get("role").is_some_and(Value::is_string) {
@@ -45,7 +45,7 @@ pub(crate) fn read_message(message: &Value) -> Result<Map<String, Value>, String
     Ok(fields)
 }
 
-/// A call: a function's name and arguments, in OpenAI's form or bare.
+/// Reads a tool call: a function's name and arguments, in OpenAI's form or without the wrapper.
 fn read_call(call: &Value) -> Result<Value, String> {
     let mut call = without_nulls(call).ok_or(": expected an object with a function")?;
     let path = if call.contains_key("function") { ".function" } else { "" };
@@ -71,7 +71,7 @@ fn read_call(call: &Value) -> Result<Value, String> {
     Ok(call.into())
 }
 
-/// Gives reasoning the names that templates read, as transformers does when it renders messages.
+/// Copies reasoning to the field names that templates read, as transformers does when it renders messages.
 pub(super) fn alias_reasoning(message: &mut Value) {
     let Some(reasoning) = given_reasoning(message).map(|name| message[name].clone()) else { return };
     if message["thinking"].is_null() {
@@ -80,17 +80,17 @@ pub(super) fn alias_reasoning(message: &mut Value) {
     message[REASONING[0]] = reasoning;
 }
 
-/// The name under which a message has its reasoning.
+/// The field name under which a message gives its reasoning.
 fn given_reasoning(message: &Value) -> Option<&'static str> {
     REASONING.into_iter().find(|name| message.get(name).is_some_and(|value| !value.is_null()))
 }
 
-/// A message's reasoning, whatever its name; null if it has none.
+/// A message's reasoning under any of its field names; null if it has none.
 pub(crate) fn reasoning(message: &Value) -> &Value {
     given_reasoning(message).map_or(&Value::Null, |name| &message[name])
 }
 
-/// The text of a message's content: a text, or a list of OpenAI's parts of text alone.
+/// The text of a message's content, given as a string or as a list of OpenAI's text parts.
 fn content_text(content: &Value) -> Result<Cow<'_, str>, String> {
     let parts = match content {
         Value::String(text) => return Ok(text.into()),
@@ -113,13 +113,13 @@ fn content_text(content: &Value) -> Result<Cow<'_, str>, String> {
     parts.iter().enumerate().map(text).collect::<Result<String, _>>().map(Cow::Owned)
 }
 
-/// The fields of an object that are not null.
+/// A copy of an object without its null fields.
 fn without_nulls(value: &Value) -> Option<Map<String, Value>> {
     let fields = value.as_object()?.iter().filter(|(_, value)| !value.is_null());
     Some(fields.map(|(name, value)| (name.clone(), value.clone())).collect())
 }
 
-/// Whether nothing is lost with a field of this value.
+/// Whether dropping a field with this value loses no information.
 fn says_nothing(value: &Value) -> bool {
     match value {
         Value::Array(items) => items.is_empty(),
@@ -131,7 +131,7 @@ fn says_nothing(value: &Value) -> bool {
     }
 }
 
-/// A field of a message, or of one of its calls, that a chat template of this source does not read: it would be lost.
+/// Finds a field of a message or its tool calls that the chat template `source` does not read, so that it would be lost.
 pub(super) fn unread_field(messages: &[Value], source: &str) -> Option<String> {
     let dense: String = source.split_whitespace().collect();
     if ["message|tojson", "messages|tojson", "message.items()"].iter().any(|all| dense.contains(all)) {
@@ -159,7 +159,7 @@ fn unread_of(fields: &Value, source: &str, is_known: &dyn Fn(&str) -> bool) -> O
     unread.map(|(name, _)| name.clone())
 }
 
-/// Whether a template names a field, as an attribute or as a text.
+/// Whether a template's source mentions a field, as an attribute or as a string.
 fn reads(source: &str, name: &str) -> bool {
     let is_word = |c: char| c.is_alphanumeric() || c == '_';
     !name.is_empty()
@@ -168,7 +168,7 @@ fn reads(source: &str, name: &str) -> bool {
             .any(|(at, _)| source[..at].ends_with(['.', '\'', '"']) && !source[at + name.len()..].starts_with(is_word))
 }
 
-/// The path of the first null in a value.
+/// The path of the first null inside a value.
 pub(super) fn null_path(value: &Value) -> Option<String> {
     let mut items = value.as_array().into_iter().flatten().enumerate();
     let mut fields = value.as_object().into_iter().flatten();
@@ -179,7 +179,7 @@ pub(super) fn null_path(value: &Value) -> Option<String> {
     }
 }
 
-/// The path of the first null among the arguments of calls in a list of messages.
+/// The path of the first null in the tool call arguments of a list of messages.
 pub(super) fn null_argument(messages: &Value) -> Option<String> {
     messages.as_array()?.iter().enumerate().find_map(|(index, message)| {
         let mut calls = message.get("tool_calls")?.as_array()?.iter().enumerate();
@@ -201,7 +201,7 @@ mod tests {
         read_message(&message).map(Value::from)
     }
 
-    /// Answers as the openai client sends them back.
+    /// Answers in the form in which the openai client sends them back.
     #[test]
     fn null_fields_of_a_message_are_ignored() {
         let call = json!({"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": null}}});
@@ -224,7 +224,7 @@ mod tests {
         assert_eq!(read(bare).unwrap()["tool_calls"], json!([{"name": "f", "arguments": {}}]));
     }
 
-    /// `_alias_reasoning_fields` of transformers 5.24.
+    /// Expected values are from `_alias_reasoning_fields` of transformers 5.24.
     #[test]
     fn reasoning_fields_are_aliased_as_in_transformers() {
         for (given, expected) in [

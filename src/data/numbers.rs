@@ -1,15 +1,15 @@
-//! Numbers of JSON that strangers wrote. What is read is what was written: fractions are rounded once, as everywhere, and an integer that no
-//! 64 bits hold is refused. Rust's JSON would round it to a fraction, which nothing that compares numbers finds equal.
+//! Checks numbers in JSON from users and models. A float is rounded once, as usual. An integer that does not fit in 64 bits is an error, because
+//! Rust's JSON parser would round it to a float, which no longer equals the original number.
 
 use serde_json::{Number, Value};
 
-/// From here on a fraction may be what is left of an integer.
+/// From this value on, a float may be a rounded integer.
 const TWO_TO_63: f64 = 9_223_372_036_854_775_808.0;
 
-/// An integer of at most 64 bits; none where the text is no integer.
+/// Parses an integer of at most 64 bits; `None` if the text is not an integer.
 ///
 /// # Errors
-/// A longer integer.
+/// An integer that needs more than 64 bits.
 pub(crate) fn integer(text: &str) -> Result<Option<Number>, String> {
     let digits = text.strip_prefix('-').unwrap_or(text);
     if digits.is_empty() || !digits.bytes().all(|byte| byte.is_ascii_digit()) {
@@ -25,10 +25,10 @@ fn too_long(literal: &str) -> String {
     format!("the integer {shown}{more} has more than 64 bits: write it as text, in quotes")
 }
 
-/// Refuses a value that has lost digits of an integer in the `text` that it was read from, with its place in the value.
+/// Checks that `value`, parsed from `text`, has not lost digits of an integer.
 ///
 /// # Errors
-/// The place and the integer.
+/// The integer and its path in the value.
 pub(crate) fn check_numbers(value: &Value, text: &str) -> Result<(), String> {
     if place(value, &|_| true).is_none() {
         return Ok(());
@@ -39,7 +39,7 @@ pub(crate) fn check_numbers(value: &Value, text: &str) -> Result<(), String> {
     Err(place.map_or_else(String::new, |place| format!("{}: ", place.trim_start_matches('.'))) + &too_long(literal))
 }
 
-/// The path of the first large fraction that is the one looked for: `.a[3].b`.
+/// The path (`.a[3].b`) of the first large float for which `is_it` is true.
 fn place(value: &Value, is_it: &dyn Fn(f64) -> bool) -> Option<String> {
     match value {
         Value::Number(number) if number.is_f64() => {
@@ -55,7 +55,7 @@ fn place(value: &Value, is_it: &dyn Fn(f64) -> bool) -> Option<String> {
     }
 }
 
-/// The integers of a text of JSON, outside of its strings.
+/// The integers in a JSON text, outside of its strings.
 fn integers(text: &str) -> impl Iterator<Item = &str> {
     let mut rest = text;
     std::iter::from_fn(move || {
@@ -92,7 +92,7 @@ mod tests {
         check_numbers(&value, text).map(|()| value)
     }
 
-    /// Reading and writing gives the number back, or says which one is lost.
+    /// Numbers survive reading and writing, or the error names the number that would be lost.
     #[test]
     fn json_numbers_round_trip_or_are_refused_with_their_place() {
         for exact in [
@@ -127,7 +127,7 @@ mod tests {
         assert!(read("1e400").unwrap_err().contains("out of range"));
     }
 
-    /// A million fractions of random bits.
+    /// Checked with a million floats of random bits.
     #[test]
     fn floats_round_trip_through_json_bit_for_bit() {
         let mut bits = 0x9E37_79B9_7F4A_7C15_u64;

@@ -1,4 +1,4 @@
-//! Rows of a Parquet file, as Hugging Face's datasets and verl ship them.
+//! Reads rows of a Parquet file, as written by Hugging Face's datasets and verl.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -13,15 +13,15 @@ use serde_json::{Map, Value};
 
 use crate::error::panic_message;
 
-/// Most columns and groups of a file.
+/// Largest number of columns and groups in a file.
 const MAX_COLUMNS: u64 = 1000;
-/// Longest footer that is read.
+/// Largest size of a footer in bytes.
 const MAX_FOOTER_BYTES: u64 = 64 << 20;
 
-/// The first bytes of a file.
+/// The first bytes of a Parquet file.
 pub(super) const MAGIC: &[u8; 4] = b"PAR1";
 
-/// The rows in order; what is wrong with the file, or with the next row.
+/// Reads the rows in order. Returns an error message if the file is malformed; the iterator yields one if a row is.
 pub(super) fn read(file: File) -> Result<impl Iterator<Item = Result<Map<String, Value>, String>>, String> {
     check_schema(&file)?;
     let file = guarded(|| SerializedFileReader::new(file))?;
@@ -37,9 +37,9 @@ pub(super) fn read(file: File) -> Result<impl Iterator<Item = Result<Map<String,
     }))
 }
 
-/// Refuses a file whose schema has more than [`MAX_COLUMNS`] columns and groups: the `parquet` crate reads, and drops, a group
-/// within a group by recursion. A footer is a Thrift structure, its length and the magic; the schema is its second field, after
-/// the version, and a list begins with its length.
+/// Rejects a file whose schema has more than [`MAX_COLUMNS`] columns and groups: the `parquet` crate reads, and drops, a group within a group by
+/// recursion. A footer is a Thrift structure, its length and the magic; the schema is its second field, after the version, and a list begins with its
+/// length.
 ///
 /// # Errors
 /// What is wrong with the file.
@@ -69,14 +69,14 @@ pub(crate) fn check_schema(file: &File) -> Result<(), String> {
     }
 }
 
-/// A number in groups of 7 bits, the lowest first, and what follows it.
+/// Decodes a Thrift varint (groups of 7 bits, lowest first). Returns the number and the remaining bytes.
 fn varint(bytes: &[u8]) -> Option<(u64, &[u8])> {
     let len = 1 + bytes.iter().take(9).position(|byte| byte & 0x80 == 0)?;
     let number = bytes[..len].iter().rev().fold(0, |number, byte| number << 7 | u64::from(byte & 0x7f));
     Some((number, &bytes[len..]))
 }
 
-/// Refuses what the `parquet` crate is built without.
+/// Rejects a file with a compression codec that the `parquet` crate is built without.
 fn check_codecs(file: &ParquetMetaData) -> Result<(), String> {
     let mut columns = file.row_groups().iter().flat_map(|group| group.columns());
     match columns.find(|column| matches!(column.compression(), Compression::BROTLI(_) | Compression::LZO)) {
@@ -88,7 +88,7 @@ fn check_codecs(file: &ParquetMetaData) -> Result<(), String> {
     }
 }
 
-/// The parser panics on some damaged files.
+/// Runs `read` and converts a panic to an error, because the parser panics on some damaged files.
 fn guarded<T>(read: impl FnOnce() -> Result<T, ParquetError>) -> Result<T, String> {
     match catch_unwind(AssertUnwindSafe(read)) {
         Ok(read) => read.map_err(|error| error.to_string()),
@@ -100,7 +100,7 @@ fn entry((name, field): (&String, &Field)) -> (String, Value) {
     (name.clone(), json(field))
 }
 
-/// Dates, times, decimals and bytes as text.
+/// Converts a Parquet field to JSON; dates, times, decimals and bytes become strings.
 fn json(field: &Field) -> Value {
     match field {
         Field::Null => Value::Null,
@@ -142,19 +142,19 @@ mod tests {
     use super::super::{Dataset, DatasetOptions};
     use super::*;
 
-    /// Two rows as verl's preprocessing writes them, and a column of each other kind; made with pyarrow 26 by
-    /// `pq.write_table(pa.Table.from_pylist([{"prompt": [{"content": "one", "role": "user"}], "reward_model": {"ground_truth":
-    /// "1", "style": "rule"}, "level": 3, "score": 0.5, "hard": True, "tags": ["a", "b"], "at": datetime.date(2026, 1, 1)},
-    /// {"prompt": [{"content": "two three", "role": "user"}], "reward_model": {"ground_truth": "5", "style": "rule"}}]), path)`.
+    /// Two rows in the form of verl's preprocessing, with a column of each other type; created with pyarrow 26 by
+    /// `pq.write_table(pa.Table.from_pylist([{"prompt": [{"content": "one", "role": "user"}], "reward_model": {"ground_truth": "1", "style": "rule"},
+    /// "level": 3, "score": 0.5, "hard": True, "tags": ["a", "b"], "at": datetime.date(2026, 1, 1)}, {"prompt": [{"content": "two three", "role":
+    /// "user"}], "reward_model": {"ground_truth": "5", "style": "rule"}}]), path)`.
     const ROWS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/rows.parquet");
 
-    /// Two rows of a column for each codec, by its name; made with pyarrow 26 by `pq.write_table(table, path, compression={name:
-    /// name for name in table.column_names}, use_dictionary=False, write_statistics=False, store_schema=False)`.
+    /// A file with one column per compression codec, named after it, and two rows; created with pyarrow 26 by `pq.write_table(table, path,
+    /// compression={name: name for name in table.column_names}, use_dictionary=False, write_statistics=False, store_schema=False)`.
     const COMPRESSED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/compressed.parquet");
-    /// One of its columns, compressed with Brotli.
+    /// A file with one of the columns of `COMPRESSED`, compressed with Brotli.
     const BROTLI: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/brotli.parquet");
 
-    /// The rows up to the first that cannot be read; the error is the file's.
+    /// Reads the rows up to the first that is malformed; an error if the file as a whole cannot be read.
     fn rows(path: &str) -> Result<Vec<Value>, String> {
         let rows = read(File::open(path).unwrap())?;
         Ok(rows.map_while(Result::ok).map(Value::from).collect())

@@ -1,4 +1,4 @@
-//! Prompts of rows as the text and the tokens that the model reads.
+//! Converts prompts of rows to the text and tokens for the model.
 
 use super::rows::{DataRow, RawPrompt};
 use super::schemas::ToolSchemas;
@@ -6,19 +6,19 @@ use super::{Conversation, Message, Tokenizer};
 use crate::config::PromptFormat;
 use crate::error::Result;
 
-/// How prompts become what the model reads.
+/// How prompts are converted to text for the model.
 #[derive(Debug, Clone, Default)]
 pub(super) struct ChatFormat<'a> {
-    /// Whether text is a user's message.
+    /// Whether a plain text prompt becomes a user's message.
     pub text_is_chat: bool,
-    /// The system message of conversations that have none.
+    /// The system message for conversations that have none.
     pub system_prompt: Option<&'a str>,
     /// Schemas of the functions that the model may call.
     pub tools: ToolSchemas,
 }
 
 impl<'a> ChatFormat<'a> {
-    /// Resolves `format` for this tokenizer.
+    /// The format for this tokenizer: `auto` depends on whether it has a chat template.
     pub fn new(format: PromptFormat, system_prompt: Option<&'a str>, tokenizer: &Tokenizer) -> Self {
         let text_is_chat = match format {
             PromptFormat::Auto => tokenizer.has_chat_template(),
@@ -28,7 +28,7 @@ impl<'a> ChatFormat<'a> {
         Self { text_is_chat, system_prompt, tools: ToolSchemas::default() }
     }
 
-    /// Puts the system message before a conversation that has none.
+    /// Inserts the system message at the start of a conversation that has none.
     pub fn add_system_prompt(&self, messages: &mut Vec<Message>) {
         let has_one = messages.first().is_some_and(|first| first.role == "system");
         if let Some(content) = self.system_prompt.filter(|_| !has_one) {
@@ -36,10 +36,10 @@ impl<'a> ChatFormat<'a> {
         }
     }
 
-    /// A row's messages with the tools that the model may call there.
+    /// A row's messages, with the tools that the model may call in that row.
     ///
     /// # Errors
-    /// [`Error::BadLine`] for a row without the name of its environment, or with a message that the chat template would not show whole.
+    /// [`Error::BadLine`] if the row does not name its environment, or the chat template would drop a field of a message.
     pub fn conversation(
         &self,
         row: &DataRow,
@@ -56,17 +56,17 @@ impl<'a> ChatFormat<'a> {
     }
 }
 
-/// A prompt as the model reads it.
+/// A prompt as text and token ids.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RenderedPrompt {
-    /// Through the chat template, where there is one.
+    /// The prompt's text, after the chat template if one is used.
     pub text: String,
     /// Ids of `text`; never empty.
     pub token_ids: Vec<u32>,
 }
 
 impl RawPrompt {
-    /// Bytes of its text, before any template.
+    /// Size of the prompt's text in bytes, before any template.
     pub fn num_bytes(&self) -> usize {
         match self {
             RawPrompt::Text(text) => text.len(),
@@ -74,7 +74,7 @@ impl RawPrompt {
         }
     }
 
-    /// Appends to the text, or to the last message.
+    /// Appends to the prompt's text, or to its last message.
     pub fn append(&mut self, more: &str) {
         match self {
             RawPrompt::Text(text) => text.push_str(more),
@@ -82,7 +82,7 @@ impl RawPrompt {
         }
     }
 
-    /// Replaces the text, or that of the last message, by what `write` makes of it. Returns whether that is a user's.
+    /// Replaces the prompt's text, or its last message's text, by the result of `write`. Returns whether that was a user's message.
     pub fn rewrite(&mut self, write: impl FnOnce(&str) -> String) -> bool {
         match self {
             RawPrompt::Text(text) => *text = write(text),
@@ -94,13 +94,13 @@ impl RawPrompt {
         true
     }
 
-    /// Whether the prompt is text.
+    /// Whether the prompt is plain text.
     pub fn is_text(&self) -> bool {
         matches!(self, RawPrompt::Text(_))
     }
 
-    /// Text and ids. A conversation goes through the chat template up to where the answer begins, as in TRL; so does text where
-    /// the `format` makes it a user's message. Other text is taken as it is, with the special tokens that the tokenizer adds.
+    /// Converts the prompt to text and token ids. A conversation is rendered with the chat template up to the start of the answer, as in TRL; so is
+    /// text that the `format` makes a user's message. Other text stays unchanged, and the tokenizer adds its special tokens.
     pub fn render(self, row: &DataRow, tokenizer: &Tokenizer, format: &ChatFormat<'_>) -> Result<RenderedPrompt> {
         let prompt = match self {
             RawPrompt::Text(text) if format.text_is_chat => RawPrompt::Conversation(vec![Message::user(text)]),

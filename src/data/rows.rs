@@ -1,4 +1,4 @@
-//! Rows of a file: what one must be, and under which names its prompt and answer may stand.
+//! Rows of a file, and the names of the columns that hold their prompts and answers.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Cursor, Read, Seek};
@@ -12,45 +12,45 @@ use super::{Message, check_numbers, csv, parquet, read_message};
 use crate::error::{Error, Result};
 use crate::untrusted;
 
-/// Longest line that is read: what has no end is no row.
+/// Largest size of a line in bytes.
 const MAX_LINE_BYTES: u64 = 64 << 20;
-/// Bytes that are read to tell a format.
+/// Bytes that are read to detect a file's format.
 const FIRST_BYTES: u64 = 64;
-/// Longest file of one JSON list that is read.
+/// Largest size of a file with one JSON list, in bytes.
 const MAX_LIST_BYTES: u64 = 2 << 30;
-/// Begins text in UTF-8 that was written on Windows, and says nothing.
+/// The UTF-8 byte order mark, which some Windows programs write at the start of a file; it is skipped.
 const BYTE_ORDER_MARK: &[u8] = "\u{feff}".as_bytes();
 const NOT_UTF8: &str = "not UTF-8: expected text in UTF-8 (convert it with iconv -f ENCODING -t UTF-8), or a Parquet \
                         file";
 const PROMPT_COLUMNS: [&str; 3] = ["prompt", "problem", "question"];
 const ANSWER_COLUMNS: [&str; 3] = ["answer", "solution", "ground_truth"];
-/// Where the tests of a program stand: ours, and open-r1's.
+/// Columns with the tests of a program: this crate's name and open-r1's.
 const TESTS_COLUMNS: [&str; 2] = ["tests", "verification_info"];
 
 /// One row of a file.
 pub(super) struct DataRow {
     path: PathBuf,
-    /// Line of the row, or its number in a Parquet file or a JSON list; from 1.
+    /// Line number of the row, or its index in a Parquet file or a JSON list, from 1.
     line: usize,
-    /// Every column, and `answer` under that name whatever the file calls it.
+    /// All columns. The answer is also stored under `answer`, if the file names it otherwise.
     pub columns: Map<String, Value>,
 }
 
-/// A prompt as a file gives it.
+/// A prompt in the form in which a file gives it.
 pub(super) enum RawPrompt {
     Text(String),
     Conversation(Vec<Message>),
 }
 
-/// A row to be learned.
+/// An SFT example in the form in which a file gives it.
 pub(super) enum RawExample {
-    /// A prompt and the text that follows it.
+    /// A prompt and its completion.
     Completion(RawPrompt, String),
-    /// A conversation, of which the assistant's messages are learned from this one on.
+    /// A conversation. The assistant's messages from this index on are training targets.
     Conversation(Vec<Message>, usize),
 }
 
-/// The rows of a file in order: JSONL, whose blank lines are skipped and which may come through a pipe, a list in JSON, Parquet, or
+/// Reads the rows of a file in order. Formats: JSONL (blank lines are skipped; may be a pipe), a JSON list, Parquet, and
 /// CSV or TSV by the file's name.
 pub(super) fn read_rows(path: &Path) -> Result<Box<dyn Iterator<Item = Result<DataRow>>>> {
     let mut file = open(path).map_err(|error| Error::bad_file(path, error.to_string()))?;
@@ -106,12 +106,12 @@ pub(super) fn read_rows(path: &Path) -> Result<Box<dyn Iterator<Item = Result<Da
     })))
 }
 
-/// A file, or a pipe, for which rows are a stream like any other: its reader waits for what comes.
+/// Opens a file or a pipe. Reading a pipe waits for its writer.
 fn open(path: &Path) -> io::Result<File> {
     if std::fs::metadata(path)?.file_type().is_fifo() { File::open(path) } else { untrusted::open(path) }
 }
 
-/// The objects of a list, which is read as a whole.
+/// The objects of a JSON list, which is read into memory as a whole.
 fn list_rows(path: PathBuf, reader: impl Read) -> Result<Box<dyn Iterator<Item = Result<DataRow>>>> {
     let bad = |problem: String| {
         let expected = format!("expected a JSON list of objects with less than {MAX_LIST_BYTES} bytes in all");
@@ -139,7 +139,7 @@ fn into_columns(row: Value) -> Map<String, Value> {
     }
 }
 
-/// The next line, if there is one.
+/// The next line; `None` at the end of the file.
 fn read_line(reader: &mut impl BufRead) -> io::Result<Option<String>> {
     let mut line = String::new();
     match reader.take(MAX_LINE_BYTES).read_line(&mut line)? as u64 {
@@ -163,17 +163,17 @@ impl DataRow {
         Self { path, line, columns }
     }
 
-    /// A row whose file is not known any more.
+    /// A row made from columns, without a file.
     pub fn of_columns(columns: Map<String, Value>) -> Self {
         Self { path: PathBuf::new(), line: 0, columns }
     }
 
-    /// Whether any of the usual columns has a prompt.
+    /// Whether the row has a prompt in one of the default columns.
     pub fn has_prompt(&self) -> bool {
         PROMPT_COLUMNS.iter().any(|name| self.given(name).is_some())
     }
 
-    /// The prompt, in the `column` that is named or under any of its usual names.
+    /// The prompt, from `column` if it is given, or else from the first default column that the row has.
     pub fn prompt(&self, column: Option<&str>) -> Result<RawPrompt> {
         let names = column.as_ref().map_or(&PROMPT_COLUMNS[..], std::slice::from_ref);
         let found = names.iter().find_map(|name| Some((name, self.given(name)?)));
@@ -184,8 +184,8 @@ impl DataRow {
         }
     }
 
-    /// The row as an example: a prompt and its completion, in the columns that are named or in the usual ones, both as text or as
-    /// messages, or else, where no completion's is named, a conversation in `messages`.
+    /// The row as an SFT example: a prompt and its completion, from the given or the default columns, both as text or as
+    /// messages; or a conversation in column `messages`, if no completion column is given.
     pub fn example(&self, prompt: Option<&str>, completion: Option<&str>) -> Result<RawExample> {
         const KEY: Option<&str> = Some("dataset_completion_column");
         let column = completion.unwrap_or("completion");
@@ -208,7 +208,7 @@ impl DataRow {
         }
     }
 
-    /// Refuses the row unless it has `name`, not as null. An answer and tests have been found under their other names already.
+    /// Returns an error unless the row has column `name` and it is not null. Answers and tests under other names were renamed before.
     pub fn require(&self, name: &str) -> Result<()> {
         let (names, key) = match name {
             _ if name == ANSWER_COLUMNS[0] => (&ANSWER_COLUMNS[..], Some("reward.answer_column")),
@@ -218,7 +218,7 @@ impl DataRow {
         self.given(name).map(drop).ok_or_else(|| self.missing(names, key))
     }
 
-    /// The functions that an example may call: its column `tools`, a list of JSON schemas, or such a list as text; null without one.
+    /// The functions that an example may call: column `tools`, a list of JSON schemas or a string of such a list; null if the row has none.
     pub fn tools(&self) -> Result<Value> {
         let Some(given) = self.given("tools") else { return Ok(Value::Null) };
         let parsed = given.as_str().and_then(|text| Some((serde_json::from_str::<Value>(text).ok()?, text)));
@@ -233,8 +233,8 @@ impl DataRow {
         }
     }
 
-    /// The notice about a field that is null where the model sees it: in the schemas of `tools`, or among arguments of calls. Arrow pads rows
-    /// of different fields so.
+    /// The notice about a null field that the model sees: in the schemas of column `tools`, or in tool call arguments. Arrow adds such nulls to
+    /// rows that have different fields.
     pub fn padding(&self, has_tools: bool) -> Option<String> {
         let mut given = self.columns.iter().filter(|(_, value)| !value.is_null());
         let (name, path) = given.find_map(|(name, value)| {
@@ -249,17 +249,17 @@ impl DataRow {
         ))
     }
 
-    /// An error at this line.
+    /// An error with the row's file and line.
     pub fn bad(&self, message: String) -> Error {
         Error::BadLine { path: self.path.clone(), line: self.line, message }
     }
 
-    /// A column that is there and not null.
+    /// The value of a column; `None` if it is missing or null.
     fn given(&self, name: &str) -> Option<&Value> {
         self.columns.get(name).filter(|value| !value.is_null())
     }
 
-    /// None of the columns is there; `key` names another one.
+    /// The error for a row that has none of the columns `names`. It suggests to set `key`.
     fn missing(&self, names: &[&str], key: Option<&str>) -> Error {
         let seen = self
             .columns

@@ -1,7 +1,7 @@
-//! Which rows come next: an order per epoch that depends on the seed alone.
+//! Chooses the next rows. The order in an epoch depends only on the seed.
 //!
-//! Solve rates of rows are part of its state: all ranks book those of all ranks before the next rows are drawn. With a curriculum, a
-//! row outside the bounds is drawn only in the epochs in which a hash of seed and row plus the epoch is a multiple of
+//! The sampler's state includes solve rates of rows: before the next rows are drawn, every rank records the solve rates from all ranks. With a
+//! curriculum, a row outside the bounds is drawn only in the epochs in which (hash of seed and row) + epoch is a multiple of
 //! `curriculum.every`.
 
 use std::collections::{BTreeMap, HashSet};
@@ -9,87 +9,87 @@ use std::collections::{BTreeMap, HashSet};
 use crate::config::CurriculumConfig;
 use crate::error::{Error, Result};
 
-/// Draws batches of row indexes, each epoch in its own order. The order is a function of (seed, epoch), the same at any
-/// world size. Rows of an epoch that make no whole batch are left out of it, as TRL's `RepeatSampler` does, or begin a batch that
-/// is filled from the next epoch; rows that are already in that batch come last in that epoch, so that no batch holds a
-/// row twice and every epoch holds every row once. With a [`Curriculum`] an epoch leaves rows out that are not due in it, and a
-/// batch may go on in the next one.
+/// Draws batches of row indexes in a new order per epoch. The order is a function of (seed, epoch) and does not depend on the
+/// world size. Rows of an epoch that do not fill a whole batch are either dropped, as by TRL's `RepeatSampler`, or begin a batch that
+/// is filled from the next epoch. In the latter case rows already in that batch come last in the next epoch, so that no batch contains a
+/// row twice and every epoch contains every row once. With a [`Curriculum`] an epoch skips rows that are not due in it, and a
+/// batch may continue into the next epoch.
 #[derive(Debug, Clone)]
 pub struct PromptSampler {
     len: usize,
     seed: u64,
     shuffle: bool,
-    /// Rows that an epoch has: all, or those that make whole batches.
+    /// Rows per epoch: all rows, or only those that fill whole batches.
     epoch_len: usize,
     curriculum: Option<Curriculum>,
     state: SamplerState,
     order: Vec<usize>,
 }
 
-/// Rows whose newest solve rate is outside of bounds come in one of several epochs. Which one depends on the seed and the row, so that
-/// they are spread over epochs evenly.
+/// Draws rows less often if their recent solve rate is outside bounds: in one of several epochs. The epoch depends on seed and row, so that
+/// these rows are spread evenly over the epochs.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Curriculum {
-    /// Least and greatest solve rate of a row that comes in every epoch.
+    /// Lowest and highest solve rate of a row that is drawn in every epoch.
     pub solve_rate: [f64; 2],
-    /// Epochs of which the other rows come in one.
+    /// Period in epochs with which other rows are drawn.
     pub every: u64,
 }
 
 impl Curriculum {
-    /// The curriculum that the configuration asks for, if it asks for one.
+    /// The configured curriculum; `None` if none is configured.
     pub fn new(config: &CurriculumConfig) -> Option<Self> {
         Some(Self { solve_rate: config.solve_rate?, every: config.every as u64 })
     }
 
-    /// Whether a row's rate is below the bounds, and whether it is above them.
+    /// Whether a row's solve rate is below the bounds, and whether it is above them.
     fn is_outside(&self, [num_solved, num_judged]: [u32; 2]) -> [bool; 2] {
         let ([low, high], rate) = (self.solve_rate, f64::from(num_solved) / f64::from(num_judged));
         [rate < low, rate > high]
     }
 }
 
-/// Where a [`PromptSampler`] stands, for checkpoints.
+/// State of a [`PromptSampler`] in checkpoints.
 #[derive(Debug, Clone, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct SamplerState {
-    /// Epoch, from 0.
+    /// Current epoch, from 0.
     pub epoch: u64,
-    /// Rows of the epoch already drawn.
+    /// Rows of the current epoch drawn so far.
     pub position: usize,
-    /// Rows of the epoch that were moved to its end.
+    /// Rows of the current epoch that were moved to its end.
     pub late: Vec<usize>,
-    /// For each row with completions that have a verdict: how many of the newest are solved, and how many there are. Kept where there is
-    /// a curriculum.
+    /// For each row with scored completions: how many of its most recent completions are solved, and their number. Kept only with a
+    /// curriculum.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub solved: BTreeMap<usize, [u32; 2]>,
 }
 
 impl PromptSampler {
-    /// A sampler over `len` rows, at the start of epoch 0; without `shuffle` rows come in file order.
+    /// A sampler over `len` rows, at the start of epoch 0. Without `shuffle`, rows come in file order.
     pub fn new(len: usize, seed: u64, shuffle: bool) -> Self {
         let state = SamplerState::default();
         let order = epoch_order(len, seed, shuffle, &state);
         Self { len, seed, shuffle, epoch_len: len, curriculum: None, state, order }
     }
 
-    /// Ends every epoch with its last whole batch of `n` rows.
+    /// Drops rows at the end of every epoch that do not fill a batch of `n` rows.
     pub fn dropping_last(self, n: usize) -> Self {
         Self { epoch_len: self.len / n * n, ..self }
     }
 
-    /// Takes rows less often that teach little.
+    /// Draws rows outside the curriculum's bounds less often.
     pub fn with_curriculum(self, curriculum: Option<Curriculum>) -> Self {
         Self { curriculum, ..self }
     }
 
-    /// Books how many of the newest completions of a row are solved, of how many; nothing where there are none.
+    /// Records how many of a row's most recent completions are solved, and their number; ignored if there are none.
     pub fn observe(&mut self, row: usize, solved: [u32; 2]) {
         if solved[1] > 0 {
             self.state.solved.insert(row, solved);
         }
     }
 
-    /// Rows whose solve rate is below the curriculum's bounds, and rows for which it is above them.
+    /// Numbers of rows whose solve rate is below and above the curriculum's bounds.
     pub fn num_resting(&self) -> [usize; 2] {
         let outside = |at: usize| {
             let is_outside = |solved| self.curriculum.is_some_and(|curriculum| curriculum.is_outside(solved)[at]);
@@ -98,7 +98,7 @@ impl PromptSampler {
         [outside(0), outside(1)]
     }
 
-    /// The next `n` distinct rows.
+    /// Draws the next `n` distinct rows.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if there are fewer than `n` rows: the same prompt twice in a step would get the same
@@ -107,10 +107,10 @@ impl PromptSampler {
         self.next_batch_beside(n, &[])
     }
 
-    /// The next rows, where others are `under_way` from earlier batches: those come last in a new epoch too.
+    /// Draws the next `n` rows while the rows `under_way` from earlier batches are unfinished; those come last in a new epoch.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if there are fewer rows than both together.
+    /// [`Error::InvalidArgument`] if there are fewer rows than `n` and `under_way` together.
     pub fn next_batch_beside(&mut self, n: usize, under_way: &[usize]) -> Result<Vec<usize>> {
         if n + under_way.len() > self.len {
             return Err(Error::InvalidArgument {
@@ -129,20 +129,20 @@ impl PromptSampler {
         Ok(batch)
     }
 
-    /// Epochs done, the part of the current one included.
+    /// Completed epochs, including the fraction of the current one.
     pub fn epochs(&self) -> f64 {
         self.state.epoch as f64 + self.state.position as f64 / self.epoch_len.max(1) as f64
     }
 
-    /// The sampler's position, to be saved.
+    /// The sampler's state, to be saved in a checkpoint.
     pub fn state(&self) -> &SamplerState {
         &self.state
     }
 
-    /// Goes on from `state`, as if the batches before it had been drawn.
+    /// Restores `state`; the next batches are the same as if the batches before it had been drawn.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if the state is not one of a data set with this many rows.
+    /// [`Error::InvalidArgument`] if the state does not fit a data set with this number of rows.
     pub fn restore(&mut self, state: SamplerState) -> Result<()> {
         let mut rows = state.late.iter().chain(state.solved.keys());
         if state.position > self.len || rows.any(|row| *row >= self.len) {
@@ -157,7 +157,7 @@ impl PromptSampler {
         Ok(())
     }
 
-    /// Up to `n` rows that are left of the epoch. An epoch that leaves rows out may come to those that are `taken` already.
+    /// Draws up to `n` rows from the rest of the epoch. With a curriculum, rows in `taken` are skipped.
     fn take(&mut self, n: usize, taken: &[usize]) -> Vec<usize> {
         let taken: HashSet<usize> = taken.iter().copied().filter(|_| self.curriculum.is_some()).collect();
         let mut rows = Vec::with_capacity(n);
@@ -171,7 +171,7 @@ impl PromptSampler {
         rows
     }
 
-    /// Whether a row comes in this epoch.
+    /// Whether a row is drawn in the current epoch.
     fn is_due(&self, row: usize) -> bool {
         let Some((curriculum, solved)) = self.curriculum.zip(self.state.solved.get(&row)) else { return true };
         let is_resting = curriculum.is_outside(*solved).contains(&true);
@@ -191,7 +191,7 @@ fn epoch_order(len: usize, seed: u64, shuffle: bool, state: &SamplerState) -> Ve
     [early, late].concat()
 }
 
-/// The finaliser of splitmix64 (Steele, Lea, Flood 2014): a bijection of 64-bit words that mixes every bit.
+/// The finalizer of splitmix64 (Steele, Lea, Flood 2014): a bijection of 64-bit words that mixes every bit.
 pub(super) fn splitmix64(word: u64) -> u64 {
     let word = word.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -264,7 +264,7 @@ mod tests {
         assert_eq!(draw(&mut restored, 5, 4), draw(&mut sampler, 5, 4));
     }
 
-    /// A surplus may begin more rows than an epoch has.
+    /// With a surplus, a batch may contain more rows than an epoch.
     #[test]
     fn a_batch_larger_than_an_epoch_holds_no_row_twice() {
         let mut sampler = PromptSampler::new(10, 42, true).dropping_last(6);

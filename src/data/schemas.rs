@@ -1,4 +1,4 @@
-//! Schemas of the functions that a model may call, by the environment of a row.
+//! Schemas of the functions that a model may call, for each environment.
 
 use std::collections::BTreeMap;
 
@@ -9,22 +9,22 @@ use super::{Conversation, Message, Tokenizer};
 /// The column that names a row's environment.
 const COLUMN: &str = "environment";
 
-/// JSON schemas of tools, lists as chat templates read them.
+/// JSON schemas of the tools of each environment, as lists that chat templates read.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct ToolSchemas {
-    /// Schemas for rows without an environment; null if there are no tools.
+    /// Schemas for rows without an environment; null without tools.
     tools: Value,
-    /// By the environment's name, which is empty where all rows have the same one.
+    /// Schemas by environment name. The name is empty if all rows have the same environment.
     environments: BTreeMap<String, Value>,
 }
 
 impl ToolSchemas {
-    /// `tools` are those of all rows, or `environments` those of each environment, tools of all rows among them.
+    /// `tools` applies to all rows. `environments` gives the schemas of each environment, including `tools`.
     pub fn new(tools: Value, environments: BTreeMap<String, Value>) -> Self {
         Self { tools, environments }
     }
 
-    /// Whether the model may call nothing.
+    /// Whether the model has no tools to call.
     pub fn is_empty(&self) -> bool {
         self.tools.is_null() && self.environments.is_empty()
     }
@@ -34,7 +34,7 @@ impl ToolSchemas {
         !self.environments.is_empty()
     }
 
-    /// Whether rows say which environment they have.
+    /// Whether each row names its environment.
     pub fn are_named(&self) -> bool {
         self.has_environments() && !self.environments.contains_key("")
     }
@@ -42,7 +42,7 @@ impl ToolSchemas {
     /// The name of a row's environment.
     ///
     /// # Errors
-    /// The names that there are, for a row without one of them.
+    /// A message with the known names, if the row names none of them.
     pub fn environment<'a>(&self, columns: &'a Map<String, Value>) -> Result<&'a str, String> {
         if !self.are_named() {
             return Ok("");
@@ -55,7 +55,7 @@ impl ToolSchemas {
         })
     }
 
-    /// The tools of a row.
+    /// The schemas of the tools available in a row.
     ///
     /// # Errors
     /// The errors of [`ToolSchemas::environment`].
@@ -66,17 +66,17 @@ impl ToolSchemas {
         }
     }
 
-    /// The tools of rows with the environment of this name; those of all rows where none has it.
+    /// The schemas for rows with the environment `name`; those for all rows if no environment has this name.
     pub fn of_environment(&self, name: &str) -> &Value {
         self.environments.get(name).unwrap_or(&self.tools)
     }
 
-    /// The tools of some row.
+    /// The schemas for an arbitrary row.
     pub fn of_any(&self) -> &Value {
         self.environments.values().next().unwrap_or(&self.tools)
     }
 
-    /// Whether a prompt has nothing of the tools in it, as the model's chat template leaves them out.
+    /// Whether the model's chat template does not show the tools in a prompt.
     pub fn are_hidden(&self, tokenizer: &Tokenizer) -> bool {
         let conversation = Conversation::of(&[Message::user("")], true);
         let with_tools = Conversation { tools: self.of_any().clone(), ..conversation.clone() };
@@ -85,7 +85,7 @@ impl ToolSchemas {
             && matches!((tokenizer.converse(conversation), tokenizer.converse(with_tools)), (Ok(a), Ok(b)) if a == b)
     }
 
-    /// A row's columns as `reset` gets them.
+    /// The row's columns that are passed to the environment's `reset`.
     pub fn reset_columns(&self, columns: &Map<String, Value>) -> Map<String, Value> {
         let mut columns = columns.clone();
         if self.are_named() {

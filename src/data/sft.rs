@@ -1,4 +1,4 @@
-//! Rows to learn from by imitation.
+//! Reads SFT examples from rows.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -10,16 +10,16 @@ use super::sources::RowSources;
 use super::{DatasetOptions, Message, Tokenizer, ToolSchemas};
 use crate::error::{Error, Result};
 
-/// A prompt with the completion to imitate; the loss covers `token_ids[prompt_len..]`.
+/// A prompt with the completion to learn. The loss covers `token_ids[prompt_len..]`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SftExample {
-    /// Prompt, completion and the end-of-sequence token.
+    /// Token ids of prompt and completion, the end-of-sequence token included.
     pub token_ids: Vec<u32>,
-    /// Tokens of the prompt.
+    /// Length of the prompt in tokens.
     pub prompt_len: usize,
 }
 
-/// Examples in file order, tokenized.
+/// Tokenized SFT examples in file order.
 #[derive(Debug)]
 pub struct SftDataset {
     /// The examples; never empty.
@@ -27,19 +27,19 @@ pub struct SftDataset {
     num_rows: usize,
     too_long: usize,
     max_length: usize,
-    /// The notice about the first padded field that is learned from.
+    /// The notice about the first example with a null field that was added as padding.
     padding: Option<String>,
 }
 
 impl SftDataset {
-    /// Reads rows: a prompt (as [`Dataset`](super::Dataset) takes it) and a `completion`, both as text or as
-    /// messages, or a conversation in `messages`. Prompt and completion are tokenized on their own, so that the prompt's ids are
-    /// those that a rollout would start from.
+    /// Reads SFT examples from the rows of one file. A row has a prompt (as [`Dataset`](super::Dataset) reads it) and a `completion`, both as text
+    /// or as messages, or a conversation in `messages`. Prompt and completion are tokenized separately, so that the prompt's ids are
+    /// those of a rollout.
     ///
-    /// Every message of the assistant's, from a `completion` on, is an example of its own, with all messages before it as its
-    /// prompt: what a rollout at that place would see, whatever the chat template leaves out of earlier answers. It ends where
-    /// a rollout would, with the first of the tokenizer's or the `model_eos_token_ids` that the template puts. A completion that
-    /// does not end with one gets the tokenizer's.
+    /// Every assistant message, or every one in the `completion`, becomes an example of its own, with all earlier messages as its
+    /// prompt. This is what a rollout would see there, even if the chat template omits parts of earlier answers. The example ends at the
+    /// first end-of-sequence token (the tokenizer's or one of `model_eos_token_ids`) after the answer. If a completion does
+    /// not end with one, the tokenizer's is appended.
     ///
     /// # Errors
     /// The errors of [`Dataset::from_file`](super::Dataset::from_file); [`Error::TokenizerMismatch`] where there is no EOS token to append.
@@ -59,7 +59,7 @@ impl SftDataset {
         )
     }
 
-    /// Reads the rows of all `sources`; of `options` those that say how a prompt is read. `told` is called as in
+    /// Reads SFT examples from all `sources`. Only the `options` about prompts apply. `told` is called as in
     /// [`Dataset::read_with`](super::Dataset::read_with).
     ///
     /// # Errors
@@ -101,7 +101,7 @@ impl SftDataset {
         Ok(data)
     }
 
-    /// The warning where more than a tenth of the completions is left out, and the notice about fields that Arrow has put into the rows.
+    /// The warning if more than a tenth of the completions is left out, and the notice about null fields that Arrow added to rows.
     pub fn notices(&self) -> Vec<String> {
         let (lost, all) = (self.too_long, self.examples.len() + self.too_long);
         let told =
@@ -109,7 +109,7 @@ impl SftDataset {
         is_much(lost, all).then(told).into_iter().chain(self.padding.clone()).collect()
     }
 
-    /// The first example, as the model reads it.
+    /// Describes the data set with the first example as text.
     ///
     /// # Errors
     /// [`Error::TokenizerMismatch`].
@@ -120,7 +120,7 @@ impl SftDataset {
         Ok(format!("examples: the first one learns {} behind {}", text(completion)?, text(prompt)?))
     }
 
-    /// Rows and completions at each stage.
+    /// Describes the numbers of rows and completions that were read, left out and kept.
     pub fn counts(&self) -> String {
         let Self { examples, num_rows, too_long, max_length, .. } = self;
         let (all, kept) = (examples.len() + too_long, examples.len());
@@ -128,14 +128,14 @@ impl SftDataset {
     }
 }
 
-/// Tokens that end a completion.
+/// Token ids that end a completion.
 struct EndTokens {
     own: Option<u32>,
     all: Vec<u32>,
 }
 
 impl EndTokens {
-    /// Completes ids that are not ended.
+    /// Appends the end-of-sequence token unless the ids end with one.
     fn close(&self, mut ids: Vec<u32>) -> Result<Vec<u32>> {
         if !ids.last().is_some_and(|last| self.all.contains(last)) {
             ids.push(self.own.ok_or_else(|| Error::TokenizerMismatch {
@@ -145,7 +145,7 @@ impl EndTokens {
         Ok(ids)
     }
 
-    /// Ends an answer that a chat template wrote: what leads to the next message follows its end.
+    /// Cuts an answer rendered by a chat template after its first end token; the tokens after it lead to the next message.
     fn close_turn(&self, mut ids: Vec<u32>) -> Result<Vec<u32>> {
         let end = ids.iter().position(|id| self.all.contains(id));
         ids.truncate(end.map_or(ids.len(), |end| end + 1));
@@ -153,8 +153,8 @@ impl EndTokens {
     }
 }
 
-/// The examples of a row; `None` for one of more than `max_bytes`, which is not tokenized: that would take hundreds of bytes
-/// for each of its own.
+/// The examples of a row; `None` if it is larger than `max_bytes`. Such a row is not tokenized, because that could need hundreds of
+/// bytes of memory per byte of text.
 fn examples(
     row: &DataRow,
     options: &DatasetOptions,
@@ -296,7 +296,7 @@ mod tests {
         );
     }
 
-    /// A call is learned as the template writes it, its arguments as an object, behind the functions that the row's column `tools` names.
+    /// Tool calls are learned as the chat template writes them, with arguments as an object, after the functions from the row's column `tools`.
     #[test]
     fn conversations_may_contain_tool_calls() {
         let folder = TokenizerFolder::new();
@@ -353,7 +353,7 @@ mod tests {
         }
     }
 
-    /// GSM8K's rows; a column that is named must be there, whatever else is.
+    /// Rows like GSM8K's. A configured column must exist, even if default columns do.
     #[test]
     fn completions_are_read_from_the_configured_column() {
         let folder = TokenizerFolder::new();

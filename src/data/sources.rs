@@ -1,4 +1,4 @@
-//! Where rows come from: files, folders, patterns and data sets of the Hub, as the configuration names them.
+//! Resolves the configured data sources (files, folders, patterns and data sets of the Hub) to files.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -9,17 +9,17 @@ use crate::config::{DataConfig, NamedSplit};
 use crate::error::{Error, Result};
 use crate::untrusted::{self, MAX_README_BYTES};
 
-/// Begins the address of files in a repository of the Hub: `hf://datasets/NAME[@REVISION]/PATTERN`.
+/// Prefix of the address of files in a Hub repository: `hf://datasets/NAME[@REVISION]/PATTERN`.
 const HUB_SCHEME: &str = "hf://datasets/";
 
-/// Files of rows, in order.
+/// Files with rows, in order.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RowSources {
     /// The source as the user named it.
     pub name: String,
-    /// Each file, and how often its rows are seen in an epoch.
+    /// Each file, and the number of times its rows appear in an epoch.
     pub(super) files: Vec<(PathBuf, f64)>,
-    /// Most rows that are read.
+    /// Largest number of rows that are read.
     pub(super) max_rows: Option<usize>,
 }
 
@@ -30,25 +30,25 @@ impl fmt::Display for RowSources {
 }
 
 impl RowSources {
-    /// One file, every row once.
+    /// A single file whose rows appear once per epoch.
     pub fn file(path: impl Into<PathBuf>) -> Self {
         let path = path.into();
         Self { name: path.display().to_string(), files: vec![(path, 1.0)], max_rows: None }
     }
 
-    /// The rows that `entry` names, which is given for `key`: a file, a pattern, a folder, of which `split` is read, or files of the Hub.
+    /// Resolves `entry`, the value of configuration key `key`, to files: a file, a pattern, the split `split` of a folder, or files of the Hub.
     ///
     /// # Errors
-    /// [`Error::BadFile`] and [`Error::Hub`] for what is not there, with the key.
+    /// [`Error::BadFile`] and [`Error::Hub`] if there are no such files; the message names the key.
     pub fn named(key: &str, entry: &str, split: &str, hub: &Hub) -> Result<Self> {
         let files = located(key, entry, split, hub)?.into_iter().map(|path| (path, 1.0)).collect();
         Ok(Self { name: entry.to_owned(), files, max_rows: None })
     }
 
-    /// The training rows.
+    /// The files with training rows.
     ///
     /// # Errors
-    /// [`Error::BadFile`] and [`Error::Hub`] for what is not there, with the key that names it.
+    /// [`Error::BadFile`] and [`Error::Hub`] if a configured file does not exist; the message names the key.
     pub fn train(config: &DataConfig, hub: &Hub) -> Result<Self> {
         let split = &config.dataset_train_split;
         if let Some(name) = config.dataset_name.as_deref() {
@@ -64,7 +64,7 @@ impl RowSources {
         Ok(Self { name: entries.join(", "), files, max_rows: config.max_train_samples })
     }
 
-    /// The held-out rows, if the run is evaluated ([`DataConfig::has_held_out`]).
+    /// The files with held-out rows; `None` if the run has no evaluation ([`DataConfig::has_held_out`]).
     ///
     /// # Errors
     /// The errors of [`RowSources::train`].
@@ -91,7 +91,7 @@ impl RowSources {
     }
 }
 
-/// The files that an entry of `key` names: a file, a folder, a pattern, or files of the Hub.
+/// The paths of the files that an entry of configuration key `key` names: a file, a folder, a pattern, or files of the Hub.
 fn located(key: &str, entry: &str, split: &str, hub: &Hub) -> Result<Vec<PathBuf>> {
     if let Some(address) = entry.strip_prefix(HUB_SCHEME) {
         return hub_files(key, entry, address, hub);
@@ -119,7 +119,7 @@ fn located(key: &str, entry: &str, split: &str, hub: &Hub) -> Result<Vec<PathBuf
     }
 }
 
-/// `NAME[@REVISION]/PATTERN`.
+/// Downloads the files with the address `NAME[@REVISION]/PATTERN` and returns their paths.
 fn hub_files(key: &str, entry: &str, address: &str, hub: &Hub) -> Result<Vec<PathBuf>> {
     let expected = "hf://datasets/USER/NAME/PATTERN, or hf://datasets/USER/NAME@REVISION/PATTERN";
     let invalid = || Error::invalid_value(key, entry, expected);
@@ -138,7 +138,7 @@ fn hub_files(key: &str, entry: &str, address: &str, hub: &Hub) -> Result<Vec<Pat
     snapshot.fetch(&names)
 }
 
-/// The files of a split of a folder or of a data set of the Hub; `key` asks for it.
+/// The files of a split of a folder or of a Hub data set. Errors name the configuration key `key`.
 fn dataset(key: &str, name: &str, config: Option<&str>, split: &str, hub: &Hub) -> Result<Vec<PathBuf>> {
     let path = Path::new(name);
     let missing = |message: String| Error::Hub { repo: name.to_owned(), message: format!("{key}: {message}") };
@@ -159,7 +159,7 @@ fn dataset(key: &str, name: &str, config: Option<&str>, split: &str, hub: &Hub) 
     snapshot.fetch(&names)
 }
 
-/// The files of a split in a folder.
+/// The files of a split in a local folder.
 fn folder_split(folder: &Path, config: Option<&str>, split: &str) -> std::result::Result<Vec<PathBuf>, String> {
     let names = files_below(folder);
     let readme = untrusted::read_text(&folder.join("README.md"), MAX_README_BYTES).ok();

@@ -1,5 +1,5 @@
-//! Which files of a data set belong to a split, by the rules of Hugging Face's `datasets`: what the README declares, or else
-//! what names of files and folders say.
+//! Assigns the files of a data set to splits by the rules of Hugging Face's `datasets`: by the declarations in the README, or else
+//! by file and folder names.
 
 use std::collections::BTreeMap;
 
@@ -11,29 +11,29 @@ use crate::untrusted::{self, ThreadLimits};
 
 /// Extensions of files that hold rows.
 pub(super) const EXTENSIONS: [&str; 6] = ["parquet", "jsonl", "ndjson", "json", "csv", "tsv"];
-/// Words of a name that say its split.
+/// Words in a file name that indicate its split.
 const KEYWORDS: [(&str, &[&str]); 3] = [
     ("train", &["train", "training"]),
     ("validation", &["validation", "valid", "dev", "val"]),
     ("test", &["test", "testing", "eval", "evaluation"]),
 ];
-/// Says in an error that a folder was written by `save_to_disk` of `datasets`, and how to make a file that is read.
+/// Error text for a folder written by `save_to_disk` of `datasets`: says how to convert it.
 const SAVED_TO_DISK: &str = "Arrow files of save_to_disk, which are not supported; convert them in Python: \
                              datasets.load_from_disk(FOLDER)[\"train\"].to_parquet(\"train.parquet\")";
-/// A star does not cross folders, two do.
+/// Pattern rules: `*` does not match across folders, `**` does.
 const WITHIN: MatchOptions =
     MatchOptions { case_sensitive: true, require_literal_separator: true, require_literal_leading_dot: false };
 
-/// Limits of reading a README's header and matching its patterns.
+/// Limits for the thread that parses a README's header and matches its patterns.
 const LIMITS: ThreadLimits = ThreadLimits { stack_bytes: 64 << 20, memory_bytes: 256 << 20, cpu_s: 5 };
 
-/// Files by split.
+/// File names by split.
 type Splits = BTreeMap<String, Vec<String>>;
 
-/// The files of `split` in the configuration `config` of a data set that has `files`; `readme` is its README.md.
+/// The files of `split` in the configuration `config` of a data set with the file names `files` and the README.md text `readme`.
 ///
 /// # Errors
-/// What the data set has instead.
+/// A message with the splits or configurations that exist.
 pub(super) fn split_files(
     files: &[String],
     readme: Option<String>,
@@ -67,7 +67,7 @@ pub(super) fn split_files(
     Ok(found)
 }
 
-/// The `configs` of the README's header, if it has any.
+/// The `configs` list in the README's YAML header, if there is one.
 fn declared(readme: &str) -> Result<Option<Vec<Value>>, String> {
     let Some(header) = readme.strip_prefix("---").and_then(|rest| rest.split("\n---").next()) else { return Ok(None) };
     check_openings(header).map_err(|message| format!("the header of its README.md: {message}"))?;
@@ -105,13 +105,13 @@ fn declared_splits(configs: &[Value], files: &[String], name: Option<&str>) -> R
         .collect())
 }
 
-/// One pattern, or a list of them.
+/// Reads one pattern or a list of patterns.
 fn patterns(value: &Value) -> Vec<String> {
     let texts = value.as_sequence().map_or_else(|| vec![value], |list| list.iter().collect());
     texts.into_iter().filter_map(Value::as_str).map(str::to_owned).collect()
 }
 
-/// Files whose whole path fits one of the patterns.
+/// The files whose whole path matches one of the patterns.
 pub(super) fn matching(files: &[String], patterns: &[String]) -> Vec<String> {
     let compiled = patterns.iter().filter_map(|text| Pattern::new(text.trim_start_matches("./")).ok());
     let compiled: Vec<Pattern> = compiled.collect();
@@ -144,7 +144,7 @@ fn extension(file: &str) -> Option<&str> {
     EXTENSIONS.contains(&extension).then_some(extension).filter(|_| !is_about)
 }
 
-/// The split that a file's name says, or its folders' names; `train` where they say none.
+/// The split of a file by its name or its folders' names; `train` if they indicate none.
 fn split_of(file: &str) -> String {
     let (folders, name) = file.rsplit_once('/').unwrap_or(("", file));
     if let Some((split, _)) = sharded(name) {
@@ -157,7 +157,7 @@ fn split_of(file: &str) -> String {
     said(name).or_else(|| said(folders)).map_or("train", |(split, _)| split).to_owned()
 }
 
-/// `train-00000-of-00004.parquet`: the split and the number of its files.
+/// Parses a shard name such as `train-00000-of-00004.parquet` to its split and the number of shards.
 fn sharded(name: &str) -> Option<(&str, usize)> {
     let stem = name.split('.').next()?;
     let (stem, count) = stem.rsplit_once("-of-")?;
@@ -166,7 +166,7 @@ fn sharded(name: &str) -> Option<(&str, usize)> {
     Some((split, count.parse().ok()?)).filter(|(split, _)| !split.is_empty())
 }
 
-/// Refuses a split of which some files are missing: the cache may hold a part of it.
+/// Returns an error if some shards of a split are missing, as in a partially downloaded cache.
 fn check_complete(files: &[String]) -> Result<(), String> {
     let mut counts: BTreeMap<(String, usize), usize> = BTreeMap::new();
     for file in files {
@@ -198,7 +198,7 @@ mod tests {
         names.iter().map(|name| (*name).to_owned()).collect()
     }
 
-    /// The layout of `openai/gsm8k`, whose README declares two configurations.
+    /// The README header of `openai/gsm8k`, which declares two configurations.
     const GSM8K: &str = "---\nlicense: mit\nconfigs:\n- config_name: main\n  data_files:\n  - split: train\n    path: \
         main/train-*\n  - split: test\n    path: main/test-*\n- config_name: socratic\n  data_files:\n  - split: train\n    \
         path: socratic/train-*\n---\n# GSM8K\n";

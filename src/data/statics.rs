@@ -1,12 +1,13 @@
-//! Values that libraries make at their first use and keep for the process: expressions, tables. A thread that stops at its limit while it
-//! makes one would keep all others from it for ever. So they are made before stranger's files are read, by the reader that needs them.
+//! Initializes static values of libraries, such as regular expressions and tables. Libraries create them at first use. If a thread is stopped at its
+//! limit
+//! while it creates one, all other threads would wait for it forever. Readers of untrusted files therefore create them beforehand.
 
 use std::sync::Once;
 
 use minijinja::Environment;
 use tokenizers::Tokenizer;
 
-/// A tokenizer that uses all such values of the tokenizers library.
+/// A tokenizer definition that uses all static values of the tokenizers library.
 const TOKENIZER: &str = r#"{
     "version": "1.0",
     "added_tokens": [{"id": 1, "content": "b", "single_word": true, "lstrip": true, "rstrip": true, "normalized": false, "special": false}],
@@ -17,7 +18,7 @@ const TOKENIZER: &str = r#"{
     "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
 }"#;
 
-/// Makes those of the tokenizers library.
+/// Initializes the static values of the tokenizers library.
 pub(super) fn of_tokenizers() {
     static MADE: Once = Once::new();
     MADE.call_once(|| {
@@ -27,7 +28,7 @@ pub(super) fn of_tokenizers() {
     });
 }
 
-/// Makes those of the template library and of filters, with an environment as templates have it.
+/// Initializes the static values of the template library and of filters. `environment` creates an environment like that of templates.
 pub(super) fn of_templates(environment: impl FnOnce() -> Environment<'static>) {
     static MADE: Once = Once::new();
     MADE.call_once(|| {
@@ -45,7 +46,7 @@ mod tests {
     use crate::untrusted::ThreadLimits;
     use crate::untrusted::testing::{alone, ends_if_it_hangs};
 
-    /// Budgets of memory, each of which breaks a little later than the one before. The last is enough for everything.
+    /// Increasing memory limits in steps of `step_bytes`. With the last one, everything succeeds.
     fn budgets(step_bytes: usize, num_steps: usize) -> impl Iterator<Item = ThreadLimits> {
         let steps = (1..=num_steps).map(move |step| step * step_bytes).chain([1 << 30]);
         steps.map(|memory_bytes| ThreadLimits { stack_bytes: 4 << 20, memory_bytes, cpu_s: 60 })

@@ -2,8 +2,8 @@
 //!
 //! | file | what it is |
 //! |---|---|
-//! | `merged` | tokens that files beside `tokenizer.json` add or describe otherwise |
-//! | `rebuilt` | where transformers 5 makes other tokens than `tokenizer.json` says |
+//! | `merged` | tokens that other files than `tokenizer.json` add or redefine |
+//! | `rebuilt` | cases in which transformers 5 produces other tokens than `tokenizer.json` |
 //! | `templates` | chat templates, one or several with names |
 
 mod merged;
@@ -28,47 +28,47 @@ use crate::untrusted::{self, MAX_MODEL_JSON_BYTES, MAX_TOKENIZER_BYTES, ThreadLi
 
 pub(crate) use templates::FOLDER as TEMPLATES_FOLDER;
 
-/// Bytes of text that are tokenized whatever the limit.
+/// Size in bytes up to which a text is tokenized regardless of its token limit.
 const MIN_LONG_BYTES: usize = 64 << 10;
-/// Bytes of a token in most texts.
+/// Typical number of bytes per token.
 const TYPICAL_TOKEN_BYTES: usize = 4;
-/// Tokens that the end of a text may have more by itself than with what follows it.
+/// Extra tokens that the end of a text may have if it is tokenized without the text that follows.
 const SPARE_TOKENS: usize = 64;
-/// Special tokens that are tried as text.
+/// Number of special tokens that are included as text in the hard texts.
 const MAX_HARD_TOKENS: usize = 16;
-/// Memory that reading a `tokenizer.json` may take at first, and for each of its bytes, of which a BPE model needs some 10 and the trie
-/// of a unigram model some 60; and its processor time.
+/// Memory limit in bytes for reading a `tokenizer.json`: a base, and an amount per byte of the file. A BPE model needs about 10 per byte, the trie
+/// of a unigram model about 60. `READ_CPU_S` limits the CPU time in seconds.
 const READ_BYTES: [usize; 2] = [512 << 20, 64];
 const READ_CPU_S: u64 = 60;
 
 #[cfg(test)]
 thread_local! {
-    /// Bytes that this thread has handed to tokenizers.
+    /// Number of bytes that this thread has tokenized, for tests.
     pub(crate) static ENCODED_BYTES: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
 }
 
-/// The form in which Mistral publishes tokenizers.
+/// File name of a tokenizer in Mistral's own format.
 const TEKKEN: &str = "tekken.json";
 
-/// Text to ids and back. Never truncates or pads, whatever `tokenizer.json` asks for.
+/// Converts text to token ids and back. Never truncates or pads, even if `tokenizer.json` says so.
 #[derive(Debug)]
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
     eos_token_id: Option<u32>,
     max_id: u32,
-    /// Bytes of the longest token as the vocabulary writes it, which is never shorter than what it stands for.
+    /// Length in bytes of the longest vocabulary entry; a token's text is never longer than its entry.
     max_token_bytes: usize,
     chat_templates: Option<ChatTemplates>,
     notice: Option<String>,
 }
 
 impl Tokenizer {
-    /// Reads `tokenizer.json` and, where present, `tokenizer_config.json`, `special_tokens_map.json`, `added_tokens.json`, and chat
-    /// templates in files of their own, merged as transformers' AutoTokenizer does.
+    /// Reads `tokenizer.json` and, where present, `tokenizer_config.json`, `special_tokens_map.json`, `added_tokens.json`, and chat templates in
+    /// files of their own, merged as transformers' AutoTokenizer does.
     ///
     /// # Errors
-    /// [`Error::BadFile`] for a missing or malformed file, and for keys that are not served, [`Error::TokenizerMismatch`] for an EOS token
-    /// without an id, [`Error::ChatTemplate`] for a template that does not compile.
+    /// [`Error::BadFile`] for a missing or malformed file, and for unsupported keys, [`Error::TokenizerMismatch`] for an EOS token without an id,
+    /// [`Error::ChatTemplate`] for a template that does not compile.
     pub fn from_folder(folder: impl AsRef<Path>) -> Result<Self> {
         let folder = folder.as_ref();
         let path = folder.join("tokenizer.json");
@@ -115,12 +115,12 @@ impl Tokenizer {
         Ok(Self { inner, eos_token_id, max_id, max_token_bytes, chat_templates, notice })
     }
 
-    /// A line for the user where AutoTokenizer of transformers 5 makes other tokens of some text.
+    /// A notice for the user if AutoTokenizer of transformers 5 tokenizes some text differently.
     pub fn notice(&self) -> Option<&str> {
         self.notice.as_deref()
     }
 
-    /// Texts in which tokenizers differ, those that have special tokens of this one as text among them.
+    /// Texts that tokenizers often tokenize differently, including texts with this tokenizer's special tokens.
     pub fn hard_texts(&self) -> Vec<String> {
         let mut texts = rebuilt::hard_texts();
         let added: BTreeMap<_, _> = self.inner.get_added_tokens_decoder().into_iter().collect();
@@ -128,7 +128,7 @@ impl Tokenizer {
         texts
     }
 
-    /// Gives the chat template further variables (`chat_template_kwargs`).
+    /// Adds variables that the chat template may use (`chat_template_kwargs`).
     ///
     /// # Errors
     /// [`Error::ChatTemplate`] if they take more memory than a template may have.
@@ -137,7 +137,7 @@ impl Tokenizer {
         Ok(self)
     }
 
-    /// A tokenizer whose tokens are the decimal numbers below `vocab_size`, for models without one (benchmarks).
+    /// A tokenizer whose tokens are the decimal numbers below `vocab_size`, for benchmark models without a tokenizer.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for an empty vocabulary.
@@ -151,14 +151,14 @@ impl Tokenizer {
         Ok(Self { inner, eos_token_id: None, max_id, max_token_bytes: 10, chat_templates: None, notice: None })
     }
 
-    /// Bytes of text that `num_tokens` tokens can hold at most. A longer text need not be tokenized to know that it does not
-    /// fit. Tokenizers that drop or merge text (white space, unknown words) are given 64 KiB in any case.
+    /// Upper bound for the size in bytes of a text with `num_tokens` tokens. A longer text does not fit, so it need not be
+    /// tokenized. The bound is at least 64 KiB, for tokenizers that drop or merge text (white space, unknown words).
     pub fn max_bytes(&self, num_tokens: usize) -> usize {
         num_tokens.saturating_mul(self.max_token_bytes).max(MIN_LONG_BYTES)
     }
 
-    /// Whether `text` has more than `limit` tokens, as far as a part of it shows that: of a text that is far too long little more is
-    /// tokenized than would fit.
+    /// Whether `text` has more than `limit` tokens. Of a text that is far too long, only a part is tokenized that suffices to
+    /// decide this.
     ///
     /// # Errors
     /// [`Error::TokenizerMismatch`].
@@ -178,8 +178,8 @@ impl Tokenizer {
         Ok(false)
     }
 
-    /// Ids of `text`; with `add_special_tokens` also those that the tokenizer puts around a text by itself (BOS).
-    /// Rendered conversations already carry theirs.
+    /// Token ids of `text`. With `add_special_tokens`, includes the special tokens that the tokenizer adds to a text (such as BOS).
+    /// Rendered conversations already contain theirs.
     ///
     /// # Errors
     /// [`Error::TokenizerMismatch`].
@@ -193,7 +193,7 @@ impl Tokenizer {
         })
     }
 
-    /// Text of `ids`, special tokens and ids that are no token left out.
+    /// The text of `ids`, without special tokens and without ids that are not in the vocabulary.
     ///
     /// # Errors
     /// [`Error::TokenizerMismatch`].
@@ -201,7 +201,7 @@ impl Tokenizer {
         unpanicked(|| self.inner.decode(ids, true)).map_err(|message| Error::TokenizerMismatch { message })
     }
 
-    /// Text of `ids`, special tokens included.
+    /// The text of `ids`, with special tokens.
     ///
     /// # Errors
     /// [`Error::TokenizerMismatch`].
@@ -209,25 +209,25 @@ impl Tokenizer {
         unpanicked(|| self.inner.decode(ids, false)).map_err(|message| Error::TokenizerMismatch { message })
     }
 
-    /// Whether a text is a token that [`Tokenizer::decode`] leaves out.
+    /// Whether `token` is a special token, which [`Tokenizer::decode`] leaves out.
     pub fn is_special(&self, token: &str) -> bool {
         let added = self.inner.get_added_tokens_decoder();
         self.token_id(token).and_then(|id| added.get(&id)).is_some_and(|token| token.special)
     }
 
-    /// The chat template's source; of several, that of conversations with tools.
+    /// The chat template's source; the one for conversations with tools if there are several.
     pub fn template_source(&self) -> Option<&str> {
         self.chat_templates.as_ref().and_then(ChatTemplates::source)
     }
 
-    /// The tokenizer as `tokenizer.json` has it.
+    /// The tokenizer in the format of `tokenizer.json`.
     pub(super) fn json(&self) -> Result<Value> {
         let failed = |message: String| Error::TokenizerMismatch { message };
         let text = self.inner.to_string(false).map_err(|error| failed(error.to_string()))?;
         serde_json::from_str(&text).map_err(|error| failed(error.to_string()))
     }
 
-    /// The lowest id that means different tokens, or a token in one of the two alone; none where both vocabularies are equal.
+    /// Describes the lowest id with different tokens in the two vocabularies; `None` if the vocabularies are equal.
     pub fn difference(&self, other: &Self) -> Option<String> {
         let name =
             |tokenizer: &Self, id| tokenizer.token(id).map_or_else(|| "no token".to_owned(), |it| format!("'{it}'"));
@@ -236,17 +236,17 @@ impl Tokenizer {
         ids.find(differs).map(|id| format!("id {id} is {} there and {} here", name(other, id), name(self, id)))
     }
 
-    /// The text of one token as the vocabulary has it.
+    /// The vocabulary entry of a token id.
     pub fn token(&self, id: u32) -> Option<String> {
         self.inner.id_to_token(id)
     }
 
-    /// The id of one token as the vocabulary has it.
+    /// The id of a vocabulary entry.
     pub fn token_id(&self, token: &str) -> Option<u32> {
         self.inner.token_to_id(token)
     }
 
-    /// Embedding rows that the ids need: the largest id, added tokens included, plus 1.
+    /// Number of embedding rows needed: the largest token id, added tokens included, plus 1.
     pub fn vocab_size(&self) -> usize {
         self.max_id as usize + 1
     }
@@ -256,7 +256,7 @@ impl Tokenizer {
         self.eos_token_id
     }
 
-    /// Ids that end a completion: the tokenizer's and the model's, ascending.
+    /// Ids that end a completion, sorted: the tokenizer's end-of-sequence id and those of the model.
     pub fn eos_token_ids(&self, model_eos_token_ids: &[u32]) -> Vec<u32> {
         let mut ids: Vec<u32> = self.eos_token_id.iter().chain(model_eos_token_ids).copied().collect();
         ids.sort_unstable();
@@ -264,7 +264,7 @@ impl Tokenizer {
         ids
     }
 
-    /// Holds the tokenizer to a model with `vocab_rows` embedding rows and these end-of-sequence ids.
+    /// Checks the tokenizer against a model with `vocab_rows` embedding rows and these end-of-sequence ids.
     ///
     /// # Errors
     /// [`Error::TokenizerMismatch`] with the ids and rows compared, or if neither side knows an EOS.
@@ -303,7 +303,7 @@ impl Tokenizer {
         self.chat_templates.is_some()
     }
 
-    /// The conversation as text; encode it without special tokens.
+    /// Renders the conversation as text; encode it without adding special tokens.
     ///
     /// # Errors
     /// [`Error::ChatTemplate`] if there is no template or it fails.
@@ -311,7 +311,7 @@ impl Tokenizer {
         self.converse(Conversation::of(messages, add_generation_prompt))
     }
 
-    /// [`Tokenizer::apply_chat_template`] with tools, further variables and messages of any form.
+    /// Renders a conversation like [`Tokenizer::apply_chat_template`], with tools, further variables and arbitrary message fields.
     ///
     /// # Errors
     /// The errors of [`Tokenizer::apply_chat_template`].
@@ -327,7 +327,7 @@ impl Tokenizer {
         templates.converse(conversation)
     }
 
-    /// Refuses messages with a field that the chat template does not read.
+    /// Returns an error if a message has a field that the chat template does not read.
     pub(super) fn check_fields(&self, messages: &[Value]) -> Result<(), String> {
         let unread = unread_field(messages, self.template_source().unwrap_or_default());
         unread.map_or(Ok(()), |field| {
@@ -339,24 +339,24 @@ impl Tokenizer {
     }
 }
 
-/// A tokenizer and what was found out about it.
+/// A tokenizer with facts found when it was read.
 pub(super) struct ReadTokenizer {
     inner: tokenizers::Tokenizer,
     named: NamedTokens,
-    /// In these files.
+    /// The end-of-sequence token's id according to the tokenizer's files.
     eos_token_id: Option<u32>,
-    /// See [`Tokenizer::notice`].
+    /// The text of [`Tokenizer::notice`].
     notice: Option<String>,
 }
 
-/// [`read_and_try`] within limits.
+/// Runs [`read_and_try`] on a thread with limits.
 pub(super) fn read_within(json: Vec<u8>, files: TokenFiles, limits: ThreadLimits) -> Result<ReadTokenizer, String> {
     statics::of_tokenizers();
     untrusted::once("tokenizer", limits, move || read_and_try(json, &files)).and_then(|read| read)
 }
 
-/// The tokenizer of a `tokenizer.json` and the files beside it, which has encoded some text within the limits: what it normalizes to, a
-/// stranger decided.
+/// Reads a tokenizer from the contents of a `tokenizer.json` and the other files, and encodes some text, so that an expensive normalizer
+/// exceeds the limits here.
 fn read_and_try(json: Vec<u8>, files: &TokenFiles) -> Result<ReadTokenizer, String> {
     let mut inner = tokenizers::Tokenizer::from_bytes(json).map_err(|error| error.to_string())?;
     inner.with_truncation(None).map_err(|error| error.to_string())?.with_padding(None);
@@ -367,7 +367,7 @@ fn read_and_try(json: Vec<u8>, files: &TokenFiles) -> Result<ReadTokenizer, Stri
     Ok(ReadTokenizer { inner, named, eos_token_id, notice })
 }
 
-/// The outcome of the tokenizers library, which panics over some files and texts.
+/// Calls the tokenizers library and converts a panic to an error; the library panics on some files and texts.
 fn unpanicked<T>(work: impl FnOnce() -> tokenizers::Result<T>) -> Result<T, String> {
     match catch_unwind(AssertUnwindSafe(work)) {
         Ok(outcome) => outcome.map_err(|error| error.to_string()),
@@ -375,7 +375,7 @@ fn unpanicked<T>(work: impl FnOnce() -> tokenizers::Result<T>) -> Result<T, Stri
     }
 }
 
-/// `null` where the file does not exist.
+/// Reads a JSON file; `null` if it does not exist.
 fn read_json(path: &Path) -> Result<Value> {
     match untrusted::read(path, MAX_MODEL_JSON_BYTES) {
         Ok(bytes) => serde_json::from_slice(&bytes).map_err(|error| Error::bad_file(path, error.to_string())),

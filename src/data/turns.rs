@@ -1,6 +1,6 @@
-//! Conversations of several turns as token ids. What a model sampled is kept as it is; between two of its turns comes context, the
-//! tokens that the chat template puts there. Nothing is rendered or tokenized a second time: a text may have other tokens than those
-//! that were sampled for it.
+//! Multi-turn conversations as token ids. Sampled tokens are kept as they are. Between two assistant turns, the context is appended:
+//! the tokens that the chat template writes there. Sampled text is never tokenized again, because its tokens may differ from those
+//! that were sampled.
 
 use std::fmt;
 use std::sync::Arc;
@@ -11,38 +11,38 @@ use super::{Conversation, Tokenizer};
 use crate::error::{Error, Result};
 use crate::types::Trajectory;
 
-/// Words of an assistant's turn of the probe. Templates cannot know it, so that it can be found in what they write.
+/// Text of an assistant's turn in the probe conversation. No template contains it, so it can be found in the rendered text.
 const SAID: &str = "probe said 7081";
-/// An argument of the call in it.
+/// An argument of the tool call in the assistant's turn of the probe.
 const ARGUED: &str = "probe argued 9157";
-/// Words of the answer to it.
+/// Text of the reply to the assistant's turn of the probe.
 const ANSWERED: &str = "probe answered 4463";
-/// The thoughts before it, for templates that know of any.
+/// Reasoning in the assistant's turn of the probe, for templates that support reasoning.
 const THOUGHT: &str = "probe thought 3359";
-/// Characters of a difference that are shown.
+/// Characters shown of a difference between two rendered texts.
 const SHOWN_CHARS: usize = 60;
 
-/// A turn that follows an assistant's.
+/// The kind of message that follows an assistant's turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reply {
-    /// Answers of tools that it called.
+    /// Results of tools that the assistant called.
     Tool,
     /// A user's message.
     User,
 }
 
-/// The model that takes turns with tools, an environment or an agent.
+/// A model that takes several turns, with tools, an environment or an agent.
 #[derive(Debug, Clone)]
 pub struct TurnModel {
     /// The model's tokenizer, with its chat template.
     pub tokenizer: Arc<Tokenizer>,
     /// Ids that end a turn of the model.
     pub eos_token_ids: Vec<u32>,
-    /// Longest prompt and completion together, in tokens.
+    /// Largest number of tokens of prompt and completion together.
     pub max_model_length: usize,
 }
 
-/// The context between two turns of one model, by its chat template.
+/// Computes the context tokens between two assistant turns with a model's chat template.
 pub struct TurnContext {
     tokenizer: Arc<Tokenizer>,
     eos_token_ids: Vec<u32>,
@@ -57,12 +57,12 @@ impl fmt::Debug for TurnContext {
 }
 
 impl TurnContext {
-    /// Probes whether the template only appends when turns with such a `reply` are added, and returns the way to append them. `tools`
-    /// are the functions that the model may call, `variables` those of the conversations (`chat_template_kwargs`).
+    /// Checks by a probe conversation whether the chat template only appends text when turns with such a `reply` are added. Returns the context.
+    /// `tools` are the functions that the model may call, `variables` the template variables of conversations (`chat_template_kwargs`).
     ///
     /// # Errors
-    /// [`Error::ChatTemplate`] with the difference, for a template that rewrites earlier turns: the model would be trained on
-    /// conversations that it never has.
+    /// [`Error::ChatTemplate`] with the difference if the template rewrites earlier turns. The model would then be trained on
+    /// conversations that it does not see in inference.
     pub fn probe(
         tokenizer: Arc<Tokenizer>,
         eos_token_ids: &[u32],
@@ -99,12 +99,12 @@ impl TurnContext {
         Ok(turns)
     }
 
-    /// Appends `replies`, messages as the template reads them, and what begins the next turn, and returns whether the trajectory has
-    /// `limit` tokens then or fewer; one that would have more is left as it was. It ends with a turn that the model has ended, or that a
-    /// stop string has.
+    /// Appends `replies` (messages for the chat template) and the start of the next turn. Returns whether the trajectory then has at most
+    /// `limit` tokens; if not, it is left unchanged. The trajectory must end with an assistant turn that ended by itself or at a
+    /// stop string.
     ///
     /// # Errors
-    /// [`Error::ChatTemplate`] if the template refuses the messages; [`Error::InvalidArgument`] for a trajectory without a turn to
+    /// [`Error::ChatTemplate`] if rendering the messages fails; [`Error::InvalidArgument`] if the trajectory has no turn to
     /// follow.
     pub fn append(&self, trajectory: &mut Trajectory, replies: &[Value], step: u64, limit: usize) -> Result<bool> {
         let Some((&last, true)) = trajectory.token_ids.last().zip(trajectory.loss_mask.last().copied()) else {
@@ -127,11 +127,11 @@ impl TurnContext {
         Ok(true)
     }
 
-    /// Tokens from the one that ends an assistant's turn to the beginning of its next turn, with `replies` between them. `None` for
-    /// far more than `limit`, which are not all made.
+    /// Tokens from the end token of an assistant's turn to the start of its next turn, with `replies` between them. `None` if there are
+    /// far more than `limit` tokens; the text is then not fully tokenized.
     ///
     /// # Errors
-    /// [`Error::ChatTemplate`] if the template refuses the messages, or does not end turns by an end-of-sequence token.
+    /// [`Error::ChatTemplate`] if rendering the messages fails, or turns do not end with an end-of-sequence token.
     fn between(&self, replies: &[Value], limit: usize) -> Result<Option<Vec<u32>>> {
         let num_bytes: usize = replies.iter().map(|reply| reply["content"].as_str().map_or(0, str::len)).sum();
         if num_bytes > self.tokenizer.max_bytes(limit) {
@@ -155,7 +155,7 @@ impl TurnContext {
         }
     }
 
-    /// Text of [`TurnContext::between`], and the token that it begins with.
+    /// The text whose tokens [`TurnContext::between`] returns, and its first token.
     fn text_between(&self, replies: &[Value]) -> Result<(String, u32)> {
         let reply = Reply::of(replies);
         let mut messages = vec![self.question(), self.said(reply)];
@@ -179,7 +179,7 @@ impl TurnContext {
         self.tokenizer.converse(Conversation { messages, tools, variables, add_generation_prompt })
     }
 
-    /// Whether `later` begins as `earlier` does: with the beginning of an answer behind it, or without.
+    /// Returns an error unless the rendered `later` begins with the rendered `earlier`, with or without generation prompt.
     fn check_appends(&self, earlier: Vec<Value>, later: &[Value], kind: &str) -> Result<()> {
         let later = self.render(later.to_vec(), false)?;
         let (closed, open) = (self.render(earlier.clone(), false)?, self.render(earlier, true)?);
@@ -203,7 +203,7 @@ impl TurnContext {
         json!({"role": "user", "content": "probe asked 1"})
     }
 
-    /// An assistant's turn.
+    /// The assistant's turn of the probe conversation.
     fn said(&self, reply: Reply) -> Value {
         let content = if self.thinks() { format!("<think>\n{THOUGHT}\n</think>\n\n{SAID}") } else { SAID.to_owned() };
         let mut said = json!({"role": "assistant", "content": content});
@@ -216,7 +216,7 @@ impl TurnContext {
 }
 
 impl Reply {
-    /// The kind of turn that messages behind an assistant's begin with.
+    /// The kind of the first message in `replies`.
     pub fn of(replies: &[Value]) -> Self {
         if replies.first().is_some_and(|reply| reply["role"] == "tool") { Self::Tool } else { Self::User }
     }
@@ -238,7 +238,7 @@ impl Reply {
     }
 }
 
-/// Bytes of whole characters that two texts begin with.
+/// Size in bytes of the longest common prefix of two texts, in whole characters.
 fn common_len(a: &str, b: &str) -> usize {
     a.chars().zip(b.chars()).take_while(|(a, b)| a == b).map(|(a, _)| a.len_utf8()).sum()
 }
@@ -253,17 +253,17 @@ mod tests {
     use super::*;
     use crate::types::FinishReason;
 
-    /// Qwen's form: a tool's answer is a user's turn.
+    /// A template in Qwen's form: a tool's result is a user message.
     const CHATML: &str = "{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content }}\n\
         </tool_response><|im_end|>\n{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}\
         {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
-    /// Llama 3's: a header, two line ends, no line end behind a turn.
+    /// A template in Llama 3's form: a header followed by two line ends, and no line end after a turn.
     const HEADERS: &str = "{% for m in messages %}<|im_start|>{{ m.role }}<|sep|>\n\n{{ m.content }}<|im_end|>{% endfor %}\
         {% if add_generation_prompt %}<|im_start|>assistant<|sep|>\n\n{% endif %}";
-    /// Mistral's: no generation prompt.
+    /// A template in Mistral's form: no generation prompt.
     const BRACKETS: &str = "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}<|im_end|>{% else %}[INST] \
         {{ m.content }} [/INST]{% endif %}{% endfor %}";
-    /// Thinks in the generation prompt's place, and keeps thoughts.
+    /// A template that opens a thought in the generation prompt and keeps thoughts of earlier turns.
     const THINKS: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}\
         {% if add_generation_prompt %}<|im_start|>assistant\n{# </think> #}{% endif %}";
 
@@ -331,7 +331,7 @@ mod tests {
         }
     }
 
-    /// A template has limits of its own, which many long answers would reach together.
+    /// Many long replies would exceed the limits of template rendering.
     #[test]
     fn replies_longer_than_the_limit_are_not_rendered() {
         let refuses = CHATML.replace(
@@ -355,8 +355,8 @@ mod tests {
         assert!(turns.append(&mut trajectory, &reply(30), 0, 1000).unwrap());
     }
 
-    /// Random tokens as turns: no tokenizer would give most of them back. All that was sampled is in the trajectory, in its place, and
-    /// the whole reads as the template writes the conversation.
+    /// Turns of random tokens, most of which are not reproduced by tokenizing their text. The trajectory contains all sampled tokens in place,
+    /// and its text equals the template's rendering of the conversation.
     #[test]
     fn sampled_tokens_stay_unchanged_over_many_turns() {
         let num_trajectories: usize =

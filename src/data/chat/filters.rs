@@ -1,5 +1,5 @@
-//! Filters and tests of Python's Jinja that minijinja has otherwise, or has not. What minijinja has beside them is taken away, so that a
-//! template that transformers would not render is refused here, too.
+//! Filters and tests of Python's Jinja that minijinja lacks or implements differently. Filters that only minijinja has are removed, so that a
+//! template that transformers cannot render is rejected here, too.
 
 use std::array;
 use std::sync::LazyLock;
@@ -10,12 +10,12 @@ use regex::Regex;
 
 use super::{invalid, methods, python, values};
 
-/// Python's `\w+`.
+/// Matches words like Python's `\w+`.
 static WORD: LazyLock<Regex> = LazyLock::new(|| Regex::new(r"[\p{L}\p{N}_]+").expect("a valid pattern"));
 
 type Outcome = Result<Value, Error>;
 
-/// Gives an environment the filters and tests.
+/// Registers the filters and tests of Python's Jinja in an environment and removes those that only minijinja has.
 pub(super) fn add(environment: &mut Environment<'static>) {
     ["attr", "bool", "chain", "lines", "pprint", "split", "zip"]
         .into_iter()
@@ -58,7 +58,7 @@ pub(super) fn add(environment: &mut Environment<'static>) {
     environment.add_test("upper", |value: &Value| Ok::<_, Error>(methods::is_upper(&python::text(value)?)));
 }
 
-/// Arguments by place or by name.
+/// Resolves the positional and keyword arguments of a filter to the parameters `names`.
 fn arguments<const N: usize>(args: &[Value], names: [&str; N]) -> Result<[Option<Value>; N], Error> {
     let (by_place, by_name): (&[Value], Kwargs) = from_args(args)?;
     if by_place.len() > N {
@@ -85,19 +85,19 @@ fn center(value: &Value, args: Rest<Value>) -> Outcome {
     of_strings(value, "center", &[Some(Value::from(count(width, 80)?))])
 }
 
-/// Calls a method of strings on a value's text.
+/// Calls a Python string method on the text of a value.
 fn of_strings(value: &Value, method: &str, args: &[Option<Value>]) -> Outcome {
     let args: Vec<Value> = args.iter().flatten().cloned().collect();
     Ok(methods::of_string(&python::text(value)?, method, &args)?.expect("one of its methods"))
 }
 
-/// Escapes as markupsafe does.
+/// Escapes HTML characters like Python's markupsafe.
 fn escape(value: &Value) -> Result<String, Error> {
     let signs = [('&', "&amp;"), ('<', "&lt;"), ('>', "&gt;"), ('\'', "&#39;"), ('"', "&#34;")];
     Ok(signs.into_iter().fold(python::text(value)?, |text, (sign, escaped)| text.replace(sign, escaped)))
 }
 
-/// Pairs of a dictionary in the order of their keys or values; texts without regard to their case.
+/// The `dictsort` filter: the pairs of a dictionary, sorted by key or value. Strings are compared without regard to case by default.
 fn dictsort(value: &Value, args: Rest<Value>) -> Outcome {
     let [case_sensitive, by, reverse] = arguments(&args, ["case_sensitive", "by", "reverse"])?;
     let by_value = match by.as_ref().map(|by| by.as_str()) {
@@ -116,7 +116,7 @@ fn dictsort(value: &Value, args: Rest<Value>) -> Outcome {
     Ok(pairs.into_iter().map(|(key, value)| values::tuple([key, value])).collect())
 }
 
-/// The form in which a value is compared.
+/// The sort key of a value: a string in lower case unless `case_sensitive`.
 fn folded(value: &Value, case_sensitive: bool) -> Value {
     match value.as_str().filter(|_| !case_sensitive) {
         Some(text) => Value::from(text.to_lowercase()),
@@ -132,7 +132,7 @@ fn items(value: &Value) -> Outcome {
     }
 }
 
-/// The number in a text, or the usual one.
+/// The `float` filter: the value as a float, or the default if it is not a number.
 fn float(value: &Value, args: Rest<Value>) -> Outcome {
     let [usual] = arguments(&args, ["default"])?;
     let number = match value.as_str() {
@@ -144,7 +144,7 @@ fn float(value: &Value, args: Rest<Value>) -> Outcome {
     Ok(number.map(Value::from).or(usual).unwrap_or_else(|| Value::from(0.0)))
 }
 
-/// The whole number in a text, or the usual one.
+/// The `int` filter: the value as an integer, or the default if it is not a number.
 fn int(value: &Value, args: Rest<Value>) -> Outcome {
     let [usual, base] = arguments(&args, ["default", "base"])?;
     let base = u32::try_from(count(base, 10)?).ok().filter(|base| [2, 8, 10, 16].contains(base));
@@ -160,7 +160,7 @@ fn int(value: &Value, args: Rest<Value>) -> Outcome {
     Ok(number.map(Value::from).or(usual).unwrap_or_else(|| Value::from(0)))
 }
 
-/// A number, or a boolean, which is 0 or 1 in Python.
+/// The value of a number or a boolean (0 or 1, as in Python); `None` for other values.
 fn as_float(value: &Value) -> Option<f64> {
     match value.kind() {
         ValueKind::Bool => Some(f64::from(u8::from(value.is_true()))),
@@ -168,7 +168,7 @@ fn as_float(value: &Value) -> Option<f64> {
     }
 }
 
-/// Python's `int(text, base)`: a sign, a prefix for the base, digits with single underscores between them.
+/// Parses like Python's `int(text, base)`: a sign, a prefix for the base, digits with single underscores between them.
 fn whole_number(text: &str, base: u32) -> Option<i128> {
     let (sign, digits) = text.split_at(usize::from(text.starts_with(['+', '-'])));
     let prefix = match base {
@@ -211,7 +211,7 @@ fn join(value: &Value, args: Rest<Value>) -> Outcome {
     Ok(methods::join(&separator, &items)?.into())
 }
 
-/// `item.a.b` or `item[0]`, as filters name it.
+/// Looks up `attribute` in an item: a dotted path such as `a.b`, or an index.
 fn attribute_of(item: &Value, attribute: &Value) -> Outcome {
     match attribute.as_str() {
         Some(path) => path.split('.').try_fold(item.clone(), |item, name| match name.parse::<usize>() {
@@ -222,7 +222,7 @@ fn attribute_of(item: &Value, attribute: &Value) -> Outcome {
     }
 }
 
-/// `max` and `min`: the first of the largest or smallest items, texts without regard to their case.
+/// The filters `max` and `min`: the first of the largest or smallest items. Strings are compared without regard to case by default.
 fn extreme(value: &Value, args: &[Value], is_max: bool) -> Outcome {
     let [case_sensitive, attribute] = arguments(args, ["case_sensitive", "attribute"])?;
     let case_sensitive = flag(case_sensitive);
@@ -253,7 +253,7 @@ fn replace(value: &Value, args: Rest<Value>) -> Outcome {
     .into())
 }
 
-/// A text, a list, or a dictionary's keys from the end.
+/// The `reverse` filter: a string, a list or a dictionary's keys in reverse order.
 fn reverse(value: &Value) -> Outcome {
     if let Some(text) = value.as_str() {
         return Ok(text.chars().rev().collect::<String>().into());
@@ -263,7 +263,7 @@ fn reverse(value: &Value) -> Outcome {
     Ok(items.into())
 }
 
-/// Python's `round`, of halves to the even digit, and `math.ceil` and `math.floor` of digits.
+/// The `round` filter: like Python's `round` (ties to even), `math.ceil` or `math.floor`, at the given number of decimals.
 fn round(value: &Value, args: Rest<Value>) -> Outcome {
     let [precision, method] = arguments(&args, ["precision", "method"])?;
     let digits = precision.map_or(Ok(0), i64::try_from)?;
@@ -282,7 +282,7 @@ fn round(value: &Value, args: Rest<Value>) -> Outcome {
     }
 }
 
-/// Words begin behind white space and opening brackets.
+/// The `title` filter: capitalizes each word; words begin after white space, hyphens and opening brackets.
 fn title(value: &Value) -> Outcome {
     let is_between = |letter: char| letter.is_whitespace() || "-({[<".contains(letter);
     let (text, mut titled) = (python::text(value)?, String::new());
@@ -320,7 +320,7 @@ fn truncate(value: &Value, args: Rest<Value>) -> Outcome {
     Ok(format!("{start}{end}").into())
 }
 
-/// A text for a path, or pairs for a query.
+/// The `urlencode` filter: percent-encodes a string for a path, or key-value pairs for a query.
 fn urlencode(value: &Value) -> Outcome {
     let quote = |value: &Value, is_query: bool| {
         let mut quoted = String::new();

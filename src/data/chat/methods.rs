@@ -1,4 +1,4 @@
-//! Methods of Python's strings that minijinja's own compatibility layer lacks or has otherwise.
+//! Python string methods that minijinja's compatibility layer lacks or implements differently.
 
 use minijinja::value::from_args;
 use minijinja::{Error, State, Value};
@@ -6,10 +6,10 @@ use minijinja_contrib::pycompat::unknown_method_callback;
 
 use super::{invalid, python, values};
 
-/// Longest padding, in characters.
+/// Largest width to which a string may be padded, in characters.
 const MAX_WIDTH: usize = 1 << 20;
 
-/// A method that minijinja does not know.
+/// Calls a Python method that minijinja itself does not provide.
 pub(super) fn call(state: &State<'_, '_>, value: &Value, method: &str, args: &[Value]) -> Result<Value, Error> {
     let own = match value.as_str() {
         Some(text) => of_string(text, method, args)?,
@@ -30,7 +30,7 @@ pub(super) fn join(separator: &str, values: &Value) -> Result<String, Error> {
     Ok(text)
 }
 
-/// A method of strings; `None` if it is not among those of this file.
+/// Calls a Python string method on `text`; `None` if this file does not implement the method.
 pub(super) fn of_string(text: &str, method: &str, args: &[Value]) -> Result<Option<Value>, Error> {
     let value = match method {
         "partition" | "rpartition" => partition(text, from_args::<(&str,)>(args)?.0, method == "rpartition")?,
@@ -113,7 +113,7 @@ fn rsplit(text: &str, separator: Option<&str>, limit: Option<usize>) -> Result<V
     Ok(parts)
 }
 
-/// Words between white space, the last first; the `limit`-th is all that is left.
+/// `str.rsplit()` without separator: words between white space, the last first. After `limit - 1` splits the rest is one item.
 fn words_from_the_right(text: &str, limit: usize) -> Vec<String> {
     let (mut parts, mut rest) = (Vec::new(), text.trim_end());
     while !rest.is_empty() {
@@ -125,7 +125,7 @@ fn words_from_the_right(text: &str, limit: usize) -> Vec<String> {
     parts
 }
 
-/// Words between white space; behind the `limit`-th is all that is left.
+/// `str.split()` without separator: words between white space. After `limit` splits the rest is one item.
 fn words(text: &str, limit: Option<usize>) -> Vec<String> {
     let (mut parts, mut rest) = (Vec::new(), text.trim_start());
     while !rest.is_empty() {
@@ -141,7 +141,7 @@ fn without<'a>(text: &'a str, rest: Option<&'a str>) -> Value {
     Value::from(rest.unwrap_or(text))
 }
 
-/// The place in characters, not in bytes.
+/// `str.find` and its variants: the position in characters, not in bytes.
 fn find(text: &str, method: &str, what: &str) -> Result<Value, Error> {
     let place = if method.starts_with('r') { text.rfind(what) } else { text.find(what) };
     match place {
@@ -155,7 +155,7 @@ fn missing(text: &str, width: usize) -> Result<usize, Error> {
     Ok(self::width(width)?.saturating_sub(text.chars().count()))
 }
 
-/// A width that is not too large.
+/// Checks that a padding width is at most [`MAX_WIDTH`].
 pub(super) fn width(width: usize) -> Result<usize, Error> {
     match width {
         0..=MAX_WIDTH => Ok(width),
@@ -181,13 +181,13 @@ pub(super) fn capitalized(text: &str) -> String {
     first + &letters.as_str().to_lowercase()
 }
 
-/// A letter as the first of a word: of those that become two only the first is large.
+/// The title case of a word's first letter. If a letter's upper case is two letters, only the first of them is upper case.
 fn initial(letter: char) -> String {
     let mut large = letter.to_uppercase();
     large.next().into_iter().chain(large.flat_map(char::to_lowercase)).collect()
 }
 
-/// `str.title`: a letter behind one that has no case begins a word.
+/// `str.title`: a letter after a character without case begins a word.
 fn titled(text: &str) -> String {
     let (mut titled, mut is_within) = (String::new(), false);
     for letter in text.chars() {
@@ -198,7 +198,7 @@ fn titled(text: &str) -> String {
     titled
 }
 
-/// `str.islower`: it has letters with a case, and all are small.
+/// `str.islower`: the text contains cased letters, and all of them are lower case.
 pub(super) fn is_lower(text: &str) -> bool {
     has_case(text) && !text.chars().any(char::is_uppercase)
 }
@@ -208,7 +208,7 @@ pub(super) fn is_upper(text: &str) -> bool {
     has_case(text) && !text.chars().any(char::is_lowercase)
 }
 
-/// `str.splitlines`, which knows more ends of lines than `\n`.
+/// `str.splitlines`, which recognizes more line ends than `\n`.
 pub(super) fn split_lines(text: &str, keep_ends: bool) -> Vec<&str> {
     const ENDS: [char; 9] = ['\n', '\r', '\x0b', '\x0c', '\x1c', '\x1d', '\x1e', '\u{85}', '\u{2028}'];
     let (mut lines, mut rest) = (Vec::new(), text);

@@ -1,19 +1,19 @@
-//! Templates that loop over the parts of a message's content, as those of models that see do, and pass over a plain text.
+//! Chat templates that loop over the parts of a message's content and ignore a plain string, as those of vision-language models do.
 //!
-//! Whether a text of a role must come as `[{"type": "text", "text": ..}]` is tried once, with a text that no template has: it has to where
-//! the template shows it in that form alone. vLLM asks the same of a template's syntax, and wraps texts, too; transformers does not, and
-//! renders such a message as nothing.
+//! Whether the text of a role must be passed as `[{"type": "text", "text": ..}]` is determined once, by rendering a probe text: parts are used
+//! if the template shows the text only in that form. vLLM decides this from the template's syntax, and also wraps strings; transformers does
+//! not wrap them, and renders such a message as an empty text.
 
 use serde_json::{Value, json};
 
 use super::Conversation;
 
-/// A text that no template has.
+/// A probe text that no template contains.
 const PROBE: &str = "probe-7f3a";
-/// Roles whose texts may be wanted in another form, each the last of a conversation.
+/// Roles that are probed. In each probe the role's message is the last of the conversation.
 const ROLES: [&str; 4] = ["system", "user", "assistant", "tool"];
 
-/// Roles whose texts have to come as parts.
+/// Determines, with `render`, the roles whose content has to be passed as a list of parts.
 pub(super) fn roles_in_parts(render: impl Fn(&Conversation) -> Option<String>) -> Vec<&'static str> {
     let shows = |role: &str, wrapped: &[&str]| {
         let turn = |role: &str, text: &str| json!({"role": role, "content": text});
@@ -38,7 +38,7 @@ pub(super) fn roles_in_parts(render: impl Fn(&Conversation) -> Option<String>) -
     ROLES.into_iter().filter(|role| wrapped.contains(role)).collect()
 }
 
-/// Gives the texts of these roles as parts.
+/// Wraps the text content of messages with these roles in a list of one part.
 pub(super) fn wrap(messages: &mut [Value], roles: &[&str]) {
     for message in messages {
         let is_wanted = message["role"].as_str().is_some_and(|role| roles.contains(&role));

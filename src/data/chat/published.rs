@@ -1,4 +1,4 @@
-//! Published chat templates, held to what transformers renders from them.
+//! Tests of published chat templates against what transformers renders from them.
 
 use std::collections::BTreeMap;
 use std::io::Read;
@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use super::{ChatTemplate, Conversation};
 
-/// A file of scripts/golden_templates.py.
+/// Contents of a file written by scripts/golden_templates.py.
 #[derive(serde::Deserialize)]
 struct PublishedTemplates {
     now: u64,
@@ -22,8 +22,8 @@ struct Published {
     texts: BTreeMap<String, Option<String>>,
 }
 
-/// The templates of TRL's wheel, by conversations with system prompts, several turns, thoughts, tools, calls and parts. What transformers
-/// refuses may be rendered here; a plain text that it renders as nothing comes as a part.
+/// Templates of TRL's wheel with conversations that have system prompts, several turns, reasoning, tools, calls and parts. Conversations that
+/// transformers rejects may be rendered here. Text that transformers would drop is passed as a part.
 #[test]
 fn templates_of_trl_render_as_by_transformers() {
     let mut text = String::new();

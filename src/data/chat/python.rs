@@ -1,4 +1,4 @@
-//! Python's own way with values: divisors, `str`, `repr` and `json.dumps`.
+//! Python's semantics for values: divisors, `str`, `repr` and `json.dumps`.
 
 use std::fmt::{self, Write};
 
@@ -7,12 +7,12 @@ use minijinja::{Error, Value};
 
 use super::{invalid, values};
 
-/// Deepest list or dictionary that is written.
+/// Deepest nesting of lists and dictionaries that can be written.
 const MAX_DEPTH: usize = 200;
-/// Widest indentation of JSON.
+/// Widest indentation of JSON, in blanks per level.
 const MAX_INDENT: usize = 64;
 
-/// The divisor of `/`, `//` and `%`, which Python refuses or treats otherwise where it is 0 or below.
+/// Checks the divisor of `/`, `//` and `%`: 0 is an error as in Python, and a negative divisor is rejected unless `may_be_negative`.
 pub(super) fn divisor(value: Value, may_be_negative: bool) -> Result<Value, Error> {
     match f64::try_from(value.clone()) {
         Ok(0.0) => Err(invalid("division by zero")),
@@ -23,14 +23,14 @@ pub(super) fn divisor(value: Value, may_be_negative: bool) -> Result<Value, Erro
     }
 }
 
-/// `str(value)`, as `{{ value }}` prints it.
+/// The text of `str(value)`, which `{{ value }}` prints.
 pub(super) fn text(value: &Value) -> Result<String, Error> {
     let mut text = String::new();
     write(&mut text, value)?;
     Ok(text)
 }
 
-/// Writes `str(value)`.
+/// Writes `str(value)` to `output`.
 pub(super) fn write(output: &mut impl Write, value: &Value) -> Result<(), Error> {
     match value.as_str() {
         Some(text) => output.write_str(text).map_err(full),
@@ -82,7 +82,7 @@ fn list<W: Write, T>(
     output.write_str(close).map_err(full)
 }
 
-/// Text in single quotes, or in double ones where it has single ones only.
+/// Writes a string like Python's `repr`: in single quotes, or in double quotes if it contains only single quotes.
 fn quoted(output: &mut impl Write, text: &str) -> fmt::Result {
     let quote = if text.contains('\'') && !text.contains('"') { '"' } else { '\'' };
     output.write_char(quote)?;
@@ -104,13 +104,13 @@ fn quoted(output: &mut impl Write, text: &str) -> fmt::Result {
     output.write_char(quote)
 }
 
-/// `str.isprintable`, but for characters that Unicode has not assigned and some invisible ones.
+/// Approximates `str.isprintable`; differs for unassigned Unicode characters and some invisible ones.
 fn is_printable(character: char) -> bool {
     let is_invisible = matches!(character, '\u{ad}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{feff}');
     character == ' ' || !(character.is_control() || character.is_whitespace() || is_invisible)
 }
 
-/// A number as `repr` writes it: the shortest digits that give it back, with an exponent where that is usual.
+/// Formats a number like Python's `repr`: the shortest digits that parse to the same value, with an exponent where Python uses one.
 fn number(value: &Value) -> String {
     let Some(float) =
         Some(value).filter(|value| !value.is_integer()).and_then(|value| f64::try_from(value.clone()).ok())
@@ -133,17 +133,17 @@ fn number(value: &Value) -> String {
 /// The options of `json.dumps`.
 #[derive(Debug, Default)]
 pub(super) struct JsonLayout {
-    /// Blanks for each level, one item a line; `None` writes one line.
+    /// Blanks per level, with one item per line; `None` writes everything on one line.
     pub indent: Option<usize>,
-    /// The texts between items and after keys.
+    /// Separators between items and after keys.
     pub separators: Option<(String, String)>,
-    /// Keys in the order of their characters.
+    /// Whether keys are sorted.
     pub sort_keys: bool,
-    /// Escape what is not ASCII.
+    /// Whether non-ASCII characters are escaped.
     pub ensure_ascii: bool,
 }
 
-/// `json.dumps(value)`.
+/// The text of `json.dumps(value)`.
 pub(super) fn json(value: &Value, layout: &JsonLayout) -> Result<String, Error> {
     if let Some(width) = layout.indent.filter(|&width| width > MAX_INDENT) {
         return Err(invalid(format!("tojson: indent {width} is too large: expected at most {MAX_INDENT}")));
@@ -244,7 +244,7 @@ fn json_number(value: &Value) -> String {
     }
 }
 
-/// A key as text: `json.dumps` takes numbers, booleans and none as keys, too.
+/// A dictionary key as JSON text. As in `json.dumps`, keys may also be numbers, booleans and `None`.
 fn json_key(key: &Value) -> Result<String, Error> {
     match (key.as_str(), key.kind()) {
         (Some(text), _) => Ok(text.to_owned()),

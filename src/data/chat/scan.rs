@@ -1,6 +1,6 @@
-//! Parts of the code in a template's tags: operands, groups, texts. Positions are bytes.
+//! Finds the end of operands, groups and strings in the code of a template's tags. Positions are byte offsets.
 
-/// Behind a product of operands.
+/// Position after operands joined by `*`, `/` or `%`.
 pub(super) fn product_end(code: &str, start: usize) -> usize {
     let mut at = operand_end(code, start);
     loop {
@@ -17,7 +17,7 @@ pub(super) fn is_word(byte: u8) -> bool {
     byte.is_ascii_alphanumeric() || byte == b'_' || byte >= 0x80
 }
 
-/// Behind a name or a number, whose exponent may have a sign.
+/// Position after a name or a number. The exponent of a number may have a sign.
 pub(super) fn word_end(code: &str, at: usize) -> usize {
     let run = |at: usize| at + code.as_bytes()[at..].iter().take_while(|byte| is_word(**byte)).count();
     let (end, is_number) = (run(at), code[at..].starts_with(|letter: char| letter.is_ascii_digit()));
@@ -31,7 +31,7 @@ pub(super) fn is_tuple(operand: &str) -> bool {
     operand.starts_with('(') && group_end(operand, 0) == operand.len() && has_comma(operand)
 }
 
-/// Behind an operand: signs, a literal, name or group, then attributes, items, calls and filters.
+/// Position after an operand: signs, a literal, name or group, then attributes, items, calls and filters.
 pub(super) fn operand_end(code: &str, start: usize) -> usize {
     let mut at = start + code[start..].len() - code[start..].trim_start_matches(['-', '+', ' ']).len();
     at = match code.as_bytes().get(at) {
@@ -49,7 +49,7 @@ pub(super) fn operand_end(code: &str, start: usize) -> usize {
     }
 }
 
-/// Behind the bracket that closes the one at `start`.
+/// Position after the bracket that closes the one at `start`.
 pub(super) fn group_end(code: &str, start: usize) -> usize {
     let (mut at, mut depth) = (start, 0_usize);
     while at < code.len() {
@@ -68,7 +68,7 @@ pub(super) fn group_end(code: &str, start: usize) -> usize {
     code.len()
 }
 
-/// Whether texts or numbers are added in a tag.
+/// Whether the code of a tag contains an addition (`+`).
 pub(super) fn has_sum(code: &str) -> bool {
     let mut at = 0;
     while at < code.len() {
@@ -81,7 +81,7 @@ pub(super) fn has_sum(code: &str) -> bool {
     false
 }
 
-/// Whether a group has a comma of its own.
+/// Whether a bracketed group has a comma at its top level.
 fn has_comma(group: &str) -> bool {
     let mut at = 1;
     while at < group.len() {
@@ -95,7 +95,7 @@ fn has_comma(group: &str) -> bool {
     false
 }
 
-/// Behind the quote that ends the string at `start`.
+/// Position after the quote that ends the string at `start`.
 pub(super) fn string_end(code: &str, start: usize) -> usize {
     let (quote, mut at) = (code.as_bytes()[start], start + 1);
     while at < code.len() {
@@ -113,7 +113,7 @@ pub(super) fn skip_blanks(code: &str, at: usize) -> usize {
     at + code[at..].len() - code[at..].trim_start().len()
 }
 
-/// Bytes of the character at `at`.
+/// Size in bytes of the character at `at`.
 pub(super) fn char_len(code: &str, at: usize) -> usize {
     code[at..].chars().next().map_or(1, char::len_utf8)
 }

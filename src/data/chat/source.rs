@@ -1,9 +1,9 @@
-//! Rewrites the source of a template where minijinja reads it otherwise than Python's Jinja.
+//! Rewrites template source where minijinja's semantics differ from those of Python's Jinja.
 //!
-//! `'..' % ..`, which minijinja reads as a remainder, calls a filter where a string literal is on the left; a format in a variable stays a
-//! remainder, and is refused as one. Tuples call a function, and so do divisors, which are refused where Python computes otherwise. Texts
-//! with escapes become what Python reads them as. `safe` and `escape` make a text that escapes what it is added to: beside a `+` they are
-//! refused. What `~` joins becomes text as Python writes it.
+//! minijinja reads `'..' % ..` as a remainder: with a string literal on the left, it is rewritten to a filter; a format string in a variable
+//! remains a remainder, which raises an error. Tuples become calls of a function. Divisors become calls of a function that raises an error
+//! where Python computes a different result. String escapes are replaced by what Python reads. `safe` and `escape` return a string that escapes
+//! what is added to it, so they are rejected next to a `+`. Operands of `~` are converted to text as Python does.
 
 use minijinja::value::ValueKind;
 use minijinja::{Error, FormatStyle, Value, format_filter};
@@ -13,20 +13,20 @@ use super::scan::{
     char_len, group_end, has_sum, is_tuple, is_word, operand_end, product_end, skip_blanks, string_end, word_end,
 };
 
-/// The name of the filter for `'..' % ..`, which no template has.
+/// Name of the filter that replaces `'..' % ..`. No template uses this name.
 pub(super) const FORMAT: &str = "__percent";
-/// The name of the function that makes a tuple.
+/// Name of the function that creates a tuple.
 pub(super) const TUPLE: &str = "__tuple";
-/// The name of the function that a divisor passes.
+/// Name of the function that checks a divisor.
 pub(super) const DIVISOR: &str = "__divisor";
-/// Most formats within one another: more than minijinja parses.
+/// Deepest nesting of format operators; minijinja parses fewer levels.
 const MAX_DEPTH: usize = 150;
-/// Words that an expression begins behind, which name nothing else.
+/// Keywords after which an expression begins.
 const KEYWORDS: [&str; 8] = ["and", "elif", "else", "if", "in", "is", "not", "or"];
-/// Words of tags that an expression follows.
+/// Tag names after which an expression begins.
 const TAGS: [&str; 4] = ["call", "filter", "print", "set"];
 
-/// `format % operand`; a tuple gives several values.
+/// Computes `format % operand` like Python; if `is_tuple`, the operand holds several values.
 pub(super) fn format(format: &str, is_tuple: bool, operand: Value) -> Result<String, Error> {
     let operands: Vec<Value> = if is_tuple { operand.try_iter()?.collect() } else { vec![operand] };
     let mut conversions = conversions(format);
@@ -37,7 +37,7 @@ pub(super) fn format(format: &str, is_tuple: bool, operand: Value) -> Result<Str
     format_filter(FormatStyle::Printf, format, &written.collect::<Result<Vec<_>, _>>()?)
 }
 
-/// The letters behind `%` and its flags, in order.
+/// The conversion letters (`s`, `d` ..) after each `%` and its flags, in order.
 fn conversions(format: &str) -> impl Iterator<Item = char> {
     let mut rest = format.chars();
     std::iter::from_fn(move || {
@@ -51,12 +51,12 @@ fn conversions(format: &str) -> impl Iterator<Item = char> {
     })
 }
 
-/// The source as minijinja has to read it.
+/// Rewrites template source so that minijinja renders it like Python's Jinja.
 pub(super) fn for_minijinja(source: &str) -> String {
     with_calls(&without_generation_tags(&source.replace("\r\n", "\n").replace('\r', "\n")))
 }
 
-/// The source with `'..' % operand` as `'..'|__percent(is_tuple, operand)`, and so on, in its tags.
+/// Rewrites the code in all tags, for example `'..' % operand` to `'..'|__percent(is_tuple, operand)`.
 fn with_calls(source: &str) -> String {
     let (mut text, mut rest) = (String::with_capacity(source.len()), source);
     while let Some(start) = rest.find('{') {
@@ -92,7 +92,7 @@ fn with_calls(source: &str) -> String {
     text + rest
 }
 
-/// Behind the tag's end, which is no end within a string or, of `}}`, within braces.
+/// Position after the tag's end. `close` inside a string does not end the tag, nor does `}}` within braces.
 fn code_end(tag: &str, close: &str) -> usize {
     let (mut at, mut depth) = (2, 0_usize);
     while at < tag.len() {
@@ -111,13 +111,13 @@ fn code_end(tag: &str, close: &str) -> usize {
     tag.len()
 }
 
-/// Behind the `endraw` of a raw block whose first tag ends at `start`.
+/// Position after the `endraw` tag of a raw block whose first tag ends at `start`.
 fn end_of_raw(tag: &str, start: usize) -> usize {
     let end = tag[start..].find("endraw").map_or(tag.len(), |end| start + end);
     tag[end..].find("%}").map_or(tag.len(), |close| end + close + 2)
 }
 
-/// The code of a tag, or a part of it, with its formats, tuples and divisors as calls and its texts as Python reads them.
+/// Rewrites the code of a tag or a part of it: formats, tuples and divisors become calls, and strings are unescaped like in Python.
 fn in_code(code: &str, depth: usize) -> String {
     if depth > MAX_DEPTH {
         return code.to_owned(); // minijinja refuses it
@@ -225,13 +225,13 @@ fn in_code(code: &str, depth: usize) -> String {
     text
 }
 
-/// An operand of `~` as text, with the blanks before it.
+/// Wraps an operand of `~` in a conversion to text, keeping the blanks before it.
 fn as_text(operand: &str) -> String {
     let blanks = operand.len() - operand.trim_start().len();
     format!("{}({})|string ", &operand[..blanks], operand.trim())
 }
 
-/// Whether a bracket behind this code groups an expression, and is no call's, and no target's of a loop.
+/// Whether an opening bracket after this code groups an expression, and does not begin the arguments of a call or the targets of a loop.
 fn begins_operand(before: &str) -> bool {
     let before = before.trim_end();
     let word =
@@ -242,8 +242,8 @@ fn begins_operand(before: &str) -> bool {
     }
 }
 
-/// A string literal with the text that Python reads, in escapes that minijinja reads alike; one that Python refuses, or that names a
-/// character, raises.
+/// A string literal with the text that Python reads, in escapes that minijinja reads the same way. A literal with an escape that Python
+/// rejects, or with a `\N{..}` escape, is replaced by code that raises an error.
 fn literal(literal: &str) -> String {
     let is_whole = literal.len() > 1 && literal.ends_with(&literal[..1]);
     if !is_whole || !literal.contains('\\') {
@@ -258,7 +258,7 @@ fn literal(literal: &str) -> String {
     }
 }
 
-/// Python's `unicode-escape`.
+/// Decodes Python's `unicode-escape` syntax; `None` if it is invalid.
 fn unescaped(text: &str) -> Option<String> {
     let (mut read, mut letters) = (String::new(), text.chars());
     while let Some(letter) = letters.next() {
@@ -306,7 +306,7 @@ fn unescaped(text: &str) -> Option<String> {
     Some(read)
 }
 
-/// `{% generation %}` marks the assistant's tokens for loss masks in transformers; here it is a block that always runs.
+/// Removes `{% generation %}` tags. They mark the assistant's tokens for loss masks in transformers; here their content is always rendered.
 fn without_generation_tags(source: &str) -> String {
     let mut text = String::with_capacity(source.len());
     let mut rest = source;

@@ -10,7 +10,7 @@ fn render(template: &str, turns: &[(&str, &str)]) -> Result<String> {
     ChatTemplate::new(template, tokens)?.render(&messages(turns), true)
 }
 
-/// In the style of Qwen2.5's: a default system message, ChatML turns.
+/// A template in the style of Qwen2.5: a default system message and ChatML messages.
 const CHATML: &str = r#"
 {%- if tools %}
     {{- '<tools>' + (tools | tojson) }}
@@ -26,7 +26,7 @@ const CHATML: &str = r#"
 {%- endif %}
 "#;
 
-/// In the style of Qwen3's: the namespace, reversed slices, Python's string methods, a switch that may be undefined.
+/// A template in the style of Qwen3: a namespace, reversed slices, Python string methods, a switch that may be undefined.
 const THINKING: &str = r#"
 {%- set ns = namespace(last_user=-1) %}
 {%- for message in messages[::-1] %}
@@ -51,7 +51,7 @@ const THINKING: &str = r#"
 {%- endif %}
 "#;
 
-/// In the style of Llama 3's: BOS, the date, trimmed content, the system message taken off the list.
+/// A template in the style of Llama 3: BOS, the date, trimmed content, the system message taken off the list.
 const HEADERS: &str = r#"
 {{- bos_token }}
 {%- if not tools is defined %}
@@ -83,7 +83,7 @@ const HEADERS: &str = r#"
 {%- endif %}
 "#;
 
-/// Expected texts are what transformers 5.23 renders from these templates.
+/// The expected texts were rendered by transformers 5.23 from these templates.
 #[test]
 fn chat_templates_of_three_model_families_render() {
     let turns = [("user", "1 < 2?")];
@@ -141,9 +141,8 @@ fn hostile_chat_templates_end_with_an_error() {
     }
 }
 
-/// Texts are those of scripts/golden_jinja.py, which Python's Jinja renders: constructs that templates have, and a table of all filters,
-/// tests and methods over values of every kind. What cannot be equal is refused, never rendered otherwise; the probes that are, docs/templates.md
-/// lists.
+/// The expected texts of scripts/golden_jinja.py were rendered by Python's Jinja. They cover constructs used in templates, and all filters,
+/// tests and methods with values of every type. Where equal output is impossible, an error is expected; docs/templates.md lists these cases.
 #[test]
 fn templates_render_as_python_renders_them_or_are_refused() {
     #[derive(serde::Deserialize)]
@@ -188,7 +187,7 @@ fn templates_render_as_python_renders_them_or_are_refused() {
     assert!(golden.table.len() > 2_500 && num_refused * 5 < golden.table.len(), "{num_refused} refused: {refused:#?}");
 }
 
-/// Every construct that nests or chains, longer than any template: refused or rendered, on a thread that has the stack for it.
+/// Nests or chains every construct more deeply than real templates do. Each must render or be rejected without a stack overflow.
 #[test]
 fn deeply_nested_templates_render_or_are_refused() {
     let parts: [(&str, &str, &str, &str); 16] = [
@@ -217,7 +216,7 @@ fn deeply_nested_templates_render_or_are_refused() {
     }
 }
 
-/// Values that a loop nests as deeply as its fuel allows: dropped, compared, printed and joined.
+/// Values nested as deeply as the fuel of a loop allows are dropped, compared, printed and joined.
 #[test]
 fn deeply_nested_values_render_or_are_refused() {
     let nest = |times: usize, names: &[&str]| {
@@ -273,7 +272,7 @@ fn a_template_that_exceeded_a_limit_stays_refused() {
     }
 }
 
-/// Templates of models that see have two forms: a text among the parts, and a plain text that is passed over. A role whose plain texts are
+/// Templates of vision-language models have two forms: some show only text in parts, and ignore plain strings. A role whose plain strings are
 /// shown keeps them.
 #[test]
 fn content_is_passed_as_parts_if_the_template_needs_parts() {

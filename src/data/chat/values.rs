@@ -1,4 +1,4 @@
-//! Python's values that minijinja has as lists: tuples, ranges, and the views of dictionaries. They print as Python prints them.
+//! Python types that minijinja represents as lists: tuples, ranges, and dictionary views. They print as in Python.
 
 use std::sync::Arc;
 
@@ -7,10 +7,10 @@ use minijinja::{Error, Value};
 
 use super::invalid;
 
-/// Longest range, as in Jinja's sandbox.
+/// Largest length of a range, as in Jinja's sandbox.
 const MAX_RANGE: i64 = 100_000;
 
-/// A tuple.
+/// A Python tuple.
 #[derive(Debug)]
 pub(super) struct Tuple(Vec<Value>);
 
@@ -28,7 +28,7 @@ impl Object for Tuple {
     }
 }
 
-/// `range(..)`.
+/// A Python range, created by `range(..)`.
 #[derive(Debug)]
 struct JinjaRange {
     start: i64,
@@ -52,7 +52,7 @@ impl Object for JinjaRange {
     }
 }
 
-/// `x.keys()`, `x.values()` or `x.items()`.
+/// A dictionary view, created by `x.keys()`, `x.values()` or `x.items()`.
 #[derive(Debug)]
 struct View {
     name: &'static str,
@@ -69,12 +69,12 @@ impl Object for View {
     }
 }
 
-/// A tuple of these.
+/// Creates a tuple of `items`.
 pub(super) fn tuple(items: impl IntoIterator<Item = Value>) -> Value {
     Value::from_object(Tuple(items.into_iter().collect()))
 }
 
-/// `range(stop)`, `range(start, stop)`, `range(start, stop, step)`.
+/// Creates a range like Python: `range(stop)`, `range(start, stop)`, `range(start, stop, step)`.
 pub(super) fn range(first: i64, second: Option<i64>, step: Option<i64>) -> Result<Value, Error> {
     let (start, stop, step) = (second.map_or(0, |_| first), second.unwrap_or(first), step.unwrap_or(1));
     let span = i128::from(stop) - i128::from(start);
@@ -88,7 +88,7 @@ pub(super) fn range(first: i64, second: Option<i64>, step: Option<i64>) -> Resul
     }
 }
 
-/// A method of dictionaries that gives a view; `None` for other methods, and for what is no dictionary.
+/// The view that the dictionary method `method` returns; `None` for other methods, and if the value is not a dictionary.
 pub(super) fn view(value: &Value, method: &str) -> Option<Value> {
     let map = value.as_object().filter(|map| map.repr() == ObjectRepr::Map)?;
     let pairs = map.try_iter_pairs()?;
@@ -101,7 +101,7 @@ pub(super) fn view(value: &Value, method: &str) -> Option<Value> {
     Some(Value::from_object(View { name, items }))
 }
 
-/// How Python writes one of these values: its beginning, its items, its end. `None` for other values.
+/// The Python notation of a tuple, range or view: opening text, items, closing text. `None` for other values.
 pub(super) fn parts(value: &Value) -> Option<(String, Vec<Value>, &'static str)> {
     if let Some(Tuple(items)) = value.downcast_object_ref() {
         return Some(("(".to_owned(), items.clone(), if items.len() == 1 { ",)" } else { ")" }));

@@ -298,7 +298,7 @@ fn bad_rows_are_named_with_line_and_columns() {
     assert!(error.contains(&format!("[1].id: the integer {} has more than 64 bits", u128::MAX)), "{error}");
 }
 
-/// OpenAI's form, with the nulls that Parquet puts for what other rows have.
+/// Rows in OpenAI's form, with nulls that Parquet stores for fields that only other rows have.
 #[test]
 fn text_parts_of_a_message_are_joined() {
     let row = |parts: &str| format!(r#"{{"prompt": [{{"role": "user", "content": [{parts}]}}]}}"#);

@@ -1,5 +1,5 @@
-//! The layout of `huggingface_hub`'s cache: contents by their hash in `blobs`, links to them by commit and name in `snapshots`,
-//! the commit of each branch in `refs`.
+//! The directory layout of `huggingface_hub`'s cache: `blobs` holds contents by hash, `snapshots` holds links to them by commit and file name,
+//! `refs` holds the commit of each branch.
 
 use std::fs;
 use std::io;
@@ -9,10 +9,10 @@ use super::Repo;
 use crate::error::{Error, Result};
 use crate::untrusted::{self, MAX_WORDS_BYTES};
 
-/// Deepest folder of a repository that is read.
+/// Deepest folder level of a repository that is read.
 const MAX_DEPTH: usize = 16;
 
-/// One repository's folder in the cache.
+/// The folder of one repository in the cache.
 #[derive(Debug, Clone)]
 pub(super) struct RepoCache {
     folder: PathBuf,
@@ -25,14 +25,14 @@ impl RepoCache {
         Self { locks: cache.join(".locks").join(&name), folder: cache.join(name) }
     }
 
-    /// The commit that `revision` stood for when it was last looked up, or `revision` itself where it is a commit.
+    /// The commit of `revision` when it was last looked up, or `revision` itself if it is a commit.
     pub fn commit(&self, revision: &str) -> Option<String> {
         let named = untrusted::read_text(&self.reference(revision)?, MAX_WORDS_BYTES).ok();
         let commit = named.map_or_else(|| revision.to_owned(), |text| text.trim().to_owned());
         (is_word(&commit) && self.snapshot(&commit).is_dir()).then_some(commit)
     }
 
-    /// Remembers the commit of `revision`.
+    /// Records that `revision` is at `commit`.
     pub fn set_commit(&self, revision: &str, commit: &str) -> Result<()> {
         let Some(path) = self.reference(revision).filter(|_| revision != commit) else { return Ok(()) };
         if untrusted::read_text(&path, MAX_WORDS_BYTES).is_ok_and(|known| known == commit) {
@@ -42,12 +42,12 @@ impl RepoCache {
         written.map_err(Error::io(path))
     }
 
-    /// The folder of a commit's files.
+    /// The folder that holds the files of a commit.
     pub fn snapshot(&self, commit: &str) -> PathBuf {
         self.folder.join("snapshots").join(commit)
     }
 
-    /// Where the contents with this hash are stored.
+    /// The path of the contents with this hash.
     pub fn blob(&self, etag: &str) -> PathBuf {
         self.folder.join("blobs").join(etag)
     }
@@ -57,7 +57,7 @@ impl RepoCache {
         self.locks.join(format!("{etag}.lock"))
     }
 
-    /// Gives the contents their name in a commit.
+    /// Links the contents with hash `etag` as the file `name` of a commit.
     pub fn link(&self, commit: &str, name: &str, etag: &str) -> io::Result<()> {
         let path = self.snapshot(commit).join(name);
         make_parent(&path)?;
@@ -69,7 +69,7 @@ impl RepoCache {
         }
     }
 
-    /// Names of the files of a commit that are here.
+    /// Names of the commit's files that are in the cache.
     pub fn names(&self, commit: &str) -> Vec<String> {
         files_below(&self.snapshot(commit))
     }
@@ -79,7 +79,7 @@ impl RepoCache {
     }
 }
 
-/// What a folder of the cache holds.
+/// The repository and commit of a snapshot folder in the cache.
 #[derive(Debug, PartialEq, Eq)]
 pub struct NamedSnapshot {
     /// The model repository.
@@ -88,7 +88,7 @@ pub struct NamedSnapshot {
     pub commit: String,
 }
 
-/// The model repository and the commit that a folder of the cache holds; none for other folders.
+/// The model repository and the commit of a snapshot folder in the cache; `None` for other folders.
 pub fn named_snapshot(folder: &Path) -> Option<NamedSnapshot> {
     let mut parts = folder.components().rev().filter_map(|part| part.as_os_str().to_str());
     let (commit, snapshots, repo) = (parts.next()?, parts.next()?, parts.next()?);
@@ -100,18 +100,18 @@ pub(super) fn make_parent(path: &Path) -> io::Result<()> {
     path.parent().map_or(Ok(()), fs::create_dir_all)
 }
 
-/// Whether a name from the network stays within its folder.
+/// Whether a file name from the network stays within its folder.
 pub(super) fn is_safe(name: &str) -> bool {
     let is_plain = |part: &str| !part.is_empty() && part != "." && part != ".." && !part.contains(['\\', '\0']);
     name.len() < 1024 && name.split('/').all(is_plain)
 }
 
-/// Whether a hash from the network is one.
+/// Whether a hash from the network is safe to use as a file name.
 pub(super) fn is_word(text: &str) -> bool {
     !text.is_empty() && text.len() <= 128 && text.chars().all(|c| c.is_ascii_alphanumeric() || c == '-')
 }
 
-/// Names of all files of a folder and of those below it, sorted; links to files are followed, links to folders are not.
+/// Paths of all files in a folder and its subfolders, sorted. Links to files are followed, links to folders are not.
 pub(in crate::data) fn files_below(folder: &Path) -> Vec<String> {
     let mut names = Vec::new();
     walk(folder, "", 0, &mut names);

@@ -1,4 +1,4 @@
-//! The three requests of the Hub's protocol that a download needs: a repository's files, a file's hash, its bytes.
+//! The three requests of the Hub's protocol that a download needs: the list of a repository's files, a file's hash, and its bytes.
 
 use std::fmt;
 use std::io::{self, Read};
@@ -14,22 +14,22 @@ use super::cache::{is_safe, is_word};
 use super::{HubOptions, Repo};
 use crate::untrusted::{self, MAX_INDEX_BYTES};
 
-/// Longest list of files that is read, in bytes.
+/// Largest size in bytes of a repository's file list.
 const MAX_INFO_BYTES: u64 = 256 << 20;
-/// Longest time without an answer or a byte.
+/// Time without a response or new bytes after which a request fails.
 const PATIENCE: Duration = Duration::from_secs(60);
 const CONNECT_PATIENCE: Duration = Duration::from_secs(15);
 
-/// Why a request gave nothing.
+/// Why a request failed.
 #[derive(Debug)]
 pub(super) enum DownloadFailure {
-    /// No answer: no network, no such host, a connection that broke, a server that fails for now.
+    /// No response: no network, no such host, a broken connection, or a temporary server error.
     Unreachable(String),
-    /// An answer that will not change.
+    /// A permanent error response.
     Refused { status: u16, message: String },
-    /// An answer that cannot be used.
+    /// A response that cannot be used.
     Broken(String),
-    /// The cache cannot be written.
+    /// The cache cannot be written to.
     Storage(PathBuf, io::Error),
 }
 
@@ -44,28 +44,28 @@ impl fmt::Display for DownloadFailure {
     }
 }
 
-/// A commit and its files.
+/// The commit of a repository's revision, and its files.
 pub(super) struct Info {
     pub commit: String,
     pub names: Vec<String>,
 }
 
-/// Size and hash of a file.
+/// Size, hash and address of a file.
 pub(super) struct FileInfo {
-    /// SHA-256 of a large file, git's SHA-1 of a small one.
+    /// SHA-256 of a large file, or git's SHA-1 of a small one.
     pub etag: String,
     pub num_bytes: Option<u64>,
-    /// Where the Hub has it; a large file's bytes come from a store, to which this address redirects without the token.
+    /// The file's address at the Hub. For a large file it redirects to a storage server, which does not get the token.
     url: String,
 }
 
-/// The bytes of a file from some place on.
+/// The body of a response to a request for a file's bytes from some offset.
 pub(super) enum Bytes {
-    /// The bytes from the requested offset on.
+    /// The bytes from the requested offset.
     Rest(Box<dyn Read>),
-    /// The bytes from the start: the server does not resume.
+    /// The bytes from the start, because the server does not support ranges.
     Whole(Box<dyn Read>),
-    /// The file has no byte there.
+    /// The offset is at or after the end of the file.
     PastTheEnd,
 }
 
@@ -91,7 +91,7 @@ impl HubClient {
         Self { agent, endpoint: options.endpoint.clone(), token: options.token.clone() }
     }
 
-    /// The commit of the repository's revision, and its files.
+    /// Requests the commit of the repository's revision, and its files.
     pub fn info(&self, repo: &Repo) -> Result<Info, DownloadFailure> {
         let Self { endpoint, .. } = self;
         let url = format!("{endpoint}/api/{}/{}/revision/{}", repo.plural(), repo.name, escaped(&repo.revision, false));
@@ -111,7 +111,7 @@ impl HubClient {
         Ok(Info { commit, names: names.map(str::to_owned).collect() })
     }
 
-    /// Size and hash of the file, as the Hub gives them before it redirects to a store.
+    /// Requests size and hash of a file, which the Hub sends before it redirects to a storage server.
     pub fn file_info(&self, repo: &Repo, commit: &str, name: &str) -> Result<FileInfo, DownloadFailure> {
         let mut url = self.file_url(repo, commit, name);
         for _ in 0..5 {
@@ -147,7 +147,7 @@ impl HubClient {
         Err(DownloadFailure::Broken(format!("{url}: too many redirects")))
     }
 
-    /// The bytes of the file behind the first `have`.
+    /// Requests the bytes of a file from offset `have`.
     pub fn read(&self, file: &FileInfo, have: u64) -> Result<Bytes, DownloadFailure> {
         let response = self.get(&file.url, (have > 0).then(|| format!("bytes={have}-")), Some("identity"))?;
         match response.status().as_u16() {
@@ -182,7 +182,7 @@ fn accepted(response: Response<Body>) -> Result<Response<Body>, DownloadFailure>
     Ok(response)
 }
 
-/// Refuses all but success; what a server may mend by itself counts as unreachable.
+/// Checks that a response has a success status. Temporary server errors become `Unreachable`.
 fn accepted_status(response: &Response<Body>) -> Result<(), DownloadFailure> {
     let status = response.status().as_u16();
     let said = response.headers().get("x-error-message").and_then(|value| value.to_str().ok());
@@ -198,24 +198,24 @@ fn unreachable(url: &str, error: ureq::Error) -> DownloadFailure {
     DownloadFailure::Unreachable(format!("{} cannot be reached: {error}", origin(url)))
 }
 
-/// The hash in an ETag: `W/"abc"` is abc.
+/// The hash in an ETag header: `abc` for `W/"abc"`.
 fn hash_of(etag: &str) -> String {
     etag.trim_start_matches("W/").trim_matches('"').to_owned()
 }
 
-/// `https://host:port` of an address.
+/// The origin of a URL: `https://host:port`.
 fn origin(url: &str) -> &str {
     let start = url.find("://").map_or(0, |at| at + 3);
     url[start..].find('/').map_or(url, |end| &url[..start + end])
 }
 
-/// Percent-encodes what an address does not hold; with `is_path` slashes stay.
+/// Percent-encodes a part of a URL; slashes are kept if `is_path`.
 fn escaped(text: &str, is_path: bool) -> String {
     let stays = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.~".contains(&byte) || (is_path && byte == b'/');
     text.bytes().map(|byte| if stays(byte) { char::from(byte).to_string() } else { format!("%{byte:02X}") }).collect()
 }
 
-/// Certificates of SSL_CERT_FILE, as networks with a proxy of their own need, or else those of Mozilla.
+/// The certificates of SSL_CERT_FILE (for networks with their own proxy), or else Mozilla's root certificates.
 fn root_certs() -> RootCerts {
     let named = ["SSL_CERT_FILE", "REQUESTS_CA_BUNDLE"].iter().find_map(std::env::var_os);
     let Some(pem) = named.and_then(|path| untrusted::read(Path::new(&path), MAX_INDEX_BYTES).ok()) else {

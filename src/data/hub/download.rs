@@ -1,4 +1,5 @@
-//! Downloads into the cache: resumed where an earlier one ended, checked against the file's hash, one process at a time.
+//! Downloads files into the cache. A download resumes where an earlier one ended, is checked against the file's hash, and is made by one
+//! process at a time.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
@@ -18,14 +19,14 @@ use super::client::{Bytes, DownloadFailure, FileInfo, HubClient};
 use super::options::DownloadCallback;
 use crate::untrusted;
 
-/// Files that are downloaded at once.
+/// Files that are downloaded in parallel.
 const NUM_THREADS: usize = 4;
-/// Requests in a row without a new byte before a download is given up.
+/// Requests in a row without a new byte after which a download fails.
 const MAX_ATTEMPTS: u32 = 5;
-/// Pause after the first of them; each further one takes twice as long.
+/// Pause after the first failed request; doubled after each further one.
 const FIRST_PAUSE: Duration = Duration::from_millis(250);
 
-/// A download: the file, and its place in the cache.
+/// A download of a repository's files into the cache.
 pub(super) struct Download<'a> {
     pub client: &'a HubClient,
     pub repo: &'a Repo,
@@ -34,7 +35,7 @@ pub(super) struct Download<'a> {
     pub progress: &'a DownloadCallback,
 }
 
-/// Bytes of all files together.
+/// Bytes of all files: received and total.
 #[derive(Default)]
 struct Counts {
     done: AtomicU64,
@@ -42,7 +43,7 @@ struct Counts {
 }
 
 impl Download<'_> {
-    /// Brings every file of `names` into the cache; the first failure ends it, and what has arrived stays for the next time.
+    /// Downloads every file of `names` into the cache. Stops at the first failure; received bytes stay in the cache for the next attempt.
     pub fn run(&self, names: &[&String]) -> Result<(), DownloadFailure> {
         let (next, failure, counts) = (AtomicUsize::new(0), Mutex::new(None), Counts::default());
         let infos: Vec<FileInfo> = names.iter().map(|name| self.info(name)).collect::<Result<_, _>>()?;
@@ -83,7 +84,7 @@ impl Download<'_> {
         self.cache.link(self.commit, name, &info.etag).map_err(|error| DownloadFailure::Storage(blob, error))
     }
 
-    /// Downloads the contents until they are whole and have their hash.
+    /// Downloads the contents of a file until they are complete and their hash matches.
     fn contents(&self, name: &str, info: &FileInfo, blob: &Path, counts: &Counts) -> Result<(), DownloadFailure> {
         let part = blob.with_extension("incomplete");
         let storage = |error| DownloadFailure::Storage(part.clone(), error);
@@ -117,7 +118,7 @@ impl Download<'_> {
         }
     }
 
-    /// Appends what the server still has of the file.
+    /// Requests the bytes of the file that are missing, and appends them to the partial download.
     fn more(
         &self,
         name: &str,
@@ -158,7 +159,7 @@ impl Counts {
     }
 }
 
-/// Waits before the next attempt, longer each time, or gives up.
+/// Waits before the next attempt, twice as long each time; fails after the last attempt.
 fn pause_or_end(attempts: &mut u32, message: String) -> Result<(), DownloadFailure> {
     *attempts += 1;
     if *attempts >= MAX_ATTEMPTS {
@@ -168,7 +169,7 @@ fn pause_or_end(attempts: &mut u32, message: String) -> Result<(), DownloadFailu
     Ok(())
 }
 
-/// Whether a file has the size and the hash that it must have. A hash of another length than SHA-256's or SHA-1's is not known.
+/// Whether a file has the expected size and hash. A hash whose length is neither that of SHA-256 nor of SHA-1 is not checked.
 fn is_right(path: &Path, info: &FileInfo) -> io::Result<bool> {
     let num_bytes = fs::metadata(path)?.len();
     if info.num_bytes.is_some_and(|expected| expected != num_bytes) {

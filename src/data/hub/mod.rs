@@ -1,5 +1,5 @@
-//! Repositories of the Hugging Face Hub by name: read from the cache that `huggingface_hub` keeps on this machine, or downloaded
-//! into it. Knows nothing of what the files hold.
+//! Repositories of the Hugging Face Hub: read from the local cache of `huggingface_hub`, or downloaded
+//! into it. Independent of the contents of files.
 
 mod cache;
 mod client;
@@ -33,17 +33,17 @@ enum RepoKind {
 }
 
 impl Repo {
-    /// The model repository `name`, at `revision` or at `main`; `None` where `name` cannot be a repository's.
+    /// The model repository `name` at `revision` (default `main`); `None` if `name` is not a valid repository name.
     pub fn model(name: &str, revision: Option<&str>) -> Option<Self> {
         Self::new(RepoKind::Model, name, revision)
     }
 
-    /// The data set repository `name`, at `revision` or at `main`; `None` where `name` cannot be a repository's.
+    /// The data set repository `name` at `revision` (default `main`); `None` if `name` is not a valid repository name.
     pub fn dataset(name: &str, revision: Option<&str>) -> Option<Self> {
         Self::new(RepoKind::Dataset, name, revision)
     }
 
-    /// A name has one or two parts of letters, digits, `-`, `_` and `.`, as the Hub has it.
+    /// Checks a repository name by the Hub's rules: one or two parts of letters, digits, `-`, `_` and `.`.
     fn new(kind: RepoKind, name: &str, revision: Option<&str>) -> Option<Self> {
         let is_part = |part: &str| {
             let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
@@ -55,7 +55,7 @@ impl Repo {
         is_name.then(|| Self { kind, name: name.to_owned(), revision })
     }
 
-    /// The command that brings the repository into the cache on a machine with a network.
+    /// The shell command that downloads the repository into the cache on a machine with a network.
     pub fn download_command(&self) -> String {
         let kind = if self.kind == RepoKind::Dataset { " --repo-type dataset" } else { "" };
         let revision = match self.revision.as_str() {
@@ -65,7 +65,7 @@ impl Repo {
         format!("hf download {}{kind}{revision}", self.name)
     }
 
-    /// `models` or `datasets`, as addresses and folders of the cache have it.
+    /// `models` or `datasets`, as in the Hub's addresses and the cache's folder names.
     fn plural(&self) -> &'static str {
         if self.kind == RepoKind::Model { "models" } else { "datasets" }
     }
@@ -78,7 +78,7 @@ impl fmt::Display for Repo {
     }
 }
 
-/// Where repositories are found: the cache, and the Hub where a network may be used.
+/// Access to repositories: the local cache and, if the network may be used, the Hub.
 #[derive(Debug)]
 pub struct Hub {
     options: HubOptions,
@@ -86,22 +86,22 @@ pub struct Hub {
 }
 
 impl Hub {
-    /// Reads the cache alone. Workers use it after their launcher has downloaded what they need.
+    /// Access to the cache only. Workers use it after their launcher has downloaded the needed files.
     pub fn cached() -> Self {
         Self { options: HubOptions::from_env(), client: None }
     }
 
-    /// Downloads what the cache lacks, unless `options` are offline.
+    /// Access to the Hub and the cache, or to the cache only if `options` are offline.
     pub fn new(options: HubOptions) -> Self {
         let client = (!options.is_offline).then(|| HubClient::new(&options));
         Self { options, client }
     }
 
-    /// Finds a repository at its revision: asks the Hub which commit that is, or takes the one in the cache where the Hub
-    /// cannot be reached or may not be asked.
+    /// Opens a repository at its revision. Requests the revision's commit from the Hub, or uses the one in the cache if the Hub
+    /// is unreachable or offline mode is set.
     ///
     /// # Errors
-    /// [`Error::Hub`] for a repository that is in neither place, or that the Hub refuses.
+    /// [`Error::Hub`] if the repository is in neither place, or the Hub refuses access.
     pub fn open(&self, repo: &Repo) -> Result<Snapshot<'_>> {
         let cache = RepoCache::new(&self.options.cache, repo);
         let cached = |online| {
@@ -127,7 +127,7 @@ impl Hub {
         }
     }
 
-    /// The error of a repository that is not in the cache.
+    /// The error for a repository that is not in the cache.
     fn absent(&self, repo: &Repo) -> Error {
         let why = if self.options.is_offline { ", and HF_HUB_OFFLINE is set" } else { "" };
         let cache = self.options.cache.display();
@@ -178,20 +178,20 @@ pub struct Snapshot<'a> {
 }
 
 impl Snapshot<'_> {
-    /// Names of all files, or of those in the cache where the Hub was not asked.
+    /// Names of all files, or of those in the cache if the Hub was not reached.
     pub fn names(&self) -> &[String] {
         &self.names
     }
 
-    /// The folder that holds the files under their names.
+    /// The folder that contains the files of this commit under their names.
     pub fn folder(&self) -> PathBuf {
         self.cache.snapshot(&self.commit)
     }
 
-    /// Brings the files into the cache and returns their paths, in the order of `names`.
+    /// Downloads missing files into the cache and returns the paths of all `names`, in their order.
     ///
     /// # Errors
-    /// [`Error::Hub`] for what is not in the cache and cannot be downloaded; [`Error::Io`].
+    /// [`Error::Hub`] for a file that is not in the cache and cannot be downloaded; [`Error::Io`].
     pub fn fetch(&self, names: &[String]) -> Result<Vec<PathBuf>> {
         let paths: Vec<PathBuf> = names.iter().map(|name| self.folder().join(name)).collect();
         let missing: Vec<&String> =
@@ -219,10 +219,10 @@ impl Snapshot<'_> {
         Ok(paths)
     }
 
-    /// The text of a small file, if the repository has it.
+    /// Reads a small text file; `None` if the repository does not have it.
     ///
     /// # Errors
-    /// The errors of [`Snapshot::fetch`]; [`Error::BadFile`] where it is no text.
+    /// The errors of [`Snapshot::fetch`]; [`Error::BadFile`] if the file is not text.
     pub fn text(&self, name: &str) -> Result<Option<String>> {
         if !self.names.iter().any(|known| known == name) {
             return Ok(None);
@@ -233,7 +233,7 @@ impl Snapshot<'_> {
     }
 }
 
-/// Whether a path is plainly one of this machine, and no repository's name.
+/// Whether a path is clearly a local path and not a repository name.
 pub fn is_plainly_local(path: &Path) -> bool {
     path.exists() || path.is_absolute() || path.starts_with(".") || path.starts_with("..") || path.starts_with("~")
 }

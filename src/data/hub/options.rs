@@ -1,29 +1,29 @@
-//! Settings of the Hub from the environment, by the names that `huggingface_hub` reads.
+//! Settings of the Hub from environment variables, with the names that `huggingface_hub` uses.
 
 use std::fmt;
 use std::path::PathBuf;
 
 use crate::untrusted::{self, MAX_WORDS_BYTES};
 
-/// Told `(done, total)` in bytes while files are downloaded.
+/// Callback for download progress, called with `(done, total)` in bytes.
 pub(super) type DownloadCallback = Box<dyn Fn(u64, u64) + Send + Sync>;
 
-/// Where the Hub and its cache are, and how a download is shown.
+/// Addresses of the Hub and its cache, and how download progress is shown.
 pub struct HubOptions {
-    /// Address of the Hub, without a slash at its end.
+    /// Address of the Hub, without a slash at the end.
     pub endpoint: String,
-    /// Folder of the cache.
+    /// Folder of the local cache.
     pub cache: PathBuf,
-    /// Sent to the Hub, to nobody else.
+    /// Access token. It is sent only to the Hub.
     pub token: Option<String>,
-    /// Whether only the cache is read.
+    /// Whether only the local cache may be read.
     pub is_offline: bool,
-    /// Called as bytes arrive.
+    /// Callback for download progress.
     pub(super) progress: DownloadCallback,
 }
 
 impl HubOptions {
-    /// Reads HF_ENDPOINT, HF_HUB_CACHE, HF_HOME, HF_TOKEN, HF_TOKEN_PATH and HF_HUB_OFFLINE.
+    /// Reads the environment variables HF_ENDPOINT, HF_HUB_CACHE, HF_HOME, HF_TOKEN, HF_TOKEN_PATH and HF_HUB_OFFLINE.
     pub fn from_env() -> Self {
         Self::from_variables(&|name| std::env::var(name).ok().filter(|value| !value.trim().is_empty()))
     }
@@ -57,7 +57,7 @@ impl HubOptions {
     }
 }
 
-/// Without the token.
+/// Leaves out the token.
 impl fmt::Debug for HubOptions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut shown = f.debug_struct("HubOptions");

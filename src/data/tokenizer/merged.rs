@@ -1,8 +1,8 @@
-//! The tokens that files beside `tokenizer.json` add to it or describe otherwise, merged as AutoTokenizer of transformers 5 does.
+//! Merges tokens from other files into the tokenizer of `tokenizer.json`, as AutoTokenizer of transformers 5 does.
 //!
-//! `added_tokens_decoder` of `tokenizer_config.json` comes before what `tokenizer.json` says of a token; where it is absent,
-//! `special_tokens_map.json` comes before `tokenizer_config.json`, and `tokenizer.json` before `added_tokens.json`. Ids are those of
-//! `tokenizer.json`; what it lacks gets the next ones.
+//! `added_tokens_decoder` of `tokenizer_config.json` takes precedence over `tokenizer.json`. Without it, `special_tokens_map.json` takes
+//! precedence over `tokenizer_config.json`, and `tokenizer.json` over `added_tokens.json`. Ids are those of
+//! `tokenizer.json`; tokens missing there get the next free ids.
 
 use std::collections::{BTreeMap, HashSet};
 use std::path::Path;
@@ -15,7 +15,7 @@ use super::read_json;
 use crate::error::{Error, Result};
 use crate::untrusted::KeyTable;
 
-/// The special tokens that a tokenizer names, in transformers' order.
+/// The keys of named special tokens, in transformers' order.
 const NAMED: [&str; 7] = ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
 const EXTRA: &str = "extra_special_tokens";
 const ADDITIONAL: &str = "additional_special_tokens";
@@ -50,7 +50,7 @@ pub(super) const TOKENIZER_KEYS: KeyTable = KeyTable {
     ignores_unknown: true,
 };
 
-/// Tokens as the files beside `tokenizer.json` describe them.
+/// The contents of the files that describe tokens, without `tokenizer.json`.
 #[derive(Debug, Default)]
 pub(in crate::data) struct TokenFiles {
     config: Map<String, Value>,
@@ -59,21 +59,21 @@ pub(in crate::data) struct TokenFiles {
     model: Value,
 }
 
-/// Special tokens by name, as chat templates see them.
+/// Special tokens by key, such as `bos_token`, as chat templates use them.
 pub type NamedTokens = BTreeMap<String, String>;
 
-/// The tokens that a tokenizer's files name.
+/// Special tokens that a tokenizer's files define.
 pub struct MergedTokens {
     pub named: NamedTokens,
-    /// The end-of-sequence token: one that these files do not have no model has learned.
+    /// Id of the end-of-sequence token. `None` if the files define a token that `tokenizer.json` lacks, because no model was trained on it.
     pub eos_token_id: Option<u32>,
 }
 
 impl TokenFiles {
-    /// Reads them; each may be missing.
+    /// Reads the files; each may be missing.
     ///
     /// # Errors
-    /// [`Error::BadFile`] for what is no JSON object, and for keys that are not served.
+    /// [`Error::BadFile`] if a file is not a JSON object or has an unsupported key.
     pub fn read(folder: &Path) -> Result<Self> {
         let read = |name: &str| match read_json(&folder.join(name))? {
             Value::Null => Ok(Map::new()),
@@ -86,22 +86,22 @@ impl TokenFiles {
         Ok(Self { config, map: read("special_tokens_map.json")?, added: read("added_tokens.json")?, model })
     }
 
-    /// The model's `config.json`, `null` where there is none.
+    /// The model's `config.json`; `null` if there is none.
     pub fn model(&self) -> &Value {
         &self.model
     }
 
-    /// The value of a key of `tokenizer_config.json`.
+    /// The value of a key in `tokenizer_config.json`.
     pub fn get(&self, key: &str) -> &Value {
         self.config.get(key).unwrap_or(&Value::Null)
     }
 
-    /// The end-of-sequence token's text.
+    /// The text of the end-of-sequence token.
     pub fn eos_token(&self) -> Option<String> {
         self.named().into_iter().find(|(name, _)| name == "eos_token").map(|(_, token)| token.content)
     }
 
-    /// Adds the tokens to the tokenizer, and tells it how to treat them. Gives what the files name.
+    /// Adds the tokens to the tokenizer with their flags, and returns the special tokens.
     ///
     /// # Errors
     /// A message that says what is wrong with a file.
@@ -137,7 +137,7 @@ impl TokenFiles {
         Ok(MergedTokens { named: named.into_iter().map(|(name, token)| (name, token.content)).collect(), eos_token_id })
     }
 
-    /// Refuses what makes the model's tokens depend on chance, or its text on what follows.
+    /// Rejects BPE dropout, which makes token ids random, and the cleanup of spaces when decoding, which makes text depend on the tokens after it.
     fn check_model(&self, tokenizer: &Tokenizer) -> Result<(), String> {
         match tokenizer.get_model() {
             ModelWrapper::BPE(model) if model.dropout.is_some_and(|dropout| dropout > 0.0) => {
@@ -154,7 +154,7 @@ impl TokenFiles {
         }
     }
 
-    /// Tokens with their ids, in the order of these, as the file describes them that comes first.
+    /// The tokens with their ids, sorted by id. Each has the flags of the file with the highest precedence.
     fn described(&self, tokenizer: &Tokenizer) -> Result<Vec<(u32, AddedToken)>, String> {
         let mut tokens = BTreeMap::new();
         if let Some(decoder) = self.config.get("added_tokens_decoder") {
@@ -180,7 +180,7 @@ impl TokenFiles {
         Ok(tokens.into_iter().collect())
     }
 
-    /// The files' own value of a key: `special_tokens_map.json` counts only where no tokens are described by their ids.
+    /// The value of a key in the files. `special_tokens_map.json` is used only if there is no `added_tokens_decoder`.
     fn value(&self, key: &str) -> &Value {
         self.map.get(key).filter(|_| !self.is_whole()).unwrap_or_else(|| self.get(key))
     }
@@ -189,7 +189,7 @@ impl TokenFiles {
         self.config.contains_key("added_tokens_decoder")
     }
 
-    /// Special tokens with names, the usual ones first.
+    /// Named special tokens, the standard ones first.
     fn named(&self) -> Vec<(String, AddedToken)> {
         let usual = NAMED.iter().filter_map(|name| Some(((*name).to_owned(), token(self.value(name), true)?)));
         let is_other = |key: &str| key.ends_with("_token") && !NAMED.contains(&key);
@@ -209,14 +209,14 @@ impl TokenFiles {
         Some(self.value(EXTRA)).filter(|extra| !is_empty(extra)).unwrap_or_else(|| self.value(ADDITIONAL))
     }
 
-    /// Special tokens without a name.
+    /// Special tokens that have no key of their own.
     fn extra(&self) -> Vec<AddedToken> {
         let lists = [self.get(EXTRA), self.extra_value()].into_iter().filter_map(Value::as_array);
         lists.flatten().filter_map(|value| token(value, true)).collect()
     }
 }
 
-/// A token as text, or as an object with its flags. What is normalized is not special unless it says so.
+/// Reads a token given as a string or as an object with flags. By default, a special token is not normalized and any other token is.
 fn token(value: &Value, is_special: bool) -> Option<AddedToken> {
     let flag = |key: &str| value[key].as_bool();
     match value {

@@ -1,5 +1,5 @@
-//! Where AutoTokenizer of transformers 5 makes other tokens of a text than `tokenizer.json` says: of some classes it takes the vocabulary
-//! from the file, and normalizer, pre-tokenizer and the model's flags from the class. scripts/golden_tokenizers.py records what it does.
+//! Detects where AutoTokenizer of transformers 5 tokenizes a text differently than `tokenizer.json`. For some tokenizer classes it takes only the
+//! vocabulary from the file; normalizer, pre-tokenizer and model flags come from the class. scripts/golden_tokenizers.py records its results.
 
 use serde_json::{Value, json};
 use tokenizers::Tokenizer;
@@ -9,10 +9,10 @@ use tokenizers::pre_tokenizers::PreTokenizerWrapper;
 
 use super::merged::TokenFiles;
 
-/// Texts in which tokenizers differ: white space, digits, scripts, combining characters, code, special tokens as text.
+/// Texts that tokenizers often tokenize differently: white space, digits, scripts, combining characters, code, special tokens as text.
 const HARD_TEXTS: &str = include_str!("hard_texts.json");
 
-/// The class that transformers has for a model's type, which counts where no file names one. Of some types it counts in any case.
+/// The tokenizer class for a model type, used if no file names a class. If the flag is true, it is used even if a file does.
 const CLASSES: [(&str, &str, bool); 12] = [
     ("granite", FILE, true),
     ("mistral", FILE, true),
@@ -27,18 +27,18 @@ const CLASSES: [(&str, &str, bool); 12] = [
     ("qwen3_5_moe", "Qwen3_5Tokenizer", true),
     ("qwen3_5_moe_text", "Qwen3_5Tokenizer", true),
 ];
-/// Reads the file as it is.
+/// The class that uses `tokenizer.json` unchanged.
 const FILE: &str = "TokenizersBackend";
 
-/// How Qwen's tokenizers split a text; Qwen3.5's count combining marks as letters.
+/// The pattern by which Qwen's tokenizers split a text. In Qwen3.5's, `{letter}` includes combining marks.
 const QWEN_WORDS: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?{letter}+|\p{N}| ?[^\s{letters}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
-/// Hard texts.
+/// The texts of [`HARD_TEXTS`].
 pub(super) fn hard_texts() -> Vec<String> {
     serde_json::from_str(HARD_TEXTS).expect("a list of texts")
 }
 
-/// How AutoTokenizer reads the folder of a tokenizer.
+/// How AutoTokenizer loads a tokenizer: its class and the options that affect it.
 #[derive(Debug, Default)]
 pub(super) struct AutoClass {
     name: Option<String>,
@@ -47,7 +47,7 @@ pub(super) struct AutoClass {
 }
 
 impl AutoClass {
-    /// The class by `tokenizer_config.json` and `config.json`.
+    /// Determines the class from `tokenizer_config.json` and `config.json`.
     pub fn of(files: &TokenFiles) -> Self {
         let model = files.model();
         let declared = [files.get("tokenizer_class"), &model["tokenizer_class"]].into_iter().find_map(Value::as_str);
@@ -64,7 +64,7 @@ impl AutoClass {
         }
     }
 
-    /// A line for the user if it makes other tokens of a hard text.
+    /// A notice for the user if AutoTokenizer tokenizes one of the hard texts differently.
     pub fn notice(&self, tokenizer: &Tokenizer) -> Option<String> {
         let rebuilt = self.rebuilt(tokenizer)?;
         let ids = |tokenizer: &Tokenizer, text: &str| Some(tokenizer.encode_fast(text, false).ok()?.get_ids().to_vec());
@@ -77,7 +77,7 @@ impl AutoClass {
         ))
     }
 
-    /// The tokenizer that the class makes of a file's, where it is another.
+    /// The tokenizer that AutoTokenizer builds from the file's vocabulary; `None` if it equals the file's tokenizer.
     pub fn rebuilt(&self, tokenizer: &Tokenizer) -> Option<Tokenizer> {
         let ModelWrapper::BPE(model) = tokenizer.get_model() else { return None };
         let (normalizer, pre_tokenizer) = self.pieces(tokenizer)?;
@@ -128,7 +128,7 @@ impl AutoClass {
     }
 }
 
-/// Whether a tokenizer's pre-tokenizer or decoder works on bytes; transformers then takes it from the file for LlamaTokenizer, too.
+/// Whether a tokenizer's pre-tokenizer or decoder is byte-level. If so, transformers uses it from the file even for LlamaTokenizer.
 fn is_byte_level(tokenizer: &Tokenizer) -> bool {
     let pieces = [serde_json::to_value(tokenizer.get_pre_tokenizer()), serde_json::to_value(tokenizer.get_decoder())];
     pieces.into_iter().flatten().any(|piece| piece.to_string().contains("\"ByteLevel\""))

@@ -10,28 +10,28 @@ use super::super::{ChatTemplate, Conversation};
 use crate::error::{Error, Result};
 use crate::untrusted::{self, MAX_TEMPLATE_BYTES};
 
-/// The template of one of its own.
+/// Name of the template for conversations without tools.
 const DEFAULT: &str = "default";
-/// The template of conversations with tools, where there is one.
+/// Name of the template for conversations with tools, if the model has one.
 const WITH_TOOLS: &str = "tool_use";
-/// Files of templates with names, within a model's folder.
+/// Subfolder of a model's folder with named templates.
 pub(crate) const FOLDER: &str = "additional_chat_templates";
 
-/// Compiled templates.
+/// The compiled chat templates of a model.
 #[derive(Debug)]
 pub(super) struct ChatTemplates {
     default: Option<ChatTemplate>,
     with_tools: Option<ChatTemplate>,
-    /// All names, those that are not taken by themselves among them.
+    /// Names of all templates, including those that are only selected by name.
     names: Vec<String>,
 }
 
 impl ChatTemplates {
-    /// Reads and compiles them: `chat_template.jinja` and `additional_chat_templates/NAME.jinja`, else `chat_template` of
-    /// `tokenizer_config.json`. `variables` are special tokens.
+    /// Reads and compiles the templates of a model's folder: `chat_template.jinja` and `additional_chat_templates/NAME.jinja`, else `chat_template`
+    /// of `tokenizer_config.json`. `variables` are the special tokens.
     ///
     /// # Errors
-    /// [`Error::BadFile`]; [`Error::ChatTemplate`] for one that does not compile.
+    /// [`Error::BadFile`]; [`Error::ChatTemplate`] if a template does not compile.
     pub fn read(folder: &Path, config: &Value, variables: &BTreeMap<String, String>) -> Result<Option<Self>> {
         let mut sources = files(folder)?;
         if sources.is_empty() {
@@ -47,7 +47,7 @@ impl ChatTemplates {
         Ok(Some(templates).filter(|templates| !templates.names.is_empty()))
     }
 
-    /// Gives all of them further variables.
+    /// Adds variables that all templates may use.
     ///
     /// # Errors
     /// The errors of [`ChatTemplate::add_variables`].
@@ -58,10 +58,10 @@ impl ChatTemplates {
             .try_for_each(|template| template.add_variables(variables))
     }
 
-    /// Renders a conversation by the template that transformers takes: with tools that of this name, where there is one.
+    /// Renders a conversation with the template that transformers chooses: the one named `tool_use` if there are tools and it exists.
     ///
     /// # Errors
-    /// [`Error::ChatTemplate`] where none is for it, or it fails.
+    /// [`Error::ChatTemplate`] if no template applies, or rendering fails.
     pub fn converse(&self, conversation: Conversation) -> Result<String> {
         let with_tools = self.with_tools.as_ref().filter(|_| !conversation.tools.is_null());
         let template = with_tools.or(self.default.as_ref()).ok_or_else(|| Error::ChatTemplate {
@@ -74,7 +74,7 @@ impl ChatTemplates {
         template.converse(conversation)
     }
 
-    /// The source of the template that shows tools.
+    /// The source of the template that is used with tools.
     pub fn source(&self) -> Option<&str> {
         self.with_tools.as_ref().or(self.default.as_ref()).map(ChatTemplate::source)
     }

@@ -42,7 +42,7 @@ fn a_missing_eos_is_an_error() {
     assert!(error.contains("eos_token '<|end|>'"), "{error}");
 }
 
-/// scripts/golden_tokenizers.py: the ids and texts that AutoTokenizer of transformers makes of folders whose files disagree.
+/// The expected ids and texts come from scripts/golden_tokenizers.py: AutoTokenizer's results for folders whose files disagree.
 #[test]
 fn tokenizer_files_are_merged_as_by_auto_tokenizer() {
     let golden: Value = serde_json::from_str(include_str!("../../../tests/golden/tokenizers.json")).unwrap();
@@ -68,7 +68,7 @@ fn tokenizer_files_are_merged_as_by_auto_tokenizer() {
     assert_eq!(merged::TOKENIZER_KEYS.undocumented(), Vec::<&str>::new());
 }
 
-/// scripts/golden_tokenizers.py: the ids of AutoTokenizer of transformers 5 by the classes of tokenizers that it builds anew.
+/// The expected ids come from scripts/golden_tokenizers.py: those of AutoTokenizer of transformers 5 for tokenizer classes that it rebuilds.
 #[test]
 fn differences_to_auto_tokenizer_are_reported() {
     let golden: Value = serde_json::from_str(include_str!("../../../tests/golden/tokenizer_classes.json")).unwrap();

@@ -1,4 +1,4 @@
-//! Calls with a tag for each argument's name and one for its value: a text as it is, everything else as JSON.
+//! Parses calls that have one tag for each argument's name and one for its value. A string value is written as it is, any other as JSON.
 
 use serde_json::{Map, Value};
 
@@ -13,7 +13,7 @@ const KEY_END: &str = "</arg_key>";
 const VALUE: &str = "<arg_value>";
 const VALUE_END: &str = "</arg_value>";
 
-/// A function with its arguments, up to its closing tag.
+/// Parses the function name and arguments at byte `at`, up to the closing tag.
 pub(super) fn call(text: &str, at: usize, tools: &Value) -> Result<CallBlock, Unreadable> {
     let open = |message: String| Unreadable::open(message);
     let inner = text[at..].strip_prefix(CALL).unwrap_or_default();
@@ -39,7 +39,7 @@ pub(super) fn call(text: &str, at: usize, tools: &Value) -> Result<CallBlock, Un
     Ok(CallBlock { calls: vec![call], end: text.len() - behind.len() })
 }
 
-/// The value that a text begins with, and what follows it. It ends at the closing tag before the next tag; others are part of it.
+/// Splits text into the value at its start and the text after it. A value ends at the closing tag before the next tag, so it may contain other tags.
 fn value(text: &str) -> Option<(&str, &str)> {
     text.match_indices(VALUE_END).find_map(|(at, _)| {
         let behind = &text[at + VALUE_END.len()..];
@@ -48,7 +48,7 @@ fn value(text: &str) -> Option<(&str, &str)> {
     })
 }
 
-/// A value by the type that its schema gives; without one JSON, or else the text itself, as in vLLM.
+/// Converts a value by its type in the tool's schema. Without a type it is parsed as JSON, or else is a string, as in vLLM.
 fn argument(text: &str, kind: Option<&str>) -> Result<Value, String> {
     match kind {
         Some("string") => Ok(text.into()),

@@ -1,20 +1,20 @@
-//! Messages one after the other, each with a channel, as gpt-oss writes them: a message to a function is a call, whose arguments are JSON. The recipient
-//! stands behind the role or behind the channel.
+//! Parses the messages of gpt-oss. Each message has a channel. A message addressed to a function is a call with JSON arguments. The recipient
+//! is named after the role or after the channel.
 
 use serde_json::Value;
 
 use super::{CallBlock, ToolCall, Unreadable};
 use crate::data::numbers::check_numbers;
 
-/// The mark before a message's channel; every message of the harmony format has one.
+/// The marker before a message's channel; every message of the harmony format has one.
 pub(super) const CHANNEL: &str = "<|channel|>";
 const START: &str = "<|start|>";
 const MESSAGE: &str = "<|message|>";
-/// Marks that a message ends at, the text's end beside them.
+/// Markers that end a message; the end of the text does, too.
 const ENDS: [&str; 3] = ["<|call|>", "<|end|>", "<|return|>"];
 const RECIPIENT: &str = "to=functions.";
 
-/// The message whose channel begins at `at`: one call, or none.
+/// Parses the message whose channel marker is at byte `at`: one call, or none.
 pub(super) fn message(text: &str, at: usize) -> Result<CallBlock, Unreadable> {
     let role = text[..at].rfind(START).map_or(&text[..at], |start| &text[start + START.len()..at]);
     let role = if role.contains(MESSAGE) { "" } else { role }; // of the message before, which has no end

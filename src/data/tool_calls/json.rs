@@ -1,11 +1,11 @@
-//! Calls that are JSON. A call ends where its JSON does: marks within its strings are text.
+//! Parses calls written as JSON. A call ends where its JSON ends; markers within JSON strings are ordinary text.
 
 use serde_json::{Deserializer, Value};
 
 use super::{CallBlock, ToolCall, Unreadable, call_of};
 use crate::data::numbers::check_numbers;
 
-/// A call between `<tool_call>` and `</tool_call>`, or the end of the text, or the next call.
+/// Parses a call that begins with `<tool_call>` and ends with `</tool_call>`, the end of the text, or the next call.
 pub(super) fn hermes(text: &str, at: usize) -> Result<CallBlock, Unreadable> {
     const OPEN: &str = "<tool_call>";
     const CLOSE: &str = "</tool_call>";
@@ -28,7 +28,7 @@ pub(super) fn hermes(text: &str, at: usize) -> Result<CallBlock, Unreadable> {
     Ok(CallBlock { calls: vec![call], end })
 }
 
-/// An object anywhere in the text.
+/// Parses a call written as a JSON object anywhere in the text.
 pub(super) fn llama3(text: &str, at: usize) -> Result<CallBlock, Unreadable> {
     let (object, len) = first_value(&text[at..])
         .map_err(|error| Unreadable::prose(format!("an object is no JSON: {error}"), at + 1))?;
@@ -36,7 +36,7 @@ pub(super) fn llama3(text: &str, at: usize) -> Result<CallBlock, Unreadable> {
     Ok(CallBlock { calls: vec![call], end: at + len })
 }
 
-/// A list of calls behind one `[TOOL_CALLS]`, or a name and its arguments behind each.
+/// Parses one or more calls after `[TOOL_CALLS]`: a JSON list of calls, or a name and its arguments.
 pub(super) fn mistral(text: &str, at: usize) -> Result<CallBlock, Unreadable> {
     const OPEN: &str = "[TOOL_CALLS]";
     let start = at + OPEN.len();
@@ -62,7 +62,7 @@ pub(super) fn mistral(text: &str, at: usize) -> Result<CallBlock, Unreadable> {
     Ok(CallBlock { calls: calls.map_err(Unreadable::call)?, end: start + place + len })
 }
 
-/// A function's name, with `[CALL_ID]..` and `[ARGS]` behind it where the tokenizer has them.
+/// Whether the text is a function's name, optionally followed by `[CALL_ID]..` and `[ARGS]`.
 fn is_name(text: &str) -> bool {
     let name = text.split('[').next().unwrap_or_default().trim();
     let rest = text[text.find('[').unwrap_or(text.len())..].trim();
@@ -70,7 +70,7 @@ fn is_name(text: &str) -> bool {
     !name.is_empty() && name.chars().all(is_word) && (rest.is_empty() || rest.ends_with("[ARGS]"))
 }
 
-/// The value that a text begins with, and its bytes.
+/// Parses the JSON value at the start of a text and returns it with its size in bytes.
 fn first_value(text: &str) -> Result<(Value, usize), String> {
     let mut values = Deserializer::from_str(text).into_iter::<Value>();
     let value = values.next().unwrap_or(Ok(Value::Null)).map_err(|error| error.to_string())?;

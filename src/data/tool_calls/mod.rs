@@ -31,23 +31,23 @@ use thoughts::{Outside, THOUGHTS, TextMark};
 pub struct ToolCall {
     /// The function's name.
     pub name: String,
-    /// Arguments of the call: an object, unless the model wrote something else.
+    /// Arguments of the call: a JSON object, unless the model wrote another JSON value.
     pub arguments: Value,
 }
 
-/// An assistant's text, taken apart.
+/// An assistant's message, split into text and tool calls.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct ParsedMessage {
-    /// The text beside the calls; all of it where no call was found.
+    /// The text outside of calls; the whole text if no call was found.
     pub content: String,
-    /// In the order in which they were written.
+    /// The tool calls in the order in which the model wrote them.
     pub tool_calls: Vec<ToolCall>,
-    /// Why something that looks like a call is none.
+    /// Why a part of the text that looks like a call could not be parsed.
     pub error: Option<String>,
 }
 
 impl ToolCallParser {
-    /// The format that a chat template asks the model for; `None` where it shows none.
+    /// The format of tool calls in a chat template; `None` if the template contains none.
     pub fn of_template(source: &str) -> Option<Self> {
         let has = |text: &str| source.contains(text);
         let rules = [
@@ -62,7 +62,7 @@ impl ToolCallParser {
         rules.into_iter().find(|(holds, _)| *holds).map(|(_, parser)| parser)
     }
 
-    /// Texts that a call begins with. Some are special tokens in their models' vocabularies, which a decoder may leave out.
+    /// Texts with which a call begins. Some are special tokens in their models' vocabularies, so a decoder may leave them out.
     pub fn markers(self) -> &'static [&'static str] {
         match self {
             Self::Hermes | Self::Glm45 => &["<tool_call>"],
@@ -74,17 +74,17 @@ impl ToolCallParser {
         }
     }
 
-    /// Texts that calls and thoughts begin and end with, which have to be seen even where they are special tokens.
+    /// Texts with which calls and thoughts begin and end. They must appear in the decoded text, even if they are special tokens.
     pub fn marks(self) -> impl Iterator<Item = &'static str> {
         let thoughts = THOUGHTS.iter().flat_map(|(open, end)| [*open, *end]);
         self.markers().iter().copied().chain(thoughts)
     }
 
-    /// Takes a whole message apart. `tools`, a list of JSON schemas as requests have it, gives the types of arguments in formats
-    /// that write all of them as text. `thought` ends the thought that the prompt has opened for this message ([`open_thought`]).
+    /// Parses a complete message. `tools`, a list of JSON schemas as in requests, provides the types of arguments in formats
+    /// that write all values as text. `thought` is the marker that ends the thought opened by the prompt ([`open_thought`]).
     ///
-    /// Calls within a thought are part of the thought, which is content. A message with a call that cannot be read is all content, as in
-    /// vLLM. [`ParsedMessage::error`] says why.
+    /// Calls within a thought are part of the thought, which is content. If one call cannot be parsed, the whole message is content, as in
+    /// vLLM, and [`ParsedMessage::error`] says why.
     pub fn parse(self, text: &str, tools: &Value, thought: Option<&'static str>) -> ParsedMessage {
         let parsed = match self {
             Self::Hermes => blocks(text, thought, self, &|at| json::hermes(text, at)),
@@ -102,25 +102,25 @@ impl ToolCallParser {
     }
 }
 
-/// A part of a text that is calls, or that none may begin in.
+/// A part of a text that consists of calls, or in which no call may begin.
 struct CallBlock {
     calls: Vec<ToolCall>,
-    /// The byte behind it.
+    /// Byte offset of the end of the block.
     end: usize,
 }
 
-/// Why a mark begins no call that can be read.
+/// Why the text after a call's opening marker is not a call.
 struct Unreadable {
     message: String,
     kind: UnreadableKind,
 }
 
 enum UnreadableKind {
-    /// It is a call.
+    /// The text is a call, but malformed.
     Call,
-    /// It has no end: it is text where a call follows.
+    /// The call has no end. The text is content, unless a call follows.
     Open,
-    /// It is text where the message has a call. The byte behind it.
+    /// The text up to this byte offset is content if the message has another call.
     Prose(usize),
 }
 
@@ -138,7 +138,7 @@ impl Unreadable {
     }
 }
 
-/// The calls that `read` finds at marks outside of thoughts.
+/// Collects the calls that `read` parses at markers outside of thoughts.
 fn blocks(
     text: &str,
     thought: Option<&'static str>,
@@ -185,7 +185,7 @@ fn blocks(
     }
 }
 
-/// A list of calls that is the whole text but for thoughts before it.
+/// Parses a message that consists of a list of Python calls, apart from thoughts before it.
 fn pythonic_list(text: &str, thought: Option<&'static str>) -> ParsedMessage {
     let mut outside = Outside::new(text, thought);
     let mut first = None;
@@ -207,7 +207,7 @@ fn pythonic_list(text: &str, thought: Option<&'static str>) -> ParsedMessage {
     first.unwrap_or_default()
 }
 
-/// A call from an object with a name and arguments under one of `keys`.
+/// Converts a JSON object to a call; its arguments are under one of `keys`.
 fn call_of(mut object: Value, keys: &[&str]) -> Result<ToolCall, String> {
     let fields = object.as_object_mut().ok_or("expected an object with a name and arguments")?;
     let arguments = keys.iter().find_map(|key| fields.remove(*key));
@@ -218,7 +218,7 @@ fn call_of(mut object: Value, keys: &[&str]) -> Result<ToolCall, String> {
     }
 }
 
-/// Arguments that the model has already written as a text of JSON.
+/// Arguments as a JSON value. If the model wrote them as a string, its JSON is parsed.
 fn decoded(arguments: Value) -> Result<Value, String> {
     let parsed = arguments.as_str().and_then(|text| Some((serde_json::from_str(text).ok()?, text)));
     match parsed {

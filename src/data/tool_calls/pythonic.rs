@@ -1,14 +1,14 @@
-//! A message that is a list of Python calls with keyword arguments, each a literal.
+//! Parses a message that is a list of Python calls whose keyword arguments are literals.
 
 use serde_json::{Map, Number, Value};
 
 use super::{ParsedMessage, ToolCall};
 use crate::data::numbers;
 
-/// Lists and dictionaries within one another.
+/// Deepest nesting of lists and dictionaries.
 const MAX_DEPTH: usize = 64;
 
-/// Reads the calls that can be read. As in vLLM, one that cannot does not cost its neighbours.
+/// Parses all calls that are well-formed. As in vLLM, a malformed call is skipped.
 pub(super) fn parse(text: &str) -> ParsedMessage {
     let mut parsed = ParsedMessage::default();
     let text = text.trim();
@@ -38,7 +38,7 @@ pub(super) fn parse(text: &str) -> ParsedMessage {
     }
 }
 
-/// The rest of a text behind the call that it begins with, by brackets and quotes.
+/// The text after the call at its start, found by matching brackets and quotes; `None` if the call has no end.
 fn behind_call(text: &str) -> Option<&str> {
     let (mut depth, mut quote, mut is_escaped) = (0_usize, None, false);
     for (at, c) in text.char_indices() {
@@ -185,7 +185,7 @@ impl<'a> LiteralReader<'a> {
         number.map(Value::Number).ok_or_else(|| format!("'{text}' is not a finite number"))
     }
 
-    /// One string, or several side by side.
+    /// Parses one string literal, or several adjacent ones, which are concatenated.
     fn strings(&mut self) -> Result<String, String> {
         let mut text = String::new();
         while let Some(quote) = self.rest.chars().next().filter(|c| "'\"".contains(*c)) {

@@ -1,4 +1,4 @@
-//! Cases of our own to the behaviour that vLLM's tests publish.
+//! Tests of tool call parsers. The cases follow the behavior that vLLM's tests publish.
 
 use serde_json::{Value, json};
 
@@ -8,14 +8,14 @@ fn calls(parsed: &ParsedMessage) -> Vec<(&str, Value)> {
     parsed.tool_calls.iter().map(|call| (call.name.as_str(), call.arguments.clone())).collect()
 }
 
-/// A message's content and calls, without an error.
+/// Parses a message without errors into content and calls.
 fn read(parser: ToolCallParser, text: &str) -> (String, Vec<(String, Value)>) {
     let parsed = parser.parse(text, &Value::Null, None);
     assert_eq!(parsed.error, None, "{text}");
     (parsed.content, parsed.tool_calls.into_iter().map(|call| (call.name, call.arguments)).collect())
 }
 
-/// Bytes that are content after each of the pieces.
+/// After each piece, the number of bytes that are known to be content.
 fn certain(parser: ToolCallParser, pieces: &[&str]) -> Vec<usize> {
     let (mut scan, mut text) = (ContentScan::new(parser, None), String::new());
     let mut advance = |piece: &&str| {
@@ -165,7 +165,7 @@ fn mistral_tool_calls_are_parsed_in_both_forms() {
     }
 }
 
-/// The format of GLM-4.5's template: texts as they are, all else as JSON.
+/// The format of GLM-4.5's template: strings as they are, other values as JSON.
 #[test]
 fn glm45_tool_calls_are_parsed() {
     let properties = json!({"city": {"type": "string"}, "days": {"type": "integer"}});
@@ -196,7 +196,7 @@ fn glm45_tool_calls_are_parsed() {
     }
 }
 
-/// Whatever has been said so far, what is sent as content is never taken back.
+/// Content that was sent is never retracted, whatever text follows.
 #[test]
 fn streamed_content_stops_before_a_possible_tool_call() {
     for (parser, text, content) in [
@@ -216,7 +216,7 @@ fn streamed_content_stops_before_a_possible_tool_call() {
     assert_eq!(certain(ToolCallParser::Hermes, &["a <tool_", "box"]), [2, 11]);
 }
 
-/// A call of `f` in the format of each parser, and a mark of it that has no end.
+/// For each parser, a call of `f` in its format, and an opening marker without an end.
 const CALLS: [(ToolCallParser, &str, &str); 6] = [
     (ToolCallParser::Hermes, "<tool_call>\n{\"name\": \"f\", \"arguments\": {\"a\": 1}}\n</tool_call>", "<tool_call>"),
     (
@@ -234,7 +234,7 @@ const CALLS: [(ToolCallParser, &str, &str); 6] = [
     (ToolCallParser::Mistral, "[TOOL_CALLS][{\"name\": \"f\", \"arguments\": {\"a\": 1}}]", "[TOOL_CALLS]"),
 ];
 
-/// Calls within a thought are not made, whoever opened the thought, and whatever marks stand in it.
+/// A call within a thought is not made, whether the prompt or the model opened the thought, and whatever markers it contains.
 #[test]
 fn tool_calls_inside_reasoning_are_ignored() {
     for (parser, call, mark) in CALLS {
@@ -268,7 +268,7 @@ fn tool_calls_inside_reasoning_are_ignored() {
     }
 }
 
-/// Marks within an argument are its text.
+/// Markers within an argument are part of its text.
 #[test]
 fn arguments_may_contain_the_format_markers() {
     let value = "a </think> <think> [TOOL_CALLS]g{} [/THINK] <tool_call>{\"name\": \"g\", \"arguments\": {}}</tool_call> \
@@ -286,7 +286,7 @@ fn arguments_may_contain_the_format_markers() {
     }
 }
 
-/// Whatever the pieces, what is sent stays, and each byte is looked at once.
+/// For any split into pieces, content that was sent stays content, and each byte is scanned once.
 #[test]
 fn tool_call_parsing_is_linear_in_length() {
     let parts = ["word ", "\n", "<think>", "</think>", "[THINK]", "<tool", "[", "{", "é", "<function", "</th", "ink>"];
@@ -323,7 +323,7 @@ fn tool_call_parsing_is_linear_in_length() {
     }
 }
 
-/// An integer that would be rounded is refused by name, in every format.
+/// An integer that would be rounded is rejected in every format; the error names it.
 #[test]
 fn integers_beyond_64_bits_are_refused_as_arguments() {
     let tools = json!([{"function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}}]);

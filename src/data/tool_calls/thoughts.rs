@@ -1,22 +1,22 @@
-//! Thoughts in what a model wrote. Calls stand outside of them: a call within a thought is one that the model thinks about.
+//! Finds thoughts (reasoning) in a model's message. Only calls outside of thoughts are made.
 //!
-//! A thought stands between two marks. The prompt may have opened it already; then the text begins within it, and so does a text whose
-//! first mark ends a thought. A thought that begins a line and has no end goes to the end of the text; an opening mark within a line
-//! that has no end is a word.
+//! A thought is between two markers. If the prompt has opened it already, the text begins inside it; the same holds for a text whose
+//! first marker ends a thought. A thought that begins at the start of a line and has no end extends to the end of the text. An opening marker
+//! within a line that has no end is ordinary text.
 
 use super::ToolCallParser;
 use crate::data::Tokenizer;
 use crate::error::Result;
 
-/// Marks around thoughts: those of most models, and Mistral's.
+/// Markers around thoughts: the usual ones, and those of Mistral.
 pub(super) const THOUGHTS: [(&str, &str); 2] = [("<think>", "</think>"), ("[THINK]", "[/THINK]")];
-/// Characters that marks of thoughts and calls begin with.
+/// First characters of all markers of thoughts and calls.
 const FIRST_CHARS: [char; 3] = ['<', '[', '{'];
 
-/// Tokens at the end of a prompt that an opening mark and white space behind it may take.
+/// Number of tokens at the end of a prompt in which an opening marker and white space after it fit.
 const MARK_TOKENS: usize = 16;
 
-/// The mark that ends the thought which a prompt has opened for its answer: it ends with an opening mark.
+/// If a prompt ends with a marker that opens a thought, returns the marker that ends this thought.
 ///
 /// # Errors
 /// The errors of the tokenizer.
@@ -26,39 +26,39 @@ pub(crate) fn open_thought(tokenizer: &Tokenizer, prompt: &[u32]) -> Result<Opti
     Ok(THOUGHTS.iter().find(|(open, _)| end.ends_with(open)).map(|(_, close)| *close))
 }
 
-/// Whether what follows begins a line.
+/// Whether the text after `before` starts at the beginning of a line.
 fn ends_line(before: &str) -> bool {
     let before = before.trim_end_matches([' ', '\t']);
     before.is_empty() || before.ends_with('\n') || THOUGHTS.iter().any(|(_, end)| before.ends_with(end))
 }
 
-/// A mark outside of thoughts.
+/// A marker outside of thoughts.
 pub(super) enum TextMark {
-    /// A call may begin at this byte.
+    /// A call may begin at this byte offset.
     Call(usize),
-    /// All before was a thought.
+    /// The end of a thought: all text before it was part of the thought.
     EndOfThought,
 }
 
-/// The part of a whole text that is outside of thoughts.
+/// Iterates over the markers of a complete text that are outside of thoughts.
 pub(super) struct Outside<'t> {
     text: &'t str,
-    /// The next byte to look at.
+    /// Byte offset of the next byte to scan.
     pub at: usize,
-    /// Bytes up to the end of the last thought.
+    /// Byte offset of the end of the last thought.
     pub thoughts_end: usize,
-    /// The end marks that do not stand behind `at`.
+    /// End markers that do not occur at or after `at`.
     missing: Vec<&'static str>,
 }
 
 impl<'t> Outside<'t> {
-    /// A text that begins in the thought that `thought` ends, if there is one.
+    /// Scans a text. If `thought` is given, the text begins inside a thought that this marker ends.
     pub fn new(text: &'t str, thought: Option<&'static str>) -> Self {
         let begun = thought.map_or(0, |end| text.find(end).map_or(text.len(), |at| at + end.len()));
         Self { text, at: begun, thoughts_end: begun, missing: Vec::new() }
     }
 
-    /// The next mark; of calls those of `markers`.
+    /// The next marker outside of thoughts. `markers` are those with which calls begin.
     pub fn next(&mut self, markers: &[&str]) -> Option<TextMark> {
         loop {
             let at = self.at + self.text[self.at..].find(FIRST_CHARS)?;
@@ -98,17 +98,17 @@ impl<'t> Outside<'t> {
     }
 }
 
-/// How much of a growing message is content, whatever follows. Each byte is looked at once.
+/// Determines how much of a growing message is certainly content, whatever follows. Each byte is scanned once.
 #[derive(Debug)]
 pub(crate) struct ContentScan {
     markers: &'static [&'static str],
-    /// Bytes that were searched.
+    /// Number of bytes scanned so far.
     at: usize,
-    /// The end mark of the thought that `at` is in, and whether it is one even without an end.
+    /// The end marker of the thought that contains `at`, and whether the text is a thought even if the marker never comes.
     thought: Option<(&'static str, bool)>,
-    /// Where a call has to begin that is the whole message, as long as nothing but white space stands there.
+    /// For formats in which a call is the whole message: the offset at which it must begin, while only white space follows it so far.
     blank: Option<usize>,
-    /// Whether a call is the whole message but for thoughts.
+    /// Whether a call in this format is the whole message, apart from thoughts.
     is_alone: bool,
     has_call: bool,
     #[cfg(test)]
@@ -116,7 +116,7 @@ pub(crate) struct ContentScan {
 }
 
 impl ContentScan {
-    /// A message that begins in the thought that `thought` ends, if there is one.
+    /// Scans a message. If `thought` is given, the message begins inside a thought that this marker ends.
     pub fn new(parser: ToolCallParser, thought: Option<&'static str>) -> Self {
         let is_alone = parser == ToolCallParser::Pythonic;
         Self {
@@ -131,7 +131,7 @@ impl ContentScan {
         }
     }
 
-    /// Takes in a longer `text` and returns the bytes of it that are content.
+    /// Scans the new part of `text`, which extends the text of the last call. Returns the number of bytes that are content.
     pub fn advance(&mut self, text: &str) -> usize {
         while !self.has_call {
             let found = text[self.at..].find(FIRST_CHARS);

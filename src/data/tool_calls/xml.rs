@@ -1,4 +1,4 @@
-//! Calls with a tag for each argument, whose values are plain text: their types are those of the tool's schema.
+//! Parses calls that have one tag per argument, with values as plain text. The tool's schema determines the types of values.
 
 use serde_json::{Map, Number, Value};
 
@@ -12,7 +12,7 @@ const FUNCTION_END: &str = "</function>";
 const PARAMETER: &str = "<parameter=";
 const PARAMETER_END: &str = "</parameter>";
 
-/// A function with its closing tag; `<tool_call>` around it is not asked for.
+/// Parses a function up to its closing tag; the surrounding `<tool_call>` is optional.
 pub(super) fn call(text: &str, at: usize, tools: &Value) -> Result<CallBlock, Unreadable> {
     let open = |message: &str| Unreadable::open(message.to_owned());
     let rest = text[at..].strip_prefix(TOOL_CALL).unwrap_or(&text[at..]).trim_start();
@@ -45,13 +45,13 @@ pub(super) fn call(text: &str, at: usize, tools: &Value) -> Result<CallBlock, Un
     Ok(CallBlock { calls: vec![call], end: text.len() - end.len() })
 }
 
-/// The first of the tags in a text.
+/// The first occurrence of one of the tags in a text.
 fn first_of<'a>(text: &str, tags: &[&'a str]) -> Option<(usize, &'a str)> {
     let begins = |(at, _): (usize, _)| Some((at, *tags.iter().find(|tag| text[at..].starts_with(**tag))?));
     text.match_indices('<').find_map(begins)
 }
 
-/// The value that a text begins with, and what follows it. It ends at the closing tag before the next tag; others are part of it.
+/// Splits text into the value at its start and the text after it. A value ends at the closing tag before the next tag, so it may contain other tags.
 fn value(text: &str) -> (&str, &str) {
     let next = text.find(PARAMETER).unwrap_or(text.len());
     for (at, _) in text[..next].match_indices(PARAMETER_END) {
@@ -65,7 +65,7 @@ fn value(text: &str) -> (&str, &str) {
     (value.rsplit_once(PARAMETER_END).map_or(value.trim_end(), |(value, _)| value), &text[end..])
 }
 
-/// The type that a tool's schema gives a parameter.
+/// The type of a parameter in the tool's schema.
 pub(super) fn schema_type<'a>(function: &str, parameter: &str, tools: &'a Value) -> Option<&'a str> {
     let functions = tools.as_array()?.iter().map(|tool| tool.get("function").unwrap_or(tool));
     let schema = functions.filter(|tool| tool["name"] == function).find_map(|tool| {
@@ -76,7 +76,7 @@ pub(super) fn schema_type<'a>(function: &str, parameter: &str, tools: &'a Value)
     schema["type"].as_str().or_else(|| schema["type"].as_array().and_then(first))
 }
 
-/// A value by its type; the text itself where it is no value of that type, as in vLLM.
+/// Converts a value to the type `kind`; if it does not parse as this type it stays a string, as in vLLM.
 pub(super) fn typed(text: &str, kind: Option<&str>) -> Result<Value, String> {
     let word = text.trim();
     if word.eq_ignore_ascii_case("null") {
