@@ -1,4 +1,4 @@
-//! The built-in rewards: pure functions of a completion's text and its row.
+//! Built-in rewards that are pure functions of a completion's text and its row.
 
 use regex::Regex;
 use serde_json::{Map, Value};
@@ -7,21 +7,14 @@ use super::marked::last_marked;
 use super::number::Rational;
 use crate::error::{Error, Result};
 
-/// 1 if `pattern` matches, else 0. Give it anchored (`\A(?:..)\z`) to match the whole completion.
-///
-/// ```
-/// use colo_grpo::reward::format;
-///
-/// let pattern = regex::Regex::new(r"\A(?:the answer is [0-9]+)\z").unwrap();
-/// assert_eq!((format("the answer is 5", &pattern), format("the answer is 5.", &pattern)), (1.0, 0.0));
-/// ```
+/// The reward `format`: 1 if `pattern` matches, else 0. Anchor the pattern (`\A(?:..)\z`) to match the whole completion.
 pub fn format(completion: &str, pattern: &Regex) -> f32 {
     f32::from(u8::from(pattern.is_match(completion)))
 }
 
-/// 1 if the last marked answer is the same number as `columns[column]`, else 0; numbers are compared as exact fractions. Without a
-/// pattern an answer stands in `<answer>..</answer>`, `\boxed{..}` or `\fbox{..}`, braces matched, or behind `####`; with one, in the
-/// first group that took part in its last match. A last mark that cannot be read is a wrong answer.
+/// The reward `numeric_answer`: 1 if the last marked answer is the same number as `columns[column]`, else 0. Numbers are compared as exact
+/// fractions. Without a pattern an answer is in `<answer>..</answer>`, `\boxed{..}` or `\fbox{..}` (with matched braces), or after `####`. With a
+/// pattern it is the first group that took part in the last match. If the last mark cannot be parsed, the answer is wrong.
 ///
 /// ```
 /// use colo_grpo::reward::numeric_answer;
@@ -33,7 +26,7 @@ pub fn format(completion: &str, pattern: &Regex) -> f32 {
 /// ```
 ///
 /// # Errors
-/// [`Error::InvalidArgument`] if the column is missing or holds no number.
+/// [`Error::InvalidArgument`] if the column is missing or is not a number.
 pub fn numeric_answer<'a>(
     completion: &str,
     pattern: impl Into<Option<&'a Regex>>,
@@ -52,7 +45,8 @@ pub fn numeric_answer<'a>(
     Ok(f32::from(u8::from(answer == Some(number))))
 }
 
-/// 1 if the last marked answer ([`numeric_answer`]) is the text of `columns[column]` but for case and white space, else 0.
+/// The reward `exact_answer`: 1 if the last marked answer ([`numeric_answer`]) equals the text of `columns[column]`, else 0. Case and white space
+/// are ignored.
 ///
 /// ```
 /// use colo_grpo::reward::exact_answer;
@@ -77,9 +71,8 @@ pub fn exact_answer<'a>(
     Ok(f32::from(u8::from(answer == Some(expected))))
 }
 
-/// The answer that a vote over completions counts: the number in lowest terms (but for `exact_answer`), or else the text as
-/// [`exact_answer`]
-/// compares it (but for `numeric_answer`); `None` where no answer is marked.
+/// The normalized answer by which majority voting counts a completion: the number in lowest terms (except for `exact_answer`), or else the
+/// text as [`exact_answer`] compares it (except for `numeric_answer`). `None` if the completion marks no answer.
 pub(super) fn vote(completion: &str, pattern: Option<&Regex>, reward: &str) -> Option<String> {
     let answer = last_answer(completion, pattern)?;
     let number = || Rational::parse(answer).map(|number| number.to_string());
@@ -90,7 +83,7 @@ pub(super) fn vote(completion: &str, pattern: Option<&Regex>, reward: &str) -> O
     }
 }
 
-/// The last answer that is marked.
+/// The last marked answer in the text.
 fn last_answer<'a>(text: &'a str, pattern: Option<&Regex>) -> Option<&'a str> {
     let Some(pattern) = pattern else { return last_marked(text) };
     let last = pattern.captures_iter(text).last()?;
@@ -101,7 +94,7 @@ fn normalized(text: &str) -> String {
     text.split_whitespace().collect::<Vec<_>>().join(" ").to_lowercase()
 }
 
-/// The answer in `columns[column]` as text.
+/// The reference answer from `columns[column]` as text.
 pub(super) fn reference(columns: &Map<String, Value>, column: &str) -> Result<String> {
     match columns.get(column) {
         Some(Value::String(text)) => Ok(text.clone()),
@@ -138,7 +131,7 @@ mod tests {
         assert_eq!(score("\\boxed{3} then \\boxed{x}", 3.into()), 0.0);
     }
 
-    /// Each case: a reference, a completion, the verdicts of TRL's `accuracy_reward` and of verl's readers, by scripts/golden_answers.py.
+    /// Each case is a reference, a completion, and the results of TRL's `accuracy_reward` and verl's answer checks from scripts/golden_answers.py.
     #[test]
     fn answers_accepted_by_trl_or_verl_are_accepted() {
         let golden: Value = serde_json::from_str(include_str!("../../tests/golden/answers.json")).unwrap();

@@ -1,4 +1,4 @@
-//! The built-in rewards: their names, what they read of a row, and those that are functions of this process.
+//! Registry of the built-in rewards: names, required columns, and the functions of those that run in this process.
 
 use std::sync::Arc;
 
@@ -10,25 +10,25 @@ use super::{RewardFunction, RewardInput, answer};
 use crate::config::{RewardConfig, nearest};
 use crate::error::{Error, Result};
 
-/// Columns or settings that a built-in reward requires.
+/// The columns that a built-in reward requires.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum RequiredColumns {
     /// No column.
     Nothing,
-    /// The reference answer.
+    /// The column with the reference answer.
     Answer,
-    /// A program's tests.
+    /// The column with a program's tests.
     Tests,
 }
 
-/// Compares a completion's answer, which a pattern finds, with a column of the row.
+/// Compares a completion's answer, extracted with a pattern, with a column of the row.
 type AnswerComparison = fn(&str, Option<&Regex>, &Map<String, Value>, &str) -> Result<f32>;
 
-/// The code that scores a built-in reward.
+/// How a built-in reward is computed.
 enum Scorer {
-    /// A function of this process, from the settings.
+    /// By a function in this process, created from the settings.
     Function(fn(&RewardConfig) -> Result<RewardFunction>),
-    /// Another process: math-verify's, or the sandbox.
+    /// In another process: with math-verify, or in the sandbox.
     Process,
 }
 
@@ -36,7 +36,7 @@ enum Scorer {
 struct Builtin {
     name: &'static str,
     needs: RequiredColumns,
-    /// Whether it says that a completion is right, not only how it is given.
+    /// Whether the reward says if a completion is right, and not only if its form is.
     is_judge: bool,
     scorer: Scorer,
 }
@@ -45,7 +45,7 @@ const fn row(name: &'static str, needs: RequiredColumns, is_judge: bool, scorer:
     Builtin { name, needs, is_judge, scorer }
 }
 
-/// Every built-in reward.
+/// All built-in rewards.
 const BUILTIN: &[Builtin] = {
     use RequiredColumns::{Answer, Nothing, Tests};
     use Scorer::{Function, Process};
@@ -88,7 +88,7 @@ pub fn names() -> impl Iterator<Item = &'static str> {
     BUILTIN.iter().map(|row| row.name)
 }
 
-/// The column that a built-in reward cannot do without; none for other names.
+/// The column that a built-in reward requires; `None` for other names.
 pub(super) fn required_column<'a>(name: &str, settings: &'a RewardConfig) -> Option<&'a str> {
     match needs(name) {
         RequiredColumns::Nothing => None,
@@ -97,18 +97,18 @@ pub(super) fn required_column<'a>(name: &str, settings: &'a RewardConfig) -> Opt
     }
 }
 
-/// Whether a built-in reward of this name says that a completion is right.
+/// Whether `name` is a built-in reward that says if a completion is right.
 pub(super) fn is_judge(name: &str) -> bool {
     find(name).is_some_and(|row| row.is_judge)
 }
 
-/// Whether a built-in reward of this name never gives 1, such as one of the length alone.
+/// Whether `name` is a built-in reward that never returns 1, for example one of length only.
 pub(super) fn is_capped(name: &str) -> bool {
     let words = ["repetition_penalty", "soft_overlong_punishment", "cosine"];
     find(name).is_some() && (name == "length" || words.iter().any(|word| name.contains(word)))
 }
 
-/// Whether a built-in reward of this name compares answers.
+/// Whether `name` is a built-in reward that compares answers.
 pub(super) fn compares_answers(name: &str) -> bool {
     is_judge(name) && needs(name) == RequiredColumns::Answer
 }
@@ -121,7 +121,7 @@ fn find(name: &str) -> Option<&'static Builtin> {
     BUILTIN.iter().find(|row| row.name == name)
 }
 
-/// The built-in reward of this name, which `key` gives, that is a function.
+/// The function of the built-in reward `name`, which the configuration key `key` names.
 ///
 /// # Errors
 /// [`Error::InvalidValue`] for an unknown name or a pattern that does not compile.
@@ -148,7 +148,7 @@ fn format_reward(settings: &RewardConfig) -> Result<RewardFunction> {
     Ok(Arc::new(move |input| Ok(answer::format(input.completion, &pattern))))
 }
 
-/// A comparison of the completion's answer with the row's.
+/// A reward function that compares the completion's answer with the row's, by `compare`.
 fn comparison(compare: AnswerComparison, settings: &RewardConfig) -> Result<RewardFunction> {
     let pattern = answer_pattern(settings)?;
     let column = settings.answer_column.clone();
@@ -183,7 +183,7 @@ fn soft_overlong_punishment(settings: &RewardConfig) -> Result<RewardFunction> {
     of(move |input| style::soft_overlong_punishment(input.token_ids.len(), longest, cache))
 }
 
-/// Advice for a reward that users of TRL, open-r1 and verl bring along, or that lacks its function.
+/// Advice for an unknown reward name: the equivalent of a reward of TRL, open-r1 or verl, or how to give a function.
 fn advice(name: &str) -> String {
     if name.ends_with(".py") {
         return format!("; name a function of the file: {name}:FUNCTION");
@@ -220,12 +220,12 @@ fn advice(name: &str) -> String {
     format!("; the equivalent here: {ours}")
 }
 
-/// The expression that marks answers, where the configuration has one of its own.
+/// The configured regular expression that marks answers, if there is one.
 pub(super) fn answer_pattern(settings: &RewardConfig) -> Result<Option<Regex>> {
     settings.answer_pattern.as_ref().map(|pattern| compiled("reward.answer_pattern", pattern)).transpose()
 }
 
-/// A regular expression of the configuration.
+/// Compiles a regular expression from the configuration; errors name `key`.
 pub(super) fn compiled(key: &str, pattern: &str) -> Result<Regex> {
     Regex::new(pattern).map_err(|error| Error::invalid_value(key, pattern, format!("a regular expression: {error}")))
 }
@@ -239,7 +239,7 @@ mod tests {
     use crate::reward::verdict::Verdict;
     use crate::types::FinishReason;
 
-    /// Scores of open-r1 (commit 1416fa0) and TRL 1.16, by scripts/golden_rewards.py.
+    /// Scores of open-r1 (commit 1416fa0) and TRL 1.16, recorded by scripts/golden_rewards.py.
     fn golden() -> Value {
         serde_json::from_str(include_str!("../../tests/golden/rewards.json")).unwrap()
     }

@@ -1,5 +1,5 @@
-//! The exchange between a thread and its worker: requests with ids, replies in any order, and whose failure it is when the worker
-//! is lost. The worker of an asynchronous function has several requests open, all others one.
+//! Exchange of requests and replies with a worker process. Requests have ids; replies come in any order. Decides which request failed when
+//! the worker is lost. A worker with an asynchronous function has several open requests, any other has one.
 
 use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
@@ -12,55 +12,55 @@ use super::service::RewardService;
 use super::state::PoolShared;
 use super::worker::RewardWorker;
 
-/// Longest time between two looks for further jobs while some are open, and whether the pool has closed.
+/// Interval at which the thread checks for new jobs and for the end of the pool while requests are open.
 const LOOK: Duration = Duration::from_millis(10);
 /// Time that an asynchronous function has to end after it was cancelled, before its worker is killed.
 const GRACE: Duration = Duration::from_secs(1);
-/// Answered requests that are remembered, so that a second answer takes the score back.
+/// Number of answered requests that are remembered. A second reply to one of them revokes its score.
 const NUM_REMEMBERED: usize = 256;
 
 /// Why a conversation needs another worker.
 pub(super) enum WorkerLoss {
     /// The worker failed.
     Failed(RewardFailure),
-    /// The worker ended by itself, as one that gives no ids does after every request.
+    /// The worker ended by itself, as it does after each request if its replies have no ids.
     Spent,
 }
 
-/// One worker and what it was asked.
+/// A worker process and the state of its requests.
 pub(super) struct WorkerConversation<'a> {
     service: &'a RewardService,
     shared: &'a PoolShared,
-    /// The service's place in the pool.
+    /// Index of the reward's service in the pool.
     own: usize,
     /// The worker; `None` once it is lost.
     worker: Option<RewardWorker>,
-    /// Requests without an answer.
+    /// Requests without a reply.
     open: Vec<UnansweredRequest>,
-    /// Requests that this worker has answered, the newest last.
+    /// Requests that this worker has answered, in order of the replies.
     answered: VecDeque<(u64, ScoringJob)>,
-    /// Work that was open when a worker was lost to something else, or to nobody knows what. It is asked again, one by one.
+    /// Jobs that were open when a worker was lost for a cause that none of them could be blamed for. They are sent again, one at a time.
     again: VecDeque<GroupJob>,
-    /// Whether the open request is asked again.
+    /// Whether the open request is one that was sent again.
     asks_again: bool,
     next_id: u64,
 }
 
-/// A request without an answer.
+/// A request without a reply.
 struct UnansweredRequest {
     id: u64,
     work: GroupJob,
     deadline: Instant,
 }
 
-/// A request with its answer.
+/// A request with its reply.
 struct AnsweredRequest {
     open: UnansweredRequest,
     outcome: Result<ScoreResults, RewardFailure>,
 }
 
 impl<'a> WorkerConversation<'a> {
-    /// With a worker that is ready.
+    /// Begins an exchange with a worker that is ready.
     pub fn new(service: &'a RewardService, shared: &'a PoolShared, own: usize, worker: RewardWorker) -> Self {
         Self {
             service,
@@ -75,13 +75,13 @@ impl<'a> WorkerConversation<'a> {
         }
     }
 
-    /// Continues with another worker in the place of the one that was lost.
+    /// Continues with a new worker that replaces the lost one.
     pub fn go_on_with(&mut self, worker: RewardWorker) {
         self.answered.clear();
         self.worker = Some(worker);
     }
 
-    /// Asks as much as the worker may have open, and waits for work if there is none; false once the pool closes.
+    /// Sends as many requests as the worker may have open; waits for a job if none is open. Returns false once the pool closes.
     pub fn take_on(&mut self) -> bool {
         while self.open.len() < self.room() {
             let own = self.own;
@@ -123,7 +123,7 @@ impl<'a> WorkerConversation<'a> {
         self.open.push(UnansweredRequest { id, work, deadline: Instant::now() + self.service.timeout });
     }
 
-    /// Waits for answers for a moment and books them; says if the worker is lost.
+    /// Waits briefly for replies and records their scores. Returns the reason if the worker is lost.
     pub fn hear(&mut self) -> Option<WorkerLoss> {
         let mut answers = Vec::new();
         let outcome = self.listen(&mut answers);
@@ -148,13 +148,13 @@ impl<'a> WorkerConversation<'a> {
         Some(lost)
     }
 
-    /// Whether what the worker wrote may have been meant for a request before: a worker that has had none tells.
+    /// Whether the output that caused the loss may belong to an earlier request. It cannot if the worker has answered no request.
     fn may_be_of_another(&self, lost: &WorkerLoss) -> bool {
         matches!(lost, WorkerLoss::Failed(failure) if failure.kind == FailureKind::Output) && !self.answered.is_empty()
     }
 
-    /// Reads replies into `answers`. An error says why the worker is lost, and whether some request has been blamed for it; where
-    /// none has, it is that of one of those still open.
+    /// Reads replies into `answers`. An error says why the worker is lost, and whether a request was already blamed for it. If not,
+    /// one of the open requests caused it.
     fn listen(&mut self, answers: &mut Vec<AnsweredRequest>) -> Result<(), (WorkerLoss, bool)> {
         let Some(mut worker) = self.worker.take() else { return Ok(()) };
         let failed = |failure| (WorkerLoss::Failed(failure), false);
@@ -177,7 +177,7 @@ impl<'a> WorkerConversation<'a> {
         Ok(())
     }
 
-    /// Finds the request that a reply answers.
+    /// Assigns a reply to its request by id. A second reply to the same request is a failure of this request.
     fn sort(
         &mut self,
         reply: RewardReply,
@@ -209,7 +209,7 @@ impl<'a> WorkerConversation<'a> {
         Err((WorkerLoss::Failed(RewardFailure::new(FailureKind::Output, what)), false))
     }
 
-    /// Books a reply that does not say which request it answers: it is that to the open one if the worker writes nothing more.
+    /// Records a reply without an id. It belongs to the only open request, provided that the worker writes nothing more.
     fn hear_last(
         &mut self,
         worker: RewardWorker,
@@ -234,9 +234,8 @@ impl<'a> WorkerConversation<'a> {
     }
 }
 
-/// Blames output that follows an answer at once and is no reply on the request that was answered; with no answer before it,
-/// nobody knows
-/// which request it belongs to.
+/// Handles malformed output: if it directly follows a reply, the request of that reply fails. Otherwise it is unknown which request
+/// caused it. Returns whether a request was blamed.
 fn blame_last(answers: &mut [AnsweredRequest], failure: RewardFailure) -> (WorkerLoss, bool) {
     let is_blamed = !answers.is_empty();
     if let Some(last) = answers.last_mut() {

@@ -1,5 +1,5 @@
-//! Rewards of services that are asked over HTTP: many completions at once, each with a deadline within which what passes (no
-//! connection, a server that is overloaded or restarting) is tried again. A failure masks its sample.
+//! Rewards from HTTP services. Many completions are scored concurrently, each with a deadline. Until the deadline, temporary failures (no
+//! connection, an overloaded or restarting server) are retried. A failure masks its sample.
 
 use std::hash::{BuildHasher, RandomState};
 use std::io;
@@ -13,48 +13,48 @@ use crate::config::{ProcessReward, RewardConfig};
 use crate::error::{Error, Result};
 use crate::types::RolloutGroup;
 
-/// Pause before the second attempt; it doubles with every further one up to the longest.
+/// Pause before the second attempt. It doubles with each further attempt, up to the longest pause.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 
-/// A service over HTTP.
+/// An HTTP service that computes a reward.
 pub(super) struct ServiceEndpoint {
-    /// Place of this reward among all.
+    /// Index of this reward among all rewards.
     pub index: usize,
     pub name: String,
-    /// Requests that are open at once.
+    /// Largest number of concurrent requests.
     pub concurrency: usize,
     url: String,
-    /// The header that names us, a secret.
+    /// Value of the authorization header (secret).
     authorization: Option<String>,
     form: Form,
     agent: ureq::Agent,
-    /// Longest time that one completion may take, with all attempts.
+    /// Time limit for one completion, including all attempts.
     timeout: Duration,
-    /// Failures, each of a request that was made after the one before had failed, that end the run.
+    /// Number of consecutive failures that end the run. Failures of concurrent requests count once.
     max_failures: usize,
     outage: Mutex<Outage>,
 }
 
-/// Failures with no answer in between.
+/// Consecutive failures of a service without a successful reply.
 #[derive(Debug, Default)]
 struct Outage {
     num_failures: usize,
     last: Option<Instant>,
 }
 
-/// Why an attempt has no answer.
+/// Why an attempt got no reply.
 enum AttemptFailure {
-    /// Another attempt may have one, after this time at least.
+    /// A temporary failure, and the time to wait at least before the next attempt.
     Passing(RewardFailure, Duration),
     Final(RewardFailure),
 }
 
 impl ServiceEndpoint {
-    /// The service that `rewards.NAME.url` names.
+    /// The service configured by `rewards.NAME.url`.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`] for what is no URL, a rubric that is no template, or a variable that is not set.
+    /// [`Error::InvalidValue`] for a malformed URL, a rubric that is not a valid template, or an environment variable that is not set.
     pub fn new(name: &str, index: usize, reward: &ProcessReward, settings: &RewardConfig) -> Result<Self> {
         let key = |field: &str| format!("rewards.{name}.{field}");
         let given = reward.url.as_deref().unwrap_or_default();
@@ -91,7 +91,7 @@ impl ServiceEndpoint {
         })
     }
 
-    /// The score of a completion. `pause_until` waits between two attempts; false if the pool closes meanwhile.
+    /// Requests the score of a completion, with retries. `pause_until` waits between attempts; it returns false if the pool closes meanwhile.
     pub fn score(
         &self,
         pause_until: &dyn Fn(Instant) -> bool,
@@ -116,7 +116,7 @@ impl ServiceEndpoint {
         }
     }
 
-    /// One attempt: the answer's body.
+    /// Makes one attempt and returns the response body.
     fn ask(&self, body: &[u8], end: Instant) -> Result<Vec<u8>, AttemptFailure> {
         let left = end.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
         let mut request = self.agent.post(&self.url).config().timeout_global(Some(left)).build();
@@ -140,8 +140,8 @@ impl ServiceEndpoint {
         }
     }
 
-    /// Counts an outcome; an error where the service has been out for too long. Requests that were open together count as one
-    /// failure, and an error of the service's own as none.
+    /// Counts the outcome of a request that began at `begun`. Returns an error if the service has failed too often. Failures of concurrent requests
+    /// count once; an error that the service itself reports does not count.
     pub fn count(&self, begun: Instant, outcome: &Result<Score, RewardFailure>) -> Option<Error> {
         let mut outage = self.outage.lock().unwrap_or_else(PoisonError::into_inner);
         match outcome {
@@ -160,7 +160,7 @@ impl ServiceEndpoint {
     }
 }
 
-/// Classifies an error of the connection.
+/// Classifies a connection error as temporary or permanent.
 fn trouble(error: ureq::Error) -> AttemptFailure {
     let failure = |kind| RewardFailure::new(kind, error.to_string());
     match &error {
@@ -175,7 +175,7 @@ fn trouble(error: ureq::Error) -> AttemptFailure {
     }
 }
 
-/// Between half of a pause and all of it, so that requests that failed together are not made again together.
+/// A random duration between half of `pause` and all of it, so that failed requests are not all retried at the same time.
 fn jittered(pause: Duration) -> Duration {
     let random = RandomState::new().hash_one(0) as f64 / u64::MAX as f64;
     pause.mul_f64(0.5 + 0.5 * random)

@@ -1,20 +1,20 @@
-//! Why samples got no reward, counted by reward and kind.
+//! Counts samples without a score, by reward and kind of failure.
 
 use crate::error::Error;
 
-/// How many scores a reward did not give for one reason.
+/// Number of scores that a reward failed to give for one reason.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FailureCount {
     /// The reward's name.
     pub reward: String,
     /// The reason.
     pub kind: FailureKind,
-    /// Scores.
+    /// Number of missing scores.
     pub count: usize,
 }
 
 impl FailureCount {
-    /// So many scores of a reward.
+    /// A count of missing scores of `reward` for one reason.
     pub fn new(reward: &str, kind: FailureKind, count: usize) -> Self {
         Self { reward: reward.to_owned(), kind, count }
     }
@@ -27,24 +27,24 @@ pub enum FailureKind {
     Error,
     /// It panicked.
     Panic,
-    /// It did not answer in its time.
+    /// It did not return within its time limit.
     Timeout,
-    /// It gave NaN or an infinity.
+    /// It returned NaN or an infinity.
     NonFinite,
-    /// The reward's worker ended.
+    /// The reward's worker process ended.
     Died,
-    /// The reward's worker wrote what is no reply, or too much.
+    /// The reward's worker process wrote malformed or too much output.
     Output,
-    /// The reward's service could not be reached, or was overloaded, in all attempts.
+    /// The reward's service was unreachable or overloaded in all attempts.
     Unavailable,
 }
 
 impl FailureKind {
-    /// Every kind.
+    /// All kinds.
     pub const ALL: [Self; 7] =
         [Self::Error, Self::Panic, Self::Timeout, Self::NonFinite, Self::Died, Self::Output, Self::Unavailable];
 
-    /// The last part of `rewards/{name}/failed/{kind}` in the metrics.
+    /// Name of the kind in the metric `rewards/{name}/failed/{kind}`.
     pub fn name(self) -> &'static str {
         match self {
             Self::Error => "error",
@@ -58,23 +58,23 @@ impl FailureKind {
     }
 }
 
-/// Scores that one reward did not give, by cause.
+/// Missing scores of one reward, by kind of failure.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct RewardFailures([usize; FailureKind::ALL.len()]);
 
 impl RewardFailures {
-    /// How many for this reason.
+    /// Number of failures of this kind.
     pub fn of(&self, kind: FailureKind) -> usize {
         self.0[kind as usize]
     }
 
-    /// Counts one more.
+    /// Counts one failure of this kind.
     pub(super) fn add(&mut self, kind: FailureKind) {
         self.0[kind as usize] += 1;
     }
 }
 
-/// One failure.
+/// The failure of a reward for one completion.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct RewardFailure {
     pub kind: FailureKind,
@@ -98,14 +98,14 @@ impl From<Error> for RewardFailure {
 pub(super) enum Score {
     /// A finite number.
     Value(f32),
-    /// It does not apply: the sample is scored by the other rewards.
+    /// The reward does not apply: only the other rewards score the sample.
     NotApplicable,
-    /// It failed: the sample is masked.
+    /// The reward failed: the sample is masked.
     Failed,
 }
 
 impl Score {
-    /// A score from a number; NaN and infinities are failures.
+    /// Converts a number to a score; NaN and infinities are failures.
     pub fn finite(value: f32) -> Result<Self, RewardFailure> {
         let failure = || RewardFailure::new(FailureKind::NonFinite, value.to_string());
         if value.is_finite() { Ok(Self::Value(value)) } else { Err(failure()) }
@@ -117,7 +117,7 @@ impl Score {
     }
 }
 
-/// The sum over the rewards that apply and have a weight; `None`, which masks the sample, if one of them failed or none
+/// The weighted sum of the rewards that apply and have a weight. `None` masks the sample: one of these rewards failed, or none
 /// applies.
 pub(super) fn weighted_sum(scores: &[Score], weights: &[f64]) -> Option<f32> {
     let counted: Vec<_> = scores.iter().zip(weights).filter(|(_, weight)| **weight != 0.0).collect();

@@ -1,4 +1,4 @@
-//! The threads of rewards that are functions of this process.
+//! Threads that compute rewards with functions of this process.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Instant;
@@ -11,7 +11,7 @@ use crate::error::panic_message;
 use crate::types::RolloutGroup;
 
 impl PoolShared {
-    /// A thread's life: score completions until the pool closes or this thread was given up.
+    /// Main loop of a thread: scores completions until the pool closes or this thread exceeds a deadline.
     pub fn work(&self) {
         while let Some(GroupJob { job, group }) = self.next_job(|state| &mut state.queue) {
             let number = self.lock().begin(job.clone(), Instant::now() + self.timeout);
@@ -25,7 +25,7 @@ impl PoolShared {
         self.changed.notify_all();
     }
 
-    /// Runs every function on the job's completion, or until the job was given up.
+    /// Runs every function on the job's completion, until the job exceeds its deadline.
     fn call_all(&self, number: u64, job: &ScoringJob, group: &RolloutGroup) {
         let completion = &group.completions[job.completions.start];
         let input = RewardInput {

@@ -1,4 +1,4 @@
-//! The work of a service beside asking a process.
+//! Converts the scores of a reward's worker processes to rewards.
 
 use super::failures::{RewardFailure, Score};
 use super::job::ScoringJob;
@@ -6,22 +6,22 @@ use super::protocol::{ScoreRequest, ScoreResults, TextRequest, frame};
 use super::verdict::Verdict;
 use crate::types::{RolloutGroup, Trajectory};
 
-/// Share of tests from which on open-r1's `binary_code` takes a program for right.
+/// Share of passed tests above which open-r1's `binary_code` is 1.
 const PASSED: f32 = 0.99;
 
 /// How the scores of a service's processes become rewards.
 #[derive(Debug)]
 pub(super) enum Grading {
-    /// The reward.
+    /// The score is the reward.
     Scores,
-    /// 1 where all tests were passed, else 0.
+    /// The reward is 1 if (almost) all tests passed, else 0.
     Passed,
-    /// The scores tell whether an answer is right, and this is what it is worth.
+    /// The score says whether the answer is right; the verdict maps this to the reward.
     Verdict(Box<Verdict>),
 }
 
 impl Grading {
-    /// The outcome of a job that needs no process.
+    /// The scores of a job that can be computed without a worker process; `None` for other jobs.
     pub fn at_once(&self, job: &ScoringJob, group: &RolloutGroup) -> Option<Result<ScoreResults, RewardFailure>> {
         let Self::Verdict(verdict) = self else { return None };
         let scores: Result<Option<ScoreResults>, RewardFailure> =
@@ -29,7 +29,7 @@ impl Grading {
         scores.transpose()
     }
 
-    /// The request for a job.
+    /// The request for a job, as a frame.
     pub fn frame(&self, id: u64, job: &ScoringJob, group: &RolloutGroup) -> Vec<u8> {
         let Self::Verdict(verdict) = self else { return frame(&ScoreRequest::new(id, group, job)) };
         let reference = verdict.reference(&group.prompt.columns).unwrap_or_default(); // `at_once` refuses a row without
@@ -37,7 +37,7 @@ impl Grading {
         frame(&TextRequest::new(id, completions.iter().map(Trajectory::newest_text).collect(), &reference))
     }
 
-    /// The scores of a job for what a process answered.
+    /// Converts the scores that a process returned for a job to rewards.
     pub fn finish(&self, job: &ScoringJob, group: &RolloutGroup, said: ScoreResults) -> ScoreResults {
         let finish = |(index, said): (usize, Result<Score, RewardFailure>)| match self {
             Self::Scores => said,

@@ -1,4 +1,4 @@
-//! The unit of a reward pool's work.
+//! A job of a reward pool.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -12,20 +12,20 @@ use crate::types::RolloutGroup;
 pub(super) struct ScoringJob {
     pub ticket: u64,
     pub completions: Range<usize>,
-    /// Where the run was when the group was submitted.
+    /// The run's progress when the group was submitted.
     pub progress: RunProgress,
 }
 
-/// How far the run is, as Python rewards are told.
+/// Progress of the run, which is passed to Python rewards.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
 pub(super) struct RunProgress {
-    /// Optimizer updates before the one that these completions are trained on in.
+    /// Number of optimizer updates before the one that trains on these completions.
     pub global_step: u64,
-    /// Updates in all.
+    /// Total number of updates in the run.
     pub max_steps: u64,
 }
 
-/// A job with its group.
+/// A job with its group of completions.
 #[derive(Debug, Clone)]
 pub(super) struct GroupJob {
     pub job: ScoringJob,

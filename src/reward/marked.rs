@@ -1,16 +1,16 @@
-//! Where a completion marks its answer: `<answer>..</answer>`, `\boxed{..}`, `\fbox{..}`, GSM8K's `#### ..`.
+//! Finds the answer that a completion marks with `<answer>..</answer>`, `\boxed{..}`, `\fbox{..}` or GSM8K's `#### ..`.
 
 use std::collections::HashMap;
 use std::ops::Range;
 
 use super::number::Rational;
 
-/// The starts of marks.
+/// The texts with which a mark begins.
 const MARKS: [&str; 4] = ["<answer>", "\\boxed", "\\fbox", "####"];
 const ANSWER_END: &str = "</answer>";
 
-/// The text of the last answer that is marked, and of a mark within a mark that of the inner one. `None` where nothing is marked, and
-/// where the last mark cannot be read because it is not closed: an earlier answer does not count then.
+/// The text of the last marked answer; of nested marks, the inner one. `None` if nothing is marked, or if the last mark is not closed.
+/// In the latter case an earlier answer does not count.
 pub(super) fn last_marked(text: &str) -> Option<&str> {
     let (marks, mut range, mut is_marked) = (Marks::of(text), 0..text.len(), false);
     while let Some(last) = marks.last_within(range.clone()) {
@@ -19,16 +19,16 @@ pub(super) fn last_marked(text: &str) -> Option<&str> {
     is_marked.then(|| &text[range])
 }
 
-/// All places that reading asks for, found once: it takes time by the text's length, however many marks there are and however deep.
+/// Positions of all marks, line ends and braces in a text, found in one pass. Parsing thus takes linear time even with many or deeply nested marks.
 struct Marks<'a> {
     text: &'a str,
-    /// Places of [`MARKS`] in a text, in order. A longer command (`\boxedsize`) is no mark.
+    /// Byte offsets at which [`MARKS`] begin, in order. A longer command such as `\boxedsize` is not a mark.
     starts: Vec<(usize, &'static str)>,
     answer_ends: Vec<usize>,
-    /// Ends of lines, and of lines and formulas.
+    /// Byte offsets of line ends; `formulas` also includes those of `$`.
     lines: Vec<usize>,
     formulas: Vec<usize>,
-    /// Where the brace is closed that opens at a place; behind a backslash it is none.
+    /// Byte offset of the closing brace for that of each opening brace. Escaped braces are ignored.
     closes: HashMap<usize, usize>,
 }
 
@@ -62,7 +62,7 @@ impl<'a> Marks<'a> {
         marks
     }
 
-    /// The answer of the last mark in a part of the text, if there is one, and if it can be read.
+    /// The answer of the last mark within `range`: `None` without a mark, `Some(None)` if the mark cannot be parsed.
     fn last_within(&self, range: Range<usize>) -> Option<Option<Range<usize>>> {
         let (mut from, mut last) = (range.start, None);
         while let Some((at, mark)) = self.next(from).filter(|(at, mark)| at + mark.len() <= range.end) {
@@ -83,19 +83,19 @@ impl<'a> Marks<'a> {
         last
     }
 
-    /// The first mark from a place on.
+    /// The first mark at or after an offset.
     fn next(&self, from: usize) -> Option<(usize, &'static str)> {
         self.starts.get(self.starts.partition_point(|(at, _)| *at < from)).copied()
     }
 
-    /// The answer up to its closing mark, and the place behind that.
+    /// The answer up to `</answer>`, and the offset after this tag.
     fn answer(&self, after: Range<usize>) -> Option<(Range<usize>, usize)> {
         let end = first_from(&self.answer_ends, after.start)?;
         let behind = end + ANSWER_END.len();
         (behind <= after.end).then_some((after.start..end, behind))
     }
 
-    /// The answer behind `####`, and its end: the line if it is a number of several words (`1 1/2`), else its first word.
+    /// The answer after `####` and its end offset: the whole line if it is a number of several words (`1 1/2`), else its first word.
     fn line(&self, after: Range<usize>) -> (Range<usize>, usize) {
         let start = after.end - self.text[after.clone()].trim_start().len();
         let line_end = first_from(&self.lines, start).map_or(after.end, |end| end.min(after.end));
@@ -113,8 +113,8 @@ impl<'a> Marks<'a> {
         (start..end, end)
     }
 
-    /// The content of the box that begins here, and the place behind it: between braces, which are matched, or up to the end of the
-    /// formula or of the line, as verl reads `\boxed 5`. `None` for braces that are not closed.
+    /// The content of a box and the offset after it. The content is between matched braces, or, without braces, extends to the end of the
+    /// formula or line, as verl reads `\boxed 5`. `None` if the braces are not closed.
     fn boxed(&self, after: Range<usize>) -> Option<(Range<usize>, usize)> {
         let rest = self.text[after.clone()].trim_start();
         let start = after.end - rest.len();
@@ -127,7 +127,7 @@ impl<'a> Marks<'a> {
     }
 }
 
-/// The first of ordered places from one on.
+/// The first of the sorted offsets `places` that is at least `from`.
 fn first_from(places: &[usize], from: usize) -> Option<usize> {
     places.get(places.partition_point(|place| *place < from)).copied()
 }
@@ -164,7 +164,7 @@ mod tests {
         }
     }
 
-    /// Deeper than any stack.
+    /// Nesting deeper than any recursive parser's stack would allow.
     #[test]
     fn nested_and_repeated_answer_markers_are_parsed() {
         let nested = ["\\boxed{".repeat(100_000), "5".to_owned(), "}".repeat(100_000)].concat();

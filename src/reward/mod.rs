@@ -30,15 +30,15 @@
 //! | file | what it is |
 //! |---|---|
 //! | `builtin` | names of the built-in rewards |
-//! | `answer`, `marked`, `number`, `style` | those of them that are functions |
-//! | `pool`, `state`, `failures` | what is to be scored, by whom, and what went wrong |
+//! | `answer`, `marked`, `number`, `style` | built-in rewards that are functions of this process |
+//! | `pool`, `state`, `failures` | the pool of threads, its shared state, and counts of failures |
 //! | `function` | threads that call functions of this process |
-//! | `service`, `conversation`, `worker`, `worker.py`, `protocol` | rewards in processes of their own |
-//! | `endpoint`, `form` | rewards of services over HTTP, and what is sent to them |
-//! | `reaper`, `reaper.sh` | ends what a worker started, wherever it went |
-//! | `verdict`, `verdict.py`, `readable` | rewards that rest on whether an answer is right, and answers that cannot be compared with |
-//! | `grading` | what the scores of a process become |
-//! | `source` | which of these an entry of `reward_funcs` means |
+//! | `service`, `conversation`, `worker`, `worker.py`, `protocol` | rewards computed by worker processes |
+//! | `endpoint`, `form` | rewards from HTTP services, and the format of requests |
+//! | `reaper`, `reaper.sh` | kills all processes that a worker started |
+//! | `verdict`, `verdict.py`, `readable` | rewards that depend on whether an answer is right, and the check of reference answers |
+//! | `grading` | converts the scores of a worker process to rewards |
+//! | `source` | how the reward named by an entry of `reward_funcs` is computed |
 //! | `code` | model-written programs, run against tests in the sandbox |
 
 mod answer;
@@ -85,23 +85,23 @@ use crate::types::FinishReason;
 pub struct RewardInput<'a> {
     /// The rendered prompt.
     pub prompt: &'a str,
-    /// The completion, special tokens left out; of several turns the newest.
+    /// The completion without special tokens; with several turns, the newest turn.
     pub completion: &'a str,
-    /// Messages of all turns, where the model may call tools: the assistant's with `content` and `tool_calls`, and tools' answers.
+    /// Messages of all turns if the model may call tools: the assistant's, with `content` and `tool_calls`, and the results of tools.
     pub messages: &'a [Value],
-    /// The completion's ids, the end-of-sequence token included.
+    /// Token ids of the completion, including the end-of-sequence token.
     pub token_ids: &'a [u32],
-    /// Why it ended.
+    /// Why the completion ended.
     pub finish_reason: FinishReason,
     /// Every column of the prompt's row.
     pub columns: &'a Map<String, Value>,
 }
 
-/// A reward: a finite number, or an error that masks the sample.
+/// A reward function. It returns a finite number; an error masks the sample.
 pub type RewardFunction = Arc<dyn Fn(&RewardInput<'_>) -> Result<f32> + Send + Sync>;
 
-/// The function by which a built-in reward reads a completion's answer, such that equal answers are equal texts; none for one that
-/// compares no answers.
+/// The function with which the built-in reward `name` extracts a completion's answer in normal form, so that equal answers have equal texts.
+/// `None` if the reward compares no answers.
 ///
 /// ```
 /// use colo_grpo::config::RewardConfig;
@@ -121,8 +121,8 @@ pub fn answer_reader(name: &str, config: &RewardConfig) -> Result<Option<impl Fn
         .then_some(move |completion: &str| answer::vote(completion, pattern.as_ref(), &reward)))
 }
 
-/// Holds what a reward's process answered, a frame without its length, to the protocol: one score for each completion, or an
-/// error of the reward's own.
+/// Checks a reply of a reward's worker process, a frame without its length prefix: it must contain one score per completion, or an
+/// error of the reward.
 ///
 /// ```
 /// use colo_grpo::reward::check_reply;
@@ -132,7 +132,7 @@ pub fn answer_reader(name: &str, config: &RewardConfig) -> Result<Option<impl Fn
 /// ```
 ///
 /// # Errors
-/// What is wrong with it, or the reward's error.
+/// What is wrong with the reply, or the reward's error.
 pub fn check_reply(frame: &[u8], num_completions: usize) -> std::result::Result<(), String> {
     let scores = protocol::RewardReply::parse(frame).and_then(|reply| reply.scores(num_completions));
     scores.map(drop).map_err(|failure| failure.cause)

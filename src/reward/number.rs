@@ -1,10 +1,10 @@
-//! Numbers as people and models write them, compared exactly.
+//! Parses numbers as people and models write them, for exact comparison.
 
 use std::sync::LazyLock;
 
 use regex::Regex;
 
-/// A fraction in lowest terms, the denominator positive.
+/// A fraction in lowest terms with a positive denominator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Rational {
     numerator: i128,
@@ -12,16 +12,16 @@ pub(super) struct Rational {
 }
 
 impl Rational {
-    /// Reads an integer, a decimal (`1,234.50`, `.5`, `1e3`), a fraction (`3/4`, `\frac34`, `\frac{-1}{\frac{2}{3}}`) or a mixed number
-    /// (`1\frac{1}{2}`, `1 1/2`) with an optional sign, which may be a dash. What stands around it is looked through: signs of currencies, a
-    /// percent sign (50% is 50), degrees, units, a variable (`x = 5`), `\boxed{..}`, braces, parentheses, mathematics delimiters and a
-    /// full stop at the end. Commas must stand before groups of three digits. `None` if it is anything else or does not fit 128
+    /// Parses an integer, a decimal (`1,234.50`, `.5`, `1e3`), a fraction (`3/4`, `\frac34`, `\frac{-1}{\frac{2}{3}}`) or a mixed number
+    /// (`1\frac{1}{2}`, `1 1/2`) with an optional sign, which may be a dash. Ignores what is around it: currency signs, a
+    /// percent sign (50% is 50), degrees, units, a variable (`x = 5`), `\boxed{..}`, braces, parentheses, math delimiters and a
+    /// final full stop. Commas must separate groups of three digits. `None` if the text is anything else, or the fraction needs more than 128
     /// bits.
     pub fn parse(text: &str) -> Option<Self> {
         value(&plain_signs(text), MAX_DEPTH)
     }
 
-    /// Reads a number that is written in one of the ways that leave no doubt, and alone: `-1,234.5`, `50\%` (0.5), `3/4`,
+    /// Parses a number in an unambiguous notation, without any other text: `-1,234.5`, `50\%` (0.5), `3/4`,
     /// `\frac{3}{4}`, each with at most 15 digits before the point and 9 after it.
     pub fn plain(text: &str) -> Option<Self> {
         static FORMS: LazyLock<Regex> = LazyLock::new(|| {
@@ -59,9 +59,9 @@ impl std::fmt::Display for Rational {
     }
 }
 
-/// Fractions within fractions that are read.
+/// Deepest nesting of fractions.
 const MAX_DEPTH: usize = 8;
-/// Spellings that come to the same.
+/// Alternative spellings, and what each is replaced by.
 const SPELLINGS: [(&str, &str); 16] = [
     ("{,}", ","),
     ("\\,", ""),
@@ -80,22 +80,22 @@ const SPELLINGS: [(&str, &str); 16] = [
     ("\\degree", "°"),
     ("\\displaystyle", ""),
 ];
-/// Commands whose argument is text.
+/// LaTeX commands whose argument is text.
 const TEXTS: [&str; 8] = ["\\text", "\\textbf", "\\textrm", "\\textit", "\\mathrm", "\\mathbf", "\\mbox", "\\mathit"];
-/// Words behind a number that say of what it is one, without the s of a plural: those of verl's `math_dapo` and of math-verify that mean
-/// nothing else behind a number.
+/// Units that may follow a number, without a plural s: those of verl's `math_dapo` and of math-verify that cannot mean anything else after
+/// a number.
 const UNITS: &str = " degree deg mph kmph kmh cm mm km kg gm lb mile foot feet ft inch inche yard meter metre liter litre gallon pound \
     ounce gram acre hectare hour hr minute min second sec day week month year cent dollar euro rupee way integer unit digit point \
     square student edge meal multiple ticket apple coin toy percent pct sq cubic ";
 
-/// One sign for every dash, and one spelling for what has several.
+/// Replaces all dashes by `-` and alternative spellings by one of them.
 fn plain_signs(text: &str) -> String {
     let is_dash = |c: char| matches!(c, '\u{2010}'..='\u{2015}' | '\u{2212}' | '\u{fe63}' | '\u{ff0d}');
     let text: String = text.chars().map(|c| if is_dash(c) { '-' } else { c }).collect();
     SPELLINGS.iter().fold(text, |text, (from, to)| if text.contains(from) { text.replace(from, to) } else { text })
 }
 
-/// The number that a text is, read through its wrappings.
+/// The number that a text contains, after removing what is around it.
 fn value(text: &str, depth: usize) -> Option<Rational> {
     let depth = depth.checked_sub(1)?;
     let text = unwrapped(text);
@@ -117,13 +117,13 @@ fn value(text: &str, depth: usize) -> Option<Rational> {
     }
 }
 
-/// `a/b` of decimals.
+/// Parses a quotient `a/b` of decimals.
 fn quotient(numerator: &str, denominator: &str) -> Option<Rational> {
     let bare = |text: &str| -> Option<Rational> { decimal(inside(text.trim(), "{", "}").unwrap_or(text.trim())) };
     bare(numerator)?.divided_by(bare(denominator)?)
 }
 
-/// A whole number with a fraction below 1 behind it.
+/// Parses an integer followed by a fraction below 1.
 fn mixed(text: &str, depth: usize) -> Option<Rational> {
     let end = text.find(|c: char| !c.is_ascii_digit())?;
     let (whole, rest) = text.split_at(end);
@@ -140,14 +140,14 @@ fn mixed(text: &str, depth: usize) -> Option<Rational> {
     Rational::new(whole.checked_mul(part.denominator)?.checked_add(part.numerator)?, part.denominator)
 }
 
-/// Numerator, denominator and what follows of `\frac{a}{b}`, `\frac ab` and their mixtures.
+/// Splits text that begins with `\frac{a}{b}`, `\frac ab` or a mixture into numerator, denominator and the rest.
 fn fraction(text: &str) -> Option<(&str, &str, &str)> {
     let (numerator, rest) = argument(text.strip_prefix("\\frac")?)?;
     let (denominator, rest) = argument(rest)?;
     Some((numerator, denominator, rest.trim()))
 }
 
-/// A command's next argument, in braces or of one character, and what follows.
+/// Splits off a LaTeX command's next argument, in braces or of one character. Returns the argument and the rest.
 fn argument(text: &str) -> Option<(&str, &str)> {
     let text = text.trim_start();
     let Some(inner) = text.strip_prefix('{') else {
@@ -161,7 +161,7 @@ fn argument(text: &str) -> Option<(&str, &str)> {
     Some((&inner[..end], &inner[end + 1..]))
 }
 
-/// The text between an opening and its closing mark, if these are the text's ends and belong together.
+/// The text between `open` and `close`, if the text begins and ends with them and they match each other.
 fn inside<'a>(text: &'a str, open: &str, close: &str) -> Option<&'a str> {
     let inner = text.strip_prefix(open)?.strip_suffix(close)?;
     let (mut depth, mut least) = (0, 0);
@@ -172,7 +172,7 @@ fn inside<'a>(text: &'a str, open: &str, close: &str) -> Option<&'a str> {
     (least == 0).then_some(inner)
 }
 
-/// The text inside of wrappings, signs of currencies, units and closing punctuation.
+/// The text without surrounding delimiters, currency signs, units and closing punctuation.
 fn unwrapped(text: &str) -> &str {
     let mut text = text;
     loop {
@@ -200,7 +200,7 @@ fn unwrapped(text: &str) -> &str {
     }
 }
 
-/// The text behind `x =`, with a name of at most three letters or of a command's.
+/// The text after `x =`, where the name has at most three letters or is a LaTeX command.
 fn without_name(text: &str) -> &str {
     let Some((name, number)) = text.split_once('=') else { return text };
     let name = name.trim();
@@ -213,7 +213,7 @@ fn without_name(text: &str) -> &str {
     if is_name { number.trim_start() } else { text }
 }
 
-/// The text before a unit: a word of the list, or any text without digits in a command of texts, with an exponent.
+/// The text before a unit. A unit is a word of the list, or any text without digits in a LaTeX text command, optionally with an exponent.
 fn without_unit(text: &str) -> &str {
     let without_exponent = |text: &'_ str| -> usize {
         let ends = ["^2", "^3", "^{2}", "^{3}", "²", "³"];
@@ -234,7 +234,7 @@ fn without_unit(text: &str) -> &str {
     if (is_unit(singular) || is_unit(word)) && !follows.is_empty() { follows } else { text }
 }
 
-/// An unsigned decimal with optional thousands separators and exponent.
+/// Parses an unsigned decimal with optional thousands separators and exponent.
 fn decimal(text: &str) -> Option<Rational> {
     let (mantissa, exponent) = match text.split_once(['e', 'E']) {
         Some((mantissa, exponent)) => (mantissa, exponent.parse::<i32>().ok()?),
@@ -252,7 +252,7 @@ fn decimal(text: &str) -> Option<Rational> {
     if scale >= 0 { Rational::new(number.checked_mul(power)?, 1) } else { Rational::new(number, power) }
 }
 
-/// `1,234,567` → `1234567`; `None` if a comma stands elsewhere.
+/// Removes thousands separators (`1,234,567` → `1234567`); `None` if a comma is at a wrong place.
 fn without_separators(text: &str) -> Option<String> {
     let mut groups = text.split(',');
     let first = groups.next().unwrap_or_default();

@@ -1,4 +1,4 @@
-//! Rewards on threads and in processes of their own, while generation goes on.
+//! A pool of threads and processes that compute rewards while generation continues.
 
 use std::cell::Cell;
 use std::fmt;
@@ -20,35 +20,35 @@ use crate::phase;
 use crate::process::detach;
 use crate::types::RolloutGroup;
 
-/// Longest that dropping a pool waits for threads that are still scoring.
+/// Time for which dropping a pool waits for threads that are still scoring.
 const FAREWELL: Duration = Duration::from_secs(1);
-/// Longest time between two looks at deadlines and two heartbeats.
+/// Interval at which deadlines are checked and heartbeats sent.
 const LOOK: Duration = Duration::from_millis(200);
 
-/// Scores completions with every reward: functions of this process on threads, Python functions, commands and model-written
-/// code in processes of their own. Results do not depend on timing, but for rewards that run into their deadline. A
-/// completion whose reward fails in any way (error, panic, NaN, deadline, a worker that dies or writes what is no reply)
-/// has `None` there, and is masked if that reward has a weight; it is never scored 0.
+/// Scores completions with every reward: functions of this process on threads; Python functions, commands and model-written
+/// code in other processes. Results do not depend on timing, unless a reward exceeds its deadline. If a reward fails for a
+/// completion (error, panic, NaN, deadline, a worker that ends or writes a malformed reply), its score is `None`. The completion is then
+/// masked if that reward has a weight; it is never scored 0.
 pub struct RewardPool {
     weights: Vec<f64>,
     judges: Vec<usize>,
-    /// Built-in ones that never give 1.
+    /// Indexes of built-in rewards that never return 1.
     capped: Vec<usize>,
     required_columns: Vec<String>,
-    /// The column of tests that programs of the model's are run against, if a reward does so.
+    /// The column with the tests of model-written programs, if a reward runs such programs.
     tests_column: Option<String>,
     num_threads: usize,
-    /// Kinds of failure met so far, by reward: they stay among the metrics.
+    /// Kinds of failure that occurred so far, by reward. Each stays among the metrics.
     seen: Vec<Vec<FailureKind>>,
     shared: Arc<PoolShared>,
 }
 
-/// A group's submission to a [`RewardPool`].
+/// Identifies a group submitted to a [`RewardPool`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RewardTicket(u64);
 
 impl RewardPool {
-    /// The rewards that `config` names. Threads and processes start with [`start`](Self::start) or the first submission.
+    /// Creates a pool for the rewards in `config`. Threads and processes start with [`start`](Self::start) or the first submission.
     ///
     /// # Errors
     /// [`Error::InvalidValue`] for an unknown name or a wrong number of weights.
@@ -56,7 +56,8 @@ impl RewardPool {
         Self::with_functions(config, &[])
     }
 
-    /// The rewards that `config` names, where `reward_funcs` may also name `functions`, which win over all others.
+    /// Creates a pool for the rewards in `config`, in which `reward_funcs` may also name `functions`. These take precedence over other rewards of the
+    /// same name.
     ///
     /// # Errors
     /// The errors of [`RewardPool::new`].
@@ -71,7 +72,7 @@ impl RewardPool {
         Self::build(&sources, &config.reward_funcs, &config.reward_weights)
     }
 
-    /// One reward with weight 1, for evaluation, which the user gave as `option`.
+    /// Creates a pool for evaluation with the reward `name` at weight 1. Errors name `option`, the command line option that gave it.
     ///
     /// # Errors
     /// [`Error::InvalidValue`] of `option` for an unknown name.
@@ -145,12 +146,12 @@ impl RewardPool {
         })
     }
 
-    /// Starts the processes of the rewards that have some and returns when all are ready to score. Best called before there is
-    /// a GPU context in this process, whose maps a fork copies; they hold nothing of it in either case, as replacements do
-    /// not: each is started by fork and exec, with no descriptors but its pipes.
+    /// Starts the worker processes of rewards and returns when all are ready to score. Best called before this process has
+    /// a GPU context, because fork copies its memory maps. The processes do not use this context in any case: each is
+    /// started by fork and exec with no file descriptors but its pipes.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`] for a function that is not there or a command that cannot be run; [`Error::Environment`] where
+    /// [`Error::InvalidValue`] for a function that does not exist or a command that cannot be run; [`Error::Environment`] if
     /// a layer of the sandbox is missing.
     pub fn start(&self) -> Result<()> {
         let num_workers: usize = self.shared.services.iter().map(|service| service.num_workers).sum();
@@ -169,18 +170,18 @@ impl RewardPool {
         &self.shared.names
     }
 
-    /// The rewards that processes serve.
+    /// The rewards that worker processes compute.
     pub(super) fn services(&self) -> &[RewardService] {
         &self.shared.services
     }
 
-    /// Says how far the run is with what is submitted from now on: `global_step` of `max_steps` updates.
+    /// Sets the run's progress, which is passed with later submissions: `global_step` of `max_steps` updates.
     pub(crate) fn set_progress(&self, global_step: u64, max_steps: u64) {
         self.shared.lock().progress = RunProgress { global_step, max_steps };
     }
 
-    /// Starts to score a finished group and returns at once the ticket that its scores are asked for by. Should no thread start,
-    /// [`wait`](Self::wait) says so.
+    /// Submits a finished group for scoring and returns immediately. Pass the ticket to [`wait`](Self::wait) to get the scores; `wait` also reports
+    /// an error if no thread could be started.
     pub fn submit(&self, group: &RolloutGroup) -> RewardTicket {
         let mut state = self.shared.lock();
         let ticket = self.shared.submit(&mut state, Arc::new(group.clone()));
@@ -198,12 +199,12 @@ impl RewardPool {
         self.wait(groups, &tickets)
     }
 
-    /// Waits for the scores of `groups`, each with the ticket of its submission, and fills in `rewards` and `reward` of each completion.
+    /// Waits for the scores of `groups`, each with the ticket of its submission, and sets `rewards` and `reward` of each completion.
     ///
     /// # Errors
-    /// [`Error::Environment`] if no thread can be started; [`Error::RewardService`] if the workers of a reward fail again and
-    /// again; those of [`start`](Self::start) if it was not called; [`Error::InvalidArgument`] where groups and tickets are not as many, or
-    /// a ticket's scores were taken before.
+    /// [`Error::Environment`] if no thread can be started; [`Error::RewardService`] if a reward's workers fail repeatedly; the errors
+    /// of [`start`](Self::start) if it was not called; [`Error::InvalidArgument`] if the numbers of groups and tickets differ, or
+    /// the scores of a ticket were already returned.
     pub fn wait(&mut self, groups: &mut [RolloutGroup], tickets: &[RewardTicket]) -> Result<()> {
         self.shared.lock().check_open(groups.len(), tickets.iter().map(|ticket| ticket.0))?;
         let (progress, num_scored) = (Progress::new("reward", "groups").when_slow(), Cell::new(0));
@@ -217,8 +218,8 @@ impl RewardPool {
         Ok(())
     }
 
-    /// Fills in the scores of those of `groups` that are complete by now, and returns for each group whether it is. Where none is
-    /// and `waits` is set, it waits for the first.
+    /// Sets the scores of those of `groups` that are complete, and returns for each group whether it is. If none is complete
+    /// and `waits` is set, waits for the first.
     ///
     /// # Errors
     /// The errors of [`RewardPool::wait`].
@@ -239,7 +240,7 @@ impl RewardPool {
         Ok(scored)
     }
 
-    /// Gives up all groups that were submitted and not taken.
+    /// Discards all submitted groups whose scores were not returned yet.
     pub(crate) fn give_up(&self) {
         self.shared.lock().pending.clear();
     }
@@ -279,7 +280,7 @@ impl RewardPool {
         }
     }
 
-    /// Scores that each reward did not give since the last call, by the kinds of failure that it has had so far.
+    /// Numbers of failures since the last call, by reward and kind. Includes all kinds that occurred so far in the run.
     pub fn take_failures(&mut self) -> Vec<FailureCount> {
         let num_rewards = self.seen.len();
         let failures =
@@ -294,12 +295,12 @@ impl RewardPool {
         taken
     }
 
-    /// The first failure since the last call, in words.
+    /// Message of the first failure since the last call.
     pub fn take_cause(&mut self) -> Option<String> {
         self.shared.lock().first_cause.take()
     }
 
-    /// Sees to it that `num_threads` threads run the functions of this process, if there are any.
+    /// Ensures that `num_threads` threads run the functions of this process, if there are any.
     fn keep_threads(&self, state: &mut MutexGuard<'_, PoolState>) -> Result<()> {
         let num_threads = if self.shared.functions.is_empty() { 0 } else { self.num_threads };
         while state.num_workers < num_threads {
@@ -313,8 +314,8 @@ impl RewardPool {
         Ok(())
     }
 
-    /// Starts a thread for every worker process, once: the worker's parent, with which it dies. And one for every request that may
-    /// be open to a service over HTTP.
+    /// Starts, once, a thread per worker process. The thread is the worker's parent; the worker ends with it. Also starts a thread per concurrent
+    /// request to HTTP services.
     fn start_services(&self, state: &mut MutexGuard<'_, PoolState>) -> Result<()> {
         if std::mem::replace(&mut state.has_services, true) {
             return Ok(());
@@ -335,8 +336,8 @@ impl RewardPool {
 }
 
 impl Drop for RewardPool {
-    /// Ends threads and processes; a thread that is stuck in a function is left behind, and so is one that waits for a
-    /// worker, until that worker's deadline.
+    /// Ends threads and processes. A thread that is blocked in a function is left running. A thread that waits for a worker ends at the
+    /// worker's deadline.
     fn drop(&mut self) {
         let end = Instant::now() + FAREWELL.min(self.shared.timeout);
         let mut state = self.shared.lock();

@@ -1,4 +1,4 @@
-//! The protocol between a reward pool and a worker process: frames of JSON behind their length in 4 bytes, big-endian.
+//! The protocol between a reward pool and a worker process: JSON frames, each prefixed with its length as 4 bytes, big-endian.
 
 use std::collections::BTreeMap;
 use std::io::{self, Read, Write};
@@ -13,27 +13,27 @@ use crate::types::{FinishReason, RolloutGroup, Trajectory};
 /// The score of each completion of a request, or its failure.
 pub(super) type ScoreResults = Vec<Result<Score, RewardFailure>>;
 
-/// Longest reply in bytes.
+/// Largest size of a reply in bytes.
 pub(super) const MAX_REPLY_BYTES: usize = 1 << 20;
-/// Bytes of a frame's length.
+/// Size in bytes of a frame's length prefix.
 pub(super) const LENGTH_BYTES: usize = 4;
 
-/// The column of a [`TextRequest`].
+/// The name of the only column in a [`TextRequest`].
 pub(super) const VERDICT_COLUMN: &str = "answer";
 
-/// Completions of one prompt. The reply repeats its `id`, which no other request of the worker has.
+/// A request to score completions of one prompt. The reply repeats its `id`, which is unique among the worker's requests.
 #[derive(Debug, Serialize)]
 pub(super) struct ScoreRequest<'a> {
     id: u64,
     prompt: &'a str,
     completions: Vec<&'a str>,
-    /// Texts of all turns, where there are tools.
+    /// Texts of all turns, if tools are used.
     #[serde(skip_serializing_if = "Option::is_none")]
     texts: Option<Vec<&'a str>>,
-    /// Messages of all turns, where there are tools.
+    /// Messages of all turns, if tools are used.
     #[serde(skip_serializing_if = "Option::is_none")]
     messages: Option<Vec<&'a [Value]>>,
-    /// States of environments, where there are some.
+    /// States of the completions' environments, if there are any.
     #[serde(skip_serializing_if = "Option::is_none")]
     environments: Option<Vec<Option<EnvironmentState<'a>>>>,
     completion_ids: Vec<&'a [u32]>,
@@ -42,15 +42,15 @@ pub(super) struct ScoreRequest<'a> {
     trainer_state: RunProgress,
 }
 
-/// An environment as its class pickled it.
+/// An environment's state, pickled by its class.
 #[derive(Debug, Serialize)]
 struct EnvironmentState<'a> {
-    /// The folder of its class's file.
+    /// The folder of the file that defines the environment's class.
     folder: &'a str,
     state: &'a str,
 }
 
-/// A request as the sandbox's worker reads it.
+/// A request as the sandbox worker reads it.
 #[derive(Debug, Deserialize)]
 pub(super) struct CodeRequest {
     pub id: u64,
@@ -58,11 +58,11 @@ pub(super) struct CodeRequest {
     pub columns: Map<String, Value>,
 }
 
-/// Either a reward for each completion or an error.
+/// A reply: a reward for each completion, or an error.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct RewardReply {
-    /// The request's. A command may leave it out.
+    /// The id of the request. A user's command may leave it out.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub id: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -71,7 +71,7 @@ pub(super) struct RewardReply {
     error: Option<String>,
 }
 
-/// The first reply of a worker of ours: how it serves, or why it cannot.
+/// The first reply of a worker that belongs to this crate: how it serves requests, or why it cannot.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Ready {
@@ -80,15 +80,15 @@ pub(super) struct Ready {
     #[serde(rename = "rewards", default)]
     _rewards: Vec<f64>,
     error: Option<String>,
-    /// Whether it serves several requests at once.
+    /// Whether the worker serves several requests concurrently.
     #[serde(default)]
     pub is_async: bool,
-    /// Columns without which its function cannot be called.
+    /// Columns that its function requires as parameters.
     #[serde(default)]
     pub needed_columns: Vec<String>,
 }
 
-/// The request that asks a worker of ours whether it is ready; those about completions have higher ids.
+/// The first request to a worker that belongs to this crate: asks whether it is ready. Requests with completions have higher ids.
 pub(super) fn first_request() -> Vec<u8> {
     frame(&json!({
         "id": 0, "prompt": "", "completions": [], "completion_ids": [], "finish_reasons": [], "columns": {},
@@ -96,7 +96,7 @@ pub(super) fn first_request() -> Vec<u8> {
 }
 
 impl Ready {
-    /// The first reply of a worker, if it can serve.
+    /// Parses the first reply of a worker. Returns the worker's error if it cannot serve.
     pub fn parse(frame: &[u8]) -> Result<Self, RewardFailure> {
         let ready: Self = serde_json::from_slice(frame)
             .map_err(|error| RewardFailure::new(FailureKind::Output, format!("{error} in {}", excerpt(frame))))?;
@@ -107,7 +107,7 @@ impl Ready {
     }
 }
 
-/// JSON has no word for what is not finite: `"nan"`, `"inf"`.
+/// A number in JSON. JSON cannot represent non-finite numbers, so these are the strings `"nan"` and `"inf"`.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(untagged)]
 enum Number {
@@ -115,7 +115,7 @@ enum Number {
     Text(String),
 }
 
-/// Texts that are compared with one answer, as the worker of a verdict reads them.
+/// A request of a verdict reward: texts to compare with one reference answer.
 #[derive(Debug, Serialize)]
 pub(super) struct TextRequest<'a> {
     id: u64,
@@ -124,14 +124,14 @@ pub(super) struct TextRequest<'a> {
 }
 
 impl<'a> TextRequest<'a> {
-    /// Texts and the answer in the column [`VERDICT_COLUMN`].
+    /// A request with texts and the reference answer in column [`VERDICT_COLUMN`].
     pub fn new(id: u64, completions: Vec<&'a str>, reference: &'a str) -> Self {
         Self { id, completions, columns: BTreeMap::from([(VERDICT_COLUMN, reference)]) }
     }
 }
 
 impl<'a> ScoreRequest<'a> {
-    /// A job's completions of its group.
+    /// A request for the completions of a job, which belong to `group`.
     pub fn new(id: u64, group: &'a RolloutGroup, job: &ScoringJob) -> Self {
         let completions = &group.completions[job.completions.clone()];
         let has_turns = completions.iter().any(|completion| !completion.messages.is_empty());
@@ -158,18 +158,18 @@ fn state_of(completion: &Trajectory) -> Option<EnvironmentState<'_>> {
 }
 
 impl RewardReply {
-    /// The reply to a request that cannot be served.
+    /// A reply that reports an error instead of scores.
     pub fn error(id: Option<u64>, message: String) -> Self {
         Self { id, rewards: None, error: Some(message) }
     }
 
-    /// Scores of a request's completions.
+    /// A reply with the scores of a request's completions.
     pub fn rewards(id: u64, rewards: Vec<f64>) -> Self {
         let rewards = rewards.into_iter().map(|reward| Some(Number::Finite(reward))).collect();
         Self { id: Some(id), rewards: Some(rewards), error: None }
     }
 
-    /// Reads a reply from a worker's output.
+    /// Parses a reply from a worker's output.
     pub fn parse(frame: &[u8]) -> Result<Self, RewardFailure> {
         let bad = |what: String| RewardFailure::new(FailureKind::Output, format!("{what} in {}", excerpt(frame)));
         let reply: Self = serde_json::from_slice(frame).map_err(|error| bad(error.to_string()))?;
@@ -179,7 +179,7 @@ impl RewardReply {
         Ok(reply)
     }
 
-    /// Scores of `num_completions`, each a number or a failure of its own; or the failure of all.
+    /// The scores of `num_completions` completions, each a number or a failure of its own; or a failure of all of them.
     pub fn scores(self, num_completions: usize) -> Result<ScoreResults, RewardFailure> {
         if let Some(message) = self.error {
             return Err(RewardFailure::new(FailureKind::Error, message));
@@ -205,7 +205,7 @@ impl Number {
     }
 }
 
-/// One value behind its length.
+/// Encodes one value as JSON with its length prefix.
 pub(crate) fn frame(value: &impl Serialize) -> Vec<u8> {
     let mut bytes = vec![0; LENGTH_BYTES];
     serde_json::to_writer(&mut bytes, value).expect("plain data is JSON");
@@ -214,18 +214,18 @@ pub(crate) fn frame(value: &impl Serialize) -> Vec<u8> {
     bytes
 }
 
-/// The next whole frame of `received`, which is taken off it, without its length.
+/// Removes the next complete frame from `received` and returns it without its length prefix.
 pub(crate) fn take_frame(received: &mut Vec<u8>) -> Option<Vec<u8>> {
     let end = LENGTH_BYTES + length(received)?;
     (received.len() >= end).then(|| received.drain(..end).skip(LENGTH_BYTES).collect())
 }
 
-/// The length that a frame's first bytes give.
+/// Decodes a length prefix.
 pub(super) fn length(bytes: &[u8]) -> Option<usize> {
     bytes.get(..LENGTH_BYTES).map(|bytes| u32::from_be_bytes(bytes.try_into().expect("4 bytes")) as usize)
 }
 
-/// The next frame of a worker's own input; `None` at its end.
+/// Reads the next frame from a worker's standard input; `None` at its end.
 pub(super) fn read_frame(input: &mut impl Read) -> io::Result<Option<Vec<u8>>> {
     let mut head = [0; LENGTH_BYTES];
     match input.read_exact(&mut head) {
@@ -237,13 +237,13 @@ pub(super) fn read_frame(input: &mut impl Read) -> io::Result<Option<Vec<u8>>> {
     Ok(Some(bytes))
 }
 
-/// A worker's own reply.
+/// Writes a worker's reply to its standard output.
 pub(super) fn write_frame(output: &mut impl Write, reply: &RewardReply) -> io::Result<()> {
     output.write_all(&frame(reply))?;
     output.flush()
 }
 
-/// The beginning of what somebody wrote, for messages.
+/// The beginning of a malformed text, for error messages.
 pub(super) fn excerpt(bytes: &[u8]) -> String {
     let text = String::from_utf8_lossy(&bytes[..bytes.len().min(200)]).into_owned();
     format!("{text:?}")

@@ -1,4 +1,4 @@
-//! Reference answers that nothing can be compared with, found before training: their samples will be masked.
+//! Finds, before training, reference answers that math-verify cannot parse. Samples of such rows would be masked.
 
 use std::time::{Duration, Instant};
 
@@ -14,18 +14,18 @@ use super::worker::{Program, RewardWorker};
 use crate::error::Result;
 use crate::phase;
 
-/// Answers in one request, and the longest time that it may take.
+/// Number of reference answers in one request. `LIMIT` is the time limit of a request.
 const NUM_IN_REQUEST: usize = 256;
 const LIMIT: Duration = Duration::from_secs(60);
-/// Longest time between two heartbeats.
+/// Longest interval between two heartbeats.
 const LOOK: Duration = Duration::from_millis(200);
 
 impl RewardPool {
-    /// The places of rows whose reference answer the first reward that compares by math-verify finds nothing in. `None`
-    /// where no reward does. Answers that could not be asked about are not among them.
+    /// Indexes of the rows whose reference answer math-verify cannot parse, for the first reward that compares with math-verify. `None`
+    /// if no reward does. Answers that could not be checked are not included.
     ///
     /// # Errors
-    /// [`Error::Environment`](crate::Error::Environment) where math-verify is missing.
+    /// [`Error::Environment`](crate::Error::Environment) if math-verify is not installed.
     pub fn unreadable_answers<'a>(
         &self,
         rows: impl Iterator<Item = &'a Map<String, Value>>,
@@ -55,14 +55,14 @@ impl RewardPool {
     }
 }
 
-/// A worker that tells which answers can be read, while there is one.
+/// A worker process that checks whether reference answers can be parsed. It is started at the first use.
 struct AnswerReader {
     program: Program,
     worker: Option<RewardWorker>,
 }
 
 impl AnswerReader {
-    /// Whether each of these can be read; all of them where the worker does not tell.
+    /// Whether each of the reference answers can be parsed. If the worker fails, all are assumed to be.
     fn ask(&mut self, references: Vec<&str>) -> Result<Vec<bool>> {
         let num_references = references.len();
         let mut worker = match self.worker.take() {

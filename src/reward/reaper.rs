@@ -1,4 +1,4 @@
-//! Ends everything that a worker started, even if it left the worker's process group, and even if this process is killed.
+//! Kills all processes that a worker started, even if they left the worker's process group, and even if this process is killed.
 #![allow(unsafe_code)]
 
 use std::collections::HashMap;
@@ -12,22 +12,22 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::process::close_on_exec;
 
-/// The variable that marks a worker and, through their environment, the processes that it starts.
+/// Environment variable that marks a worker and the processes started by it, which inherit it.
 const MARK: &str = "COLO_GRPO_REWARD_WORKER";
-/// A shell, so that it is there for programs that use the library, too, and takes next to no memory.
+/// The reaper's shell script. A shell is always available, also to programs that use the library, and needs little memory.
 const SCRIPT: &str = include_str!("reaper.sh");
-/// Times that a worker's descendants are looked for: more may come while some are killed.
+/// Number of times that a worker's descendants are listed, because new ones may start while others are killed.
 const MAX_LOOKS: usize = 100;
 
-/// A process that outlives this one and then kills what a worker left, and removes the worker's folder. Dropping it does so at
-/// once and waits until it is done.
+/// A helper process that outlives this one. It then kills the processes that a worker left behind, and removes the worker's folder. Dropping it
+/// does so immediately and waits for the end.
 #[derive(Debug)]
 pub(super) struct Reaper {
     shell: Child,
 }
 
 impl Reaper {
-    /// Starts the process and marks `worker`, which is to be started after it.
+    /// Starts the helper process and sets the marking variable of `worker`, which must be started afterwards.
     pub fn start(worker: &mut Command, folder: Option<&Path>) -> io::Result<Self> {
         static NUM_STARTED: AtomicUsize = AtomicUsize::new(0);
         let number = NUM_STARTED.fetch_add(1, Ordering::Relaxed);
@@ -53,7 +53,7 @@ impl Drop for Reaper {
     }
 }
 
-/// Kills the descendants of a process that is not reaped, whatever their groups, sessions and environments.
+/// Kills the descendants of process `pid`, which must not have been reaped yet, whatever their groups, sessions and environments.
 pub(super) fn kill_descendants(pid: u32) {
     // SAFETY: the caller's own child, not yet reaped; stopped, it starts no more.
     unsafe { libc::kill(pid as i32, libc::SIGSTOP) };
@@ -69,7 +69,7 @@ pub(super) fn kill_descendants(pid: u32) {
     }
 }
 
-/// Processes that live and whose parent, or the parent of one of them, is `pid`.
+/// Running processes that are children or grandchildren of `pid`.
 fn descendants(pid: u32) -> Vec<u32> {
     let mut children: HashMap<u32, Vec<u32>> = HashMap::new();
     for (child, parent) in
@@ -87,7 +87,7 @@ fn descendants(pid: u32) -> Vec<u32> {
     found
 }
 
-/// A living process and its parent, from its folder in /proc.
+/// The ids of a running process and its parent, from its folder in /proc.
 fn family(folder: PathBuf) -> Option<(u32, u32)> {
     let pid = folder.file_name()?.to_str()?.parse().ok()?;
     let line = fs::read_to_string(folder.join("stat")).ok()?;

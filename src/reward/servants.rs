@@ -1,5 +1,5 @@
-//! The threads of rewards outside of this process. Each thread of a reward in processes has one worker, and another in its place when it
-//! hangs, dies or writes what is no reply.
+//! Threads that use worker processes or HTTP services for rewards. Each thread of a process reward has one worker, which it replaces if the worker
+//! hangs, ends or writes a malformed reply.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -12,11 +12,12 @@ use super::state::PoolShared;
 use super::worker::RewardWorker;
 use crate::error::Error;
 
-/// Pause before a worker that died is replaced; it doubles with every failure in a row up to the longest.
+/// Pause before a failed worker is replaced. It doubles with each consecutive failure, up to the longest pause.
 const FIRST_PAUSE: Duration = Duration::from_millis(20);
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 
-/// The life of a thread that serves a reward in processes: keep a worker and give it jobs until the pool closes. `own` is the service's place in the pool.
+/// Main loop of a thread for a process reward: keeps a worker running and sends it jobs until the pool closes. `own` is the service's index in the
+/// pool.
 pub(super) fn serve_service(shared: &Arc<PoolShared>, own: usize) {
     let service = &shared.services[own];
     if let Err(error) = serve_until_closed(service, shared, own) {
@@ -45,10 +46,10 @@ fn serve_until_closed(service: &RewardService, shared: &PoolShared, own: usize) 
     Ok(())
 }
 
-/// Another worker in the place of one that is gone with this failure, or by itself; `None` if the pool closed meanwhile.
+/// Starts a worker in place of one that failed or ended by itself; `None` if the pool closed meanwhile.
 ///
 /// # Errors
-/// [`Error::RewardService`] where too many failed in a row.
+/// [`Error::RewardService`] if too many workers failed in a row.
 fn replace(service: &RewardService, shared: &PoolShared, lost: WorkerLoss) -> Result<Option<RewardWorker>, Error> {
     let mut failure = match lost {
         WorkerLoss::Failed(failure) => failure,
@@ -74,7 +75,8 @@ fn replace(service: &RewardService, shared: &PoolShared, lost: WorkerLoss) -> Re
     }
 }
 
-/// The life of a thread that serves a reward over HTTP: ask about one completion after the other until the pool closes. `own` is the service's place in the pool.
+/// Main loop of a thread for an HTTP reward: requests scores, one completion at a time, until the pool closes. `own` is the service's index in the
+/// pool.
 pub(super) fn serve_endpoint(shared: &Arc<PoolShared>, own: usize) {
     let endpoint = &shared.endpoints[own];
     while let Some(GroupJob { job, group }) = shared.next_job(|state| &mut state.endpoint_queues[own]) {

@@ -1,4 +1,4 @@
-//! A reward in processes of its own, as it is configured.
+//! Configuration and state of a reward that worker processes compute.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::time::Duration;
@@ -7,26 +7,26 @@ use super::grading::Grading;
 use super::worker::Program;
 use crate::config::RewardBatch;
 
-/// A reward that is served by processes.
+/// A reward that worker processes compute.
 #[derive(Debug)]
 pub(super) struct RewardService {
-    /// Place of this reward among all.
+    /// Index of this reward among all rewards.
     pub index: usize,
     pub name: String,
     pub program: Program,
     /// How the scores of its processes become rewards.
     pub grading: Grading,
-    /// The completions of one request.
+    /// Which completions are sent in one request.
     pub batch: RewardBatch,
-    /// Longest time of a request.
+    /// Time limit of a request.
     pub timeout: Duration,
     pub num_workers: usize,
-    /// Requests that a worker with an asynchronous function has open at once.
+    /// Number of requests that a worker with an asynchronous function may have open.
     pub concurrency: usize,
-    /// Workers that may fail in a row.
+    /// Number of worker failures in a row after which the run ends.
     pub max_failures: usize,
-    /// Workers that failed since the last score.
+    /// Number of worker failures since the last score.
     pub num_failures: AtomicUsize,
-    /// Whether the log says that replies come without ids.
+    /// Whether the log already mentions that replies have no ids.
     pub has_no_ids: AtomicBool,
 }

@@ -1,4 +1,4 @@
-//! Where the reward of each entry of `reward_funcs`, or of an option, is computed.
+//! Determines how the reward named by an entry of `reward_funcs` or by a command line option is computed.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize};
@@ -18,38 +18,38 @@ use crate::config::{ProcessReward, ProcessRewards, RewardBatch, RewardConfig, is
 use crate::error::Result;
 use crate::process::PROGRAM;
 
-/// The worker that serves a Python function.
+/// Python program of a worker that serves a Python function.
 const PYTHON_WORKER: &str = include_str!("worker.py");
 
-/// Environments of hubs.
+/// Python code for environments from hubs.
 const ENVIRONMENTS: &str = include_str!("../tools/environments.py");
 
-/// Time beyond a program's own that running all its tests may take.
+/// Additional time for running all tests of a program, beyond the configured timeout.
 const SANDBOX_OVERHEAD: Duration = Duration::from_secs(10);
 
 pub(super) enum RewardSource {
-    /// A function of this process.
+    /// By a function of this process.
     Function(RewardFunction),
-    /// Processes.
+    /// By worker processes.
     Service(RewardService),
-    /// A service over HTTP.
+    /// By an HTTP service.
     Endpoint(Box<ServiceEndpoint>),
 }
 
-/// The rewards that entries of `key` may name.
+/// The rewards that entries of a configuration key may name.
 pub(super) struct RewardSources<'a> {
-    /// The key or option that names the rewards.
+    /// The configuration key or command line option that names the rewards.
     pub key: &'a str,
     pub settings: &'a RewardConfig,
     pub processes: &'a ProcessRewards,
-    /// The settings of an environment whose score an entry may be.
+    /// Settings of the environment, whose own score may be named as a reward.
     pub environment: Option<Value>,
-    /// The caller's own, which win over all others.
+    /// Functions from the caller. They take precedence over other rewards of the same name.
     pub functions: &'a [(&'a str, RewardFunction)],
 }
 
 impl RewardSources<'_> {
-    /// The source of one entry, the reward with this `index`.
+    /// Determines the source of the reward that `entry` names; `index` is its index among all rewards.
     ///
     /// # Errors
     /// [`Error::InvalidValue`] for an unknown name.
@@ -104,7 +104,7 @@ impl RewardSources<'_> {
         RewardService { batch: reward.batch, concurrency: reward.concurrency, ..service }
     }
 
-    /// The score of an environment of a hub.
+    /// A service for the score of an environment from a hub.
     fn scorer(&self, entry: &str, index: usize, settings: &Value) -> RewardService {
         let text = Value::from(settings.to_string()).to_string(); // a text of JSON is one of Python
         let function = format!("{ENVIRONMENTS}\nSETTINGS = json.loads({text})\n:score");
@@ -115,7 +115,7 @@ impl RewardSources<'_> {
         self.service(reward_name(entry), index, program, timeout, 1)
     }
 
-    /// Answers that math-verify compares in a process of its own.
+    /// A service that compares answers with math-verify in a worker process.
     fn verdict(&self, name: &str, index: usize, verdict: Verdict) -> RewardService {
         let RewardConfig { timeout_s, math_workers, .. } = *self.settings;
         let timeout = Duration::from_secs_f64(timeout_s);
@@ -124,7 +124,7 @@ impl RewardSources<'_> {
         RewardService { grading: Grading::Verdict(Box::new(verdict)), ..service }
     }
 
-    /// Model-written code, run by this program in a process of its own.
+    /// A service that runs model-written code. The worker process is this program itself.
     fn sandbox(&self, name: &str, index: usize) -> RewardService {
         let settings = &self.settings.code;
         let text = serde_json::to_string(settings).expect("settings are plain data");
@@ -165,7 +165,7 @@ fn python(interpreter: &str, function: &str, answer_column: &str, timeout_s: f64
     [interpreter, "-c", PYTHON_WORKER, function, answer_column, &timeout_s].map(str::to_owned).to_vec()
 }
 
-/// A function of `verdict.py`, served for the reward of this name.
+/// The worker program that runs `function` of `verdict.py` for the reward named `reward`.
 pub(super) fn math_verify(reward: &str, function: &str, settings: &RewardConfig) -> Program {
     let command = python(&settings.python, function, VERDICT_COLUMN, settings.timeout_s);
     let origin = Origin::MathVerify { reward: reward.to_owned(), python: settings.python.clone() };

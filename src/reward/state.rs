@@ -1,4 +1,4 @@
-//! State that a reward pool and its threads share: jobs that wait, groups that are being scored, failures so far.
+//! State shared by a reward pool and its threads: queued jobs, groups that are being scored, failures so far.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::atomic::Ordering;
@@ -15,89 +15,89 @@ use crate::config::RewardBatch;
 use crate::error::Error;
 use crate::types::{RolloutGroup, Trajectory};
 
-/// State that the pool and its threads share.
+/// Settings and state shared by the pool and its threads.
 pub(super) struct PoolShared {
     /// Names of the rewards in configured order.
     pub names: Vec<String>,
-    /// Rewards that are functions of this process, with their place in that order.
+    /// Rewards that are functions of this process, with their index in `names`.
     pub functions: Vec<(usize, RewardFunction)>,
-    /// Longest time that all functions may take for one completion.
+    /// Time limit for all functions together, per completion.
     pub timeout: Duration,
-    /// Rewards that classes of environments give by themselves, with their place in that order.
+    /// Rewards that environments return themselves, as index in `names` and name of the environment class.
     pub environments: Vec<(usize, String)>,
-    /// Rewards in processes of their own.
+    /// Rewards computed by worker processes.
     pub services: Vec<RewardService>,
-    /// Rewards of services over HTTP.
+    /// Rewards computed by HTTP services.
     pub endpoints: Vec<ServiceEndpoint>,
     pub state: Mutex<PoolState>,
-    /// Signalled when work arrives, is done, or the pool closes.
+    /// Notified when a job arrives or is done, or the pool closes.
     pub changed: Condvar,
 }
 
 #[derive(Default)]
 pub(super) struct PoolState {
-    /// Jobs for the functions of this process, one a completion.
+    /// Jobs for the functions of this process, one per completion.
     pub queue: VecDeque<ScoringJob>,
-    /// Jobs for each service.
+    /// Queued jobs of each process service.
     pub service_queues: Vec<VecDeque<ScoringJob>>,
-    /// Jobs for each service over HTTP, one a completion.
+    /// Queued jobs of each HTTP service, one per completion.
     pub endpoint_queues: Vec<VecDeque<ScoringJob>>,
-    /// Jobs that functions of this process are at, by their number.
+    /// Jobs that functions of this process are running, by job number.
     pub running: HashMap<u64, Running>,
-    /// Groups whose scores were not taken yet, by ticket.
+    /// Groups whose scores were not returned yet, by ticket.
     pub pending: HashMap<u64, PendingGroup>,
-    /// Threads of functions that have not been given up.
+    /// Number of threads for functions, without those whose job exceeded its deadline.
     pub num_workers: usize,
     /// Whether the threads of services were started.
     pub has_services: bool,
-    /// Threads of services, each with a process, and those of services over HTTP.
+    /// Number of threads for services: one per worker process, and one per concurrent request to HTTP services.
     pub num_servants: usize,
-    /// Services whose first process is at work.
+    /// Number of threads for process services whose first process is ready.
     pub num_ready: usize,
-    /// Rewards, by their place, and columns without which their functions cannot be called.
+    /// Index of each reward, and a column that its function requires.
     pub needed_columns: BTreeSet<(usize, String)>,
-    /// Why a service cannot go on.
+    /// The error because of which the pool cannot continue.
     pub broken: Option<Error>,
     pub closed: bool,
     pub progress: RunProgress,
-    /// By reward.
+    /// Numbers of failures by reward.
     pub failures: Vec<RewardFailures>,
-    /// The first failure that nobody has asked for yet.
+    /// Message of the first failure since this was last read.
     pub first_cause: Option<String>,
-    /// Kinds of failure by reward that the log has had: it takes each once in a run.
+    /// Index of the reward and kind of each failure that was logged. Each kind is logged once per run.
     pub told: Vec<(usize, FailureKind)>,
-    /// The number of the newest job or ticket.
+    /// Number of the most recent job or ticket.
     pub num_numbered: u64,
 }
 
 pub(super) struct Running {
     job: ScoringJob,
     deadline: Instant,
-    /// Functions that have answered; the one after them is at work.
+    /// Number of functions that have returned. The next one is running.
     num_answers: usize,
 }
 
 /// A submitted group and its scores so far.
 pub(super) struct PendingGroup {
     pub group: Arc<RolloutGroup>,
-    /// `[completion][reward]`
+    /// Scores, indexed `[completion][reward]`.
     pub scores: Vec<Vec<Score>>,
-    /// Jobs neither done nor given up.
+    /// Number of unfinished jobs.
     pub num_open: usize,
 }
 
 impl PoolShared {
-    /// The state; a thread never panics while it holds the lock.
+    /// Locks the state. A thread never panics while it holds the lock.
     pub fn lock(&self) -> MutexGuard<'_, PoolState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits for a change, but no longer than `limit`.
+    /// Waits for a notification, but not longer than `limit`.
     pub fn wait<'a>(&self, state: MutexGuard<'a, PoolState>, limit: Duration) -> MutexGuard<'a, PoolState> {
         self.changed.wait_timeout(state, limit).unwrap_or_else(PoisonError::into_inner).0
     }
 
-    /// Waits; false if the pool closes meanwhile.
+    /// Waits until `end`; returns false if the pool closes meanwhile.
     pub fn pause_until(&self, end: Instant) -> bool {
         let mut state = self.lock();
         while let Some(left) = end.checked_duration_since(Instant::now()).filter(|left| !left.is_zero()) {
@@ -109,7 +109,7 @@ impl PoolShared {
         true
     }
 
-    /// The next job that `queue` selects, with its group; `None` once the pool closes.
+    /// Waits for the next job in the queue that `queue` selects. Returns it with its group; `None` once the pool closes.
     pub fn next_job(&self, queue: impl Fn(&mut PoolState) -> &mut VecDeque<ScoringJob>) -> Option<GroupJob> {
         let mut state = self.lock();
         loop {
@@ -126,7 +126,7 @@ impl PoolShared {
         }
     }
 
-    /// A job that `queue` has now, with its group.
+    /// Takes a job from the queue that `queue` selects, with its group, if there is one; does not wait.
     pub fn job_at_hand(&self, queue: impl Fn(&mut PoolState) -> &mut VecDeque<ScoringJob>) -> Option<GroupJob> {
         let mut state = self.lock();
         while let Some(job) = queue(&mut state).pop_front() {
@@ -137,13 +137,13 @@ impl PoolShared {
         None
     }
 
-    /// Whether no job is to be begun any more.
+    /// Whether the pool has closed, so that no more jobs may begin.
     pub fn is_over(&self) -> bool {
         let state = self.lock();
         state.closed || state.broken.is_some()
     }
 
-    /// Books what a service said of a job's completions, which is then done.
+    /// Records the scores that a service returned for a job, and finishes the job.
     pub fn file(&self, service: &RewardService, job: &ScoringJob, outcome: Result<ScoreResults, RewardFailure>) {
         if outcome.iter().flatten().any(Result::is_ok) {
             service.num_failures.store(0, Ordering::Relaxed);
@@ -155,12 +155,12 @@ impl PoolShared {
         self.changed.notify_all();
     }
 
-    /// Masks the completions of a job that was answered before, unless somebody has taken its scores.
+    /// Revokes the scores of a job that was already answered, so that its completions are masked, unless the scores were returned to the caller.
     pub fn take_back(&self, service: &RewardService, job: &ScoringJob, failure: RewardFailure) {
         self.lock().book(service, job, Err(failure));
     }
 
-    /// Queues every completion of `group` with every reward; its scores are known by the ticket.
+    /// Queues every completion of `group` for every reward. Returns the ticket for its scores.
     pub fn submit(&self, state: &mut PoolState, group: Arc<RolloutGroup>) -> u64 {
         let (ticket, progress) = (state.number(), state.progress);
         let num_completions = group.completions.len();
@@ -195,7 +195,7 @@ impl PoolShared {
     }
 }
 
-/// The reward that a completion's environment gave, if it is of `class`; none if the environment was lost.
+/// The reward that a completion's environment returned, if it is of `class`. A lost environment has none.
 fn of_environment(completion: &Trajectory, class: &str) -> Option<Result<Score, RewardFailure>> {
     let end = completion.environment.as_ref()?;
     if end.class != class {
@@ -206,7 +206,7 @@ fn of_environment(completion: &Trajectory, class: &str) -> Option<Result<Score, 
 }
 
 impl PoolState {
-    /// The failure that ends the pool; it is closed then, and refuses later requests.
+    /// Closes the pool if a fatal failure occurred and returns this error, also for later calls.
     pub fn check(&mut self) -> Result<(), Error> {
         match self.broken.take() {
             Some(error) => {
@@ -222,7 +222,7 @@ impl PoolState {
         }
     }
 
-    /// Refuses another number of tickets than of groups, and tickets that are not open or stand twice.
+    /// Checks that there is one ticket per group, and that all tickets are pending and distinct.
     pub fn check_open(&self, num_groups: usize, tickets: impl ExactSizeIterator<Item = u64>) -> Result<(), Error> {
         let num_tickets = tickets.len();
         let open: BTreeSet<u64> = tickets.filter(|ticket| self.pending.contains_key(ticket)).collect();
@@ -236,19 +236,19 @@ impl PoolState {
         })
     }
 
-    /// Whether every reward has answered.
+    /// Whether all scores of a ticket are known.
     pub fn is_scored(&self, ticket: u64) -> bool {
         self.pending[&ticket].num_open == 0
     }
 
-    /// Books a job as being run by functions of this process.
+    /// Records that functions of this process begin a job. Returns the job's number.
     pub fn begin(&mut self, job: ScoringJob, deadline: Instant) -> u64 {
         let number = self.number();
         self.running.insert(number, Running { job, deadline, num_answers: 0 });
         number
     }
 
-    /// Files what the function at work said of a job's completion; false if the job was given up before.
+    /// Records the result of the running function for a job's completion. Returns false if the job had exceeded its deadline.
     pub(super) fn answer(&mut self, number: u64, reward: (usize, &str), outcome: Result<Score, RewardFailure>) -> bool {
         let Some(running) = self.running.get_mut(&number) else { return false };
         running.num_answers += 1;
@@ -257,7 +257,7 @@ impl PoolState {
         true
     }
 
-    /// Files what a reward said of one completion of a job; a failure is counted.
+    /// Records the result of one reward for one completion of a job; a failure is counted.
     pub(super) fn file(
         &mut self,
         ticket: u64,
@@ -281,21 +281,21 @@ impl PoolState {
         }
     }
 
-    /// Closes a job of this process's functions; false if it was given up before.
+    /// Finishes a job of this process's functions. Returns false if the job had exceeded its deadline.
     pub fn finish(&mut self, number: u64) -> bool {
         let Some(running) = self.running.remove(&number) else { return false };
         self.close(&running.job);
         true
     }
 
-    /// One job less to wait for.
+    /// Decrements the number of unfinished jobs of the job's group.
     pub fn close(&mut self, job: &ScoringJob) {
         if let Some(pending) = self.pending.get_mut(&job.ticket) {
             pending.num_open -= 1;
         }
     }
 
-    /// Gives up jobs past their deadline: their threads no longer count. The function at work is blamed.
+    /// Ends jobs that exceeded their deadline; their threads no longer count. The function that was running gets the failure.
     pub fn give_up_overdue(&mut self, functions: &[(usize, RewardFunction)], names: &[String]) {
         let now = Instant::now();
         let overdue: Vec<u64> =

@@ -1,5 +1,5 @@
-//! Rewards that rest on whether an answer is right. Equal numbers are told here, and nothing else is: whether an answer is wrong,
-//! or the same in another form, is asked of `verdict.py`, which compares by the Python package math-verify.
+//! Rewards that depend on whether an answer is right. Only equality of plain numbers is decided in this process. For all other answers,
+//! `verdict.py` compares them with the Python package math-verify.
 
 use serde_json::Value;
 
@@ -11,7 +11,7 @@ use crate::types::RolloutGroup;
 
 const VERDICT: &str = include_str!("verdict.py");
 
-/// A right or a wrong answer, and what it is worth.
+/// A reward that maps whether an answer is right to a score.
 #[derive(Debug, Clone)]
 pub(super) struct Verdict {
     name: &'static str,
@@ -19,7 +19,7 @@ pub(super) struct Verdict {
 }
 
 impl Verdict {
-    /// Names of the rewards, which are those of functions in `verdict.py`.
+    /// Names of these rewards. `verdict.py` has a function for each.
     pub const NAMES: [&'static str; 7] = [
         "math",
         "accuracy",
@@ -30,7 +30,7 @@ impl Verdict {
         "get_cosine_scaled_reward",
     ];
 
-    /// The reward of this name, if it is one of them.
+    /// The verdict reward `name`; `None` for other rewards.
     pub fn of(name: &str, settings: &RewardConfig) -> Option<Self> {
         let name = Self::NAMES.into_iter().find(|known| *known == name)?;
         Some(Self { name, settings: settings.clone() })
@@ -41,12 +41,12 @@ impl Verdict {
         &self.settings
     }
 
-    /// The Python module that compares answers, and the function to call in it.
+    /// The source of the Python module that compares answers, with the name of the function to call.
     pub fn function(&self) -> String {
         self.module() + self.name
     }
 
-    /// The Python function that tells whether a reference answer can be compared with.
+    /// The source of the Python module, with the name of the function that checks whether a reference answer can be parsed.
     pub fn readable(&self) -> String {
         self.module() + "readable"
     }
@@ -56,7 +56,7 @@ impl Verdict {
         format!("{VERDICT}\nREASONING_DELIMITERS = {delimiters}\n:")
     }
 
-    /// The row's reference answer. open-r1's and TRL's rewards read `solution` where a row has that, too.
+    /// The row's reference answer. For open-r1's and TRL's rewards it may also be in column `solution`, as in their data.
     pub fn reference(&self, columns: &serde_json::Map<String, Value>) -> Result<String, RewardFailure> {
         let configured = self.settings.answer_column.as_str();
         let is_theirs =
@@ -64,13 +64,13 @@ impl Verdict {
         Ok(answer::reference(columns, if is_theirs { "solution" } else { configured })?)
     }
 
-    /// A reference answer that needs no Python to be read.
+    /// Whether a reference answer is a plain number, which is parsed without Python.
     pub fn is_plain(reference: &str) -> bool {
         bare(reference).or_else(|| wrapped(reference)).is_some()
     }
 
-    /// The score of a completion that gives the number of the reference answer; `None` leaves it to Python. The error is that of
-    /// a row without an answer.
+    /// The score of a completion whose number equals the reference answer; `None` if Python has to compare. An error if the row has no
+    /// reference answer.
     pub fn at_once(&self, group: &RolloutGroup, index: usize) -> Result<Option<Score>, RewardFailure> {
         let reference = self.reference(&group.prompt.columns)?;
         let is_equal =
@@ -78,7 +78,7 @@ impl Verdict {
         is_equal.then(|| self.score(true, group, index)).transpose()
     }
 
-    /// The part of a completion in which the answer is looked for.
+    /// The part of a completion that must contain the answer.
     fn given<'a>(&self, completion: &'a str) -> Option<&'a str> {
         if self.name != "reasoning_accuracy_reward" {
             return Some(completion);
@@ -88,7 +88,7 @@ impl Verdict {
         completion.rsplit(found.as_str()).next()
     }
 
-    /// Whether both are plain numbers that are equal, in a place where math-verify would look for them first.
+    /// Whether both are equal plain numbers, and the completion's number is where math-verify would find it first.
     fn are_equal(&self, reference: &str, completion: &str) -> bool {
         let is_open = matches!(self.name, "cosine" | "length"); // read a formula around the box, too
         let number = if is_open { wrapped(reference) } else { bare(reference).or_else(|| wrapped(reference)) };
@@ -97,7 +97,7 @@ impl Verdict {
         !is_hidden && number.is_some() && number == boxed(completion)
     }
 
-    /// The score of a completion whose answer is right or wrong.
+    /// The score of a completion, given whether its answer is right.
     pub fn score(&self, is_right: bool, group: &RolloutGroup, index: usize) -> Result<Score, RewardFailure> {
         let completion = &group.completions[index];
         let num_chars = |text: &str| text.chars().count() as f64;
@@ -120,7 +120,7 @@ impl Verdict {
         Score::finite(score as f32)
     }
 
-    /// The score for what Python said of a completion.
+    /// Converts Python's score of a completion (0 or 1) to the reward.
     pub fn finish(&self, said: Score, group: &RolloutGroup, index: usize) -> Result<Score, RewardFailure> {
         match said {
             Score::Value(1.0) => self.score(true, group, index),
@@ -130,8 +130,8 @@ impl Verdict {
     }
 }
 
-/// Section 2.3.3 of Kimi k1.5 (arXiv 2501.12599): from 0.5 for the shortest of a prompt's completions to -0.5 for the longest, a
-/// wrong one never above 0; 0 where all are as long.
+/// Section 2.3.3 of Kimi k1.5 (arXiv 2501.12599): from 0.5 for the shortest of a prompt's completions to -0.5 for the longest. A
+/// wrong completion gets at most 0. All get 0 if their lengths are equal.
 fn length(is_right: bool, own: f64, all: impl Iterator<Item = f64> + Clone) -> f64 {
     let (shortest, longest) = (all.clone().fold(f64::INFINITY, f64::min), all.fold(0.0, f64::max));
     if shortest == longest {
@@ -141,8 +141,8 @@ fn length(is_right: bool, own: f64, all: impl Iterator<Item = f64> + Clone) -> f
     if is_right { reward } else { reward.min(0.0) }
 }
 
-/// Appendix C.1 of arXiv 2502.03373: a cosine from the value of the shortest answer to that of the longest, `share` of which this
-/// one is.
+/// Appendix C.1 of arXiv 2502.03373: a cosine from the value for the shortest answer to that for the longest. `share` is the answer's length
+/// divided by the longest.
 fn cosine(is_right: bool, share: f64, arguments: &RewardArguments, shortest_wrong: f64) -> f64 {
     let (shortest, longest) = match is_right {
         true => (arguments.cosine_max_value_correct, arguments.cosine_min_value_correct),
@@ -151,7 +151,7 @@ fn cosine(is_right: bool, share: f64, arguments: &RewardArguments, shortest_wron
     longest + 0.5 * (shortest - longest) * (1.0 + (share * std::f64::consts::PI).cos())
 }
 
-/// A reference answer that is a number by itself.
+/// Parses a reference answer that is only a number.
 fn bare(text: &str) -> Option<Rational> {
     let is_fraction = text.trim_start_matches('-').starts_with("\\frac{");
     match text.strip_suffix('%') {
@@ -161,14 +161,14 @@ fn bare(text: &str) -> Option<Rational> {
     }
 }
 
-/// A reference answer that is a number between the marks of a formula or in a box.
+/// Parses a reference answer that is a number in math delimiters or in `\boxed{..}`.
 fn wrapped(text: &str) -> Option<Rational> {
     [("\\boxed{", "}"), ("\\(", "\\)"), ("$", "$")]
         .iter()
         .find_map(|(open, close)| Rational::plain(text.strip_prefix(open)?.strip_suffix(close)?))
 }
 
-/// The number in the only box of a completion, where nothing else in it has a say.
+/// The number in the only `\boxed{..}` of a completion; `None` if anything else in it could be taken for an answer.
 fn boxed(completion: &str) -> Option<Rational> {
     let (before, rest) = completion.split_once("\\boxed{")?;
     let fraction = rest.trim_start().trim_start_matches('-').starts_with('\\');

@@ -1,4 +1,4 @@
-//! One worker process of a reward: started, asked, ended with everything that it started.
+//! One worker process of a reward: starting it, exchanging frames, and ending it with all its descendants.
 #![allow(unsafe_code)]
 
 use std::fs;
@@ -16,41 +16,41 @@ use crate::error::Error;
 use crate::process::Scratch;
 use crate::process::{close_on_exec, do_not_block, ended, kill_group, moved, wait_for};
 
-/// Longest time until a worker that tells when it is ready has done so: an interpreter may import much.
+/// Time limit for a worker that reports when it is ready. Importing Python packages may take long.
 const START: Duration = Duration::from_secs(120);
-/// Longest time that a worker has to end by itself after it closed its pipes, and the time between two looks.
+/// Time that a worker has to end by itself after it closed its pipes. `LOOK` is the interval at which this is checked.
 const EXIT: Duration = Duration::from_millis(200);
 const LOOK: Duration = Duration::from_millis(2);
-/// How much of the end of its standard error is kept for messages, in bytes.
+/// Bytes kept from the end of the worker's standard error, for error messages.
 const TAIL_BYTES: usize = 2048;
-/// Variables between this process and its launcher.
+/// Environment variables for this process and its launcher, which workers do not inherit.
 const OWN_VARIABLES: [&str; 4] =
     ["COLO_GRPO_PULSE_FD", "COLO_GRPO_STORE_FD", "COLO_GRPO_SEGMENT_FD", "COLO_GRPO_ERROR_FILE"];
 
-/// The program of a worker, and the key that it comes from.
+/// A worker's program and where it was configured.
 #[derive(Debug, Clone)]
 pub(crate) struct Program {
     pub command: Vec<String>,
-    /// Whether the program answers an empty request before it is ready, with what is wrong if it is not.
+    /// Whether the program belongs to this crate: it answers a first, empty request when it is ready, or with the reason why it cannot serve.
     pub is_ours: bool,
     pub origin: Origin,
-    /// Longest reply in bytes.
+    /// Largest size of a reply in bytes.
     pub max_reply_bytes: usize,
 }
 
-/// Where a program comes from, which decides how a failed start is told.
+/// Where a program was configured; determines the error message if it does not start.
 #[derive(Debug, Clone)]
 pub(crate) enum Origin {
-    /// The value of a key.
+    /// A configuration key and its value.
     Key(String, String),
     /// The sandbox.
     Sandbox,
-    /// math-verify, of an interpreter, for the reward of this name.
+    /// math-verify in the Python interpreter `python`, for the reward `reward`.
     MathVerify { reward: String, python: String },
 }
 
 impl Program {
-    /// The error of a program whose first worker does not start.
+    /// The error to return if the program's first worker does not start for this `cause`.
     pub fn refusal(&self, cause: &str) -> Error {
         match &self.origin {
             Origin::Key(key, value) => {
@@ -80,34 +80,34 @@ impl Program {
     }
 }
 
-/// A worker process with its pipes. Dropping it kills it with everything that it started and removes its folder.
+/// A worker process with its pipes. Dropping it kills it and all its descendants, and removes its folder.
 #[derive(Debug)]
 pub(crate) struct RewardWorker {
     child: Child,
-    /// Until no request follows.
+    /// Standard input; `None` after it was closed because no requests follow.
     requests: Option<ChildStdin>,
     replies: ChildStdout,
-    /// Until it closes it.
+    /// Standard error; `None` once the worker has closed it.
     errors: Option<ChildStderr>,
-    /// Requests that are not written yet.
+    /// Bytes of requests that are not written yet.
     unsent: Vec<u8>,
-    /// Replies that nobody has taken yet.
+    /// Bytes of replies that were not taken yet.
     received: Vec<u8>,
-    /// The end of what it wrote to standard error.
+    /// The last bytes of the worker's standard error.
     tail: Vec<u8>,
-    /// Whether the worker serves several requests at once.
+    /// Whether the worker serves several requests concurrently.
     pub is_async: bool,
-    /// Columns without which its function cannot be called.
+    /// Columns that its function requires as parameters.
     pub needed_columns: Vec<String>,
     is_reaped: bool,
     max_reply_bytes: usize,
     reaper: Option<Reaper>,
-    /// Where the sandbox's worker makes the folders of programs; killed, it leaves one.
+    /// The folder in which the sandbox worker creates folders of programs. If the worker is killed, it leaves one there.
     _folder: Option<Scratch>,
 }
 
 impl RewardWorker {
-    /// Starts a worker that dies with the calling thread, and waits until it is ready.
+    /// Starts a worker that ends with the calling thread, and waits until it is ready.
     pub fn start(program: &Program) -> Result<Self, RewardFailure> {
         let died = |error: io::Error| RewardFailure::new(FailureKind::Died, format!("{}: {error}", program.command[0]));
         let mut command = Command::new(&program.command[0]);
@@ -152,17 +152,17 @@ impl RewardWorker {
         Ok(worker)
     }
 
-    /// The number of its process.
+    /// The worker's process id.
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// Writes a request as the worker reads it, while replies are waited for.
+    /// Queues a request. It is written while replies are awaited.
     pub fn send(&mut self, request: &[u8]) {
         self.unsent.extend_from_slice(request);
     }
 
-    /// The next reply, without its length; `None` if there is none until `limit`.
+    /// Waits until `limit` for the next reply and returns it without its length prefix; `None` if there is none.
     pub fn receive(&mut self, limit: Instant) -> Result<Option<Vec<u8>>, RewardFailure> {
         loop {
             if let Some(reply) = self.reply_at_hand()? {
@@ -178,7 +178,7 @@ impl RewardWorker {
         }
     }
 
-    /// The next reply if it is there, after bytes were moved that can be moved without waiting.
+    /// Reads and writes what is possible without waiting, and returns the next reply if it is complete.
     pub fn poll(&mut self) -> Result<Option<Vec<u8>>, RewardFailure> {
         match self.reply_at_hand()? {
             None if !self.transfer()? => Err(self.death()),
@@ -187,7 +187,7 @@ impl RewardWorker {
         }
     }
 
-    /// A reply that was received and not taken yet.
+    /// Takes a reply that was already received.
     pub fn reply_at_hand(&mut self) -> Result<Option<Vec<u8>>, RewardFailure> {
         let Some(length) = length(&self.received) else { return Ok(None) };
         if length > self.max_reply_bytes {
@@ -197,25 +197,25 @@ impl RewardWorker {
         Ok(take_frame(&mut self.received))
     }
 
-    /// Waits until one of `workers` can move bytes, or for `limit`.
+    /// Waits until one of `workers` can read or write, at most for `limit`.
     pub fn wait_any(workers: &[&Self], limit: Duration) {
         let readable: Vec<_> = workers.iter().flat_map(|worker| worker.readable()).collect();
         let writable: Vec<_> = workers.iter().map(|worker| worker.writable()).collect();
         wait_for(&readable, &writable, limit);
     }
 
-    /// Descriptors of its replies and of its standard error.
+    /// File descriptors of the worker's standard output and standard error.
     fn readable(&self) -> [RawFd; 2] {
         [self.replies.as_raw_fd(), self.errors.as_ref().map_or(-1, AsRawFd::as_raw_fd)]
     }
 
-    /// The descriptor of requests that are not written yet; -1 if there are none.
+    /// File descriptor to write requests to; -1 if nothing is to be written.
     fn writable(&self) -> RawFd {
         self.requests.as_ref().filter(|_| !self.unsent.is_empty()).map_or(-1, AsRawFd::as_raw_fd)
     }
 
-    /// Sees to it that nothing follows a reply that does not say which request it answers: the worker gets no further request
-    /// and must end its output.
+    /// Ends a worker whose reply has no id, and checks that nothing follows the reply: closes its input and waits until it closes its
+    /// output.
     pub fn finish(mut self, deadline: Instant) -> Result<(), RewardFailure> {
         if !self.unsent.is_empty() {
             return Err(self.failure(FailureKind::Output, "it replied before it had read the request"));
@@ -234,18 +234,18 @@ impl RewardWorker {
         Err(self.failure(FailureKind::Output, "more than one reply to a request"))
     }
 
-    /// The failure of a request whose time is over.
+    /// The failure of a request that exceeded its time limit.
     pub fn overdue(&self) -> RewardFailure {
         self.failure(FailureKind::Timeout, "no reply before its deadline")
     }
 
-    /// Moves bytes in either direction, as soon as some can be; false once the worker has closed its output.
+    /// Waits until bytes can be read or written, at most for `limit`, and does so. Returns false once the worker has closed its output.
     fn exchange(&mut self, limit: Duration) -> Result<bool, RewardFailure> {
         wait_for(&self.readable(), &[self.writable()], limit);
         self.transfer()
     }
 
-    /// Moves the bytes that can be moved now; false once the worker has closed its output.
+    /// Reads and writes the bytes that are possible without waiting. Returns false once the worker has closed its output.
     fn transfer(&mut self) -> Result<bool, RewardFailure> {
         self.read_errors();
         if let Some(pipe) = self.requests.as_mut().filter(|_| !self.unsent.is_empty()) {
@@ -258,7 +258,7 @@ impl RewardWorker {
         Ok(num_read != Some(0))
     }
 
-    /// Takes what it wrote to standard error, so that it never waits for us.
+    /// Reads the worker's standard error, so that it never blocks on a full pipe.
     fn read_errors(&mut self) {
         let Some(errors) = &mut self.errors else { return };
         let mut part = [0; 1 << 16];
@@ -274,7 +274,7 @@ impl RewardWorker {
         }
     }
 
-    /// The end of a worker that closed its pipes: it may take a moment to end by itself, whose status tells more than
+    /// The failure of a worker that closed its pipes. Waits a moment for it to end by itself, because its own exit status is more informative than
     /// that of a kill.
     fn death(&mut self) -> RewardFailure {
         let end = Instant::now() + EXIT;
@@ -288,7 +288,7 @@ impl RewardWorker {
         self.failure(FailureKind::Died, &format!("its worker process ended with {status}"))
     }
 
-    /// Kills it with all that it started, as far as that has not left; the reaper finds the rest.
+    /// Kills the worker's process group. The reaper finds descendants that left the group.
     fn kill(&self) {
         kill_descendants(self.child.id());
         kill_group(&self.child);
@@ -311,14 +311,14 @@ impl Drop for RewardWorker {
     }
 }
 
-/// A folder that a program without privileges may pass through, to its own below it.
+/// Creates a folder that an unprivileged program may traverse to reach its own folder inside.
 fn scratch() -> io::Result<Scratch> {
     let folder = Scratch::new()?;
     fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o711))?;
     Ok(folder)
 }
 
-/// In the child, before exec: dies with the thread that started it, and keeps none of its files and sockets.
+/// In the child, before exec: makes the process end with the thread that started it, and closes files and sockets of that thread's process.
 fn stand_alone(parent: u32) -> io::Result<()> {
     close_on_exec()?;
     // SAFETY: plain system calls without pointers.
@@ -342,7 +342,7 @@ mod tests {
         RewardWorker::start(&Program { command, is_ours: false, origin: Origin::Sandbox, max_reply_bytes: 99 }).unwrap()
     }
 
-    /// It closes its pipes before it ends, as an interpreter does that shuts down, or does not end at all.
+    /// A worker may close its pipes before it ends, as an interpreter does at shutdown, or may never end.
     #[test]
     fn the_exit_status_of_a_worker_is_reported() {
         for (script, status) in [

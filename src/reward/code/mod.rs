@@ -1,9 +1,9 @@
-//! The reward `code`: the program in a completion is run against tests, and graded outside of the sandbox it runs in. It
-//! gets a test's input and never sees what is expected. The reward is the share of tests passed.
+//! The reward `code`: runs the program in a completion against tests. Its output is graded outside of the sandbox. The program gets a test's input
+//! and never sees what is expected. The reward is the share of tests passed.
 //!
 //! | file | what it is |
 //! |---|---|
-//! | `tests` | the tests of a row, and what a program's output is compared with |
+//! | `tests` | the tests of a row, and how a program's output is compared |
 
 mod tests;
 
@@ -18,20 +18,20 @@ use crate::config::CodeConfig;
 use crate::error::{Error, Result};
 use crate::sandbox::Sandbox;
 
-/// The reward's name.
+/// Name of the reward that is the share of passed tests.
 pub const NAME: &str = "code";
 
-/// The reward that is 1 where all tests are passed, as open-r1's of this name.
+/// Name of the reward that is 1 if all tests pass, as open-r1's `binary_code`.
 pub const BINARY_NAME: &str = "binary_code";
 
-/// The hidden subcommand that a reward pool starts this program with.
+/// Hidden subcommand with which a reward pool starts this program as a sandbox worker.
 pub const SANDBOX_COMMAND: &str = "sandbox-worker";
 
-/// Serves requests on standard input and output; `settings` is a [`CodeConfig`] as JSON. What keeps the sandbox from being
-/// built is the answer to every request.
+/// Runs a sandbox worker that serves requests on standard input and output. `settings` is a [`CodeConfig`] as JSON. If the sandbox cannot be
+/// set up, every request is answered with the reason.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`] for other settings; [`Error::Environment`] if whoever asks is gone.
+/// [`Error::InvalidArgument`] for malformed settings; [`Error::Environment`] if the reward pool that sends requests has ended.
 pub fn serve(settings: &str) -> Result<()> {
     let settings: CodeConfig = serde_json::from_str(settings).map_err(|error| Error::InvalidArgument {
         op: SANDBOX_COMMAND,
@@ -69,13 +69,13 @@ fn serve_with(
     Ok(())
 }
 
-/// Whether a row's tests ask for nothing: a program that does nothing would pass them all.
+/// Whether a program that does nothing would pass all tests of a row.
 pub(super) fn ask_for_nothing(columns: &Map<String, Value>, tests_column: &str) -> bool {
     tests::read(columns, tests_column).is_ok_and(|tests| tests.iter().all(Test::accepts_silence))
 }
 
-/// The share of tests that the completion's program passes; 0 without a program, and for one that passes none but those that a
-/// program passes which does nothing.
+/// The share of tests that the completion's program passes. It is 0 without a program, and if the passed tests would also be passed by a program
+/// that does nothing.
 fn score(sandbox: &Sandbox, completion: &str, tests: &[Test], settings: &CodeConfig) -> Result<f64, String> {
     let Some(program) = program(completion) else { return Ok(0.0) };
     let deadline = Instant::now() + Duration::from_secs_f64(settings.timeout_s);
@@ -93,7 +93,7 @@ fn score(sandbox: &Sandbox, completion: &str, tests: &[Test], settings: &CodeCon
     Ok(if does_something { num_passed as f64 / tests.len() as f64 } else { 0.0 })
 }
 
-/// The last complete block between fences of three back-ticks.
+/// The program in a completion: its last complete code block between fences of three backticks.
 fn program(completion: &str) -> Option<String> {
     let (mut open, mut last) = (None::<String>, None);
     for line in completion.lines() {

@@ -1,8 +1,8 @@
-//! The tests of a row: what a program reads, and what it must write.
+//! The tests of a row: the input of a program, and the expected output.
 
 use serde_json::{Map, Value};
 
-/// One run of a program.
+/// One test: a run of a program with an input and an expected output.
 #[derive(Debug, PartialEq)]
 pub(super) struct Test {
     pub input: String,
@@ -10,21 +10,21 @@ pub(super) struct Test {
 }
 
 impl Test {
-    /// Whether this is the expected output, but for white space at the ends of lines and of the whole.
+    /// Whether `output` is the expected output. White space at the ends of lines and of the output is ignored.
     pub fn accepts(&self, output: &[u8]) -> bool {
         let output = String::from_utf8_lossy(output);
         let lines = |text: &str| text.trim_end().lines().map(|line| line.trim_end().to_owned()).collect::<Vec<_>>();
         lines(&output) == lines(&self.expected)
     }
 
-    /// Whether a program passes it that writes nothing.
+    /// Whether a program that writes nothing passes this test.
     pub fn accepts_silence(&self) -> bool {
         self.accepts(b"")
     }
 }
 
-/// The tests in `columns[column]`: a list of `{input, output}`; `{inputs, outputs}`, as APPS and verl have it; either under
-/// `test_cases`, as open-r1 has it; any of these as JSON text.
+/// Reads the tests in `columns[column]`. Forms: a list of `{input, output}`; `{inputs, outputs}`, as in APPS and verl; either under
+/// `test_cases`, as in open-r1; any of these as a string of JSON.
 pub(super) fn read(columns: &Map<String, Value>, column: &str) -> Result<Vec<Test>, String> {
     let value = columns.get(column).ok_or_else(|| format!("no column '{column}'"))?;
     let bad = |what: &str| format!("column '{column}': {what}");
@@ -55,7 +55,7 @@ pub(super) fn read(columns: &Map<String, Value>, column: &str) -> Result<Vec<Tes
     tests.filter(|tests| !tests.is_empty()).ok_or_else(|| bad("expected one test or more, input and output as text"))
 }
 
-/// Text, or a list of lines.
+/// The text of a string or of a list of lines.
 fn text(value: &Value) -> Option<String> {
     match value {
         Value::String(text) => Some(text.clone()),

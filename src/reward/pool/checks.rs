@@ -1,4 +1,4 @@
-//! What a run asks of its rewards before it begins.
+//! Checks of rewards and their rows before a run begins.
 
 use std::collections::BTreeSet;
 
@@ -8,24 +8,24 @@ use crate::reward::code;
 use crate::types::Prompt;
 
 impl RewardPool {
-    /// Whether a reward runs programs that the model wrote.
+    /// Whether a reward runs programs written by the model.
     pub(crate) fn runs_programs(&self) -> bool {
         self.tests_column.is_some()
     }
 
-    /// The first of `rows` whose tests a program passes that does nothing, by its place.
+    /// Index of the first of `rows` whose tests are passed by a program that does nothing.
     pub(crate) fn row_of_empty_tests(&self, rows: &[Prompt]) -> Option<usize> {
         let column = self.tests_column.as_ref()?;
         rows.iter().position(|row| code::ask_for_nothing(&row.columns, column))
     }
 
-    /// Which of the rewards are built in and say whether an answer is right, not only how it is given.
+    /// Indexes of the built-in rewards that say whether an answer is right, and not only if its form is.
     pub(crate) fn judges(&self) -> &[usize] {
         &self.judges
     }
 
-    /// A warning where no sample may ever count as solved by the rewards at `deciding`: one of them never gives 1, or, where nobody
-    /// chose them, all rewards decide though none is known to be a verdict.
+    /// A warning if no sample may ever count as solved by the rewards with the indexes `deciding`: one of them never returns 1, or, if the user did
+    /// not choose them (`were_chosen` is false), several rewards decide and none is known to say whether an answer is right.
     pub fn doubt_of_solving(&self, deciding: &[usize], were_chosen: bool) -> Option<String> {
         let name = |index: &usize| self.names()[*index].as_str();
         let advice = "set eval_solved_by to the rewards that decide whether a sample is correct";
@@ -45,16 +45,16 @@ impl RewardPool {
         })
     }
 
-    /// Columns that the built-in ones among them cannot do without.
+    /// The columns that built-in rewards require.
     pub fn required_columns(&self) -> Vec<String> {
         self.required_columns.clone()
     }
 
-    /// Refuses data of which no row has a column that a Python function among the rewards cannot do without, once
-    /// [`start`](Self::start) has returned. A function may leave out what some rows lack by a default for it.
+    /// Checks the columns of rows against the parameters of Python reward functions: at least one row must have each required column. Call after
+    /// [`start`](Self::start). If only some rows lack a column, the function needs a default for the parameter.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`] with the function, the column and the columns that there are.
+    /// [`Error::InvalidValue`] with the function, the column and the columns that exist.
     pub(crate) fn check_columns(&self, name: &str, rows: &[Prompt]) -> Result<()> {
         let needed = self.shared.lock().needed_columns.clone();
         let Some((index, column)) =

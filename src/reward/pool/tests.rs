@@ -25,7 +25,7 @@ fn config(names: &[&str], num_threads: usize, timeout_s: f64) -> Config {
     Config::load(None, &overrides).unwrap()
 }
 
-/// A pool of this one reward.
+/// A pool with this one reward.
 fn pool(num_threads: usize, timeout_s: f64, function: RewardFunction) -> RewardPool {
     RewardPool::with_functions(&config(&["own"], num_threads, timeout_s), &[("own", function)]).unwrap()
 }
@@ -76,7 +76,7 @@ fn scores_reach_their_completions_whatever_the_order_of_threads_and_submission()
     assert!(pool.shared.lock().pending.is_empty());
 }
 
-/// Tokens do not say which submission a score is of.
+/// Groups with equal tokens are distinguished by their tickets.
 #[test]
 fn equal_groups_get_the_scores_of_their_own_tickets() {
     let num_calls = AtomicU32::new(0);
@@ -210,7 +210,7 @@ fn rewards_that_can_never_mark_a_sample_solved_give_a_warning() {
     }
 }
 
-/// Scored groups are available while others are not.
+/// Scores of a group are returned while other groups are still being scored.
 #[test]
 fn scored_groups_are_returned_before_unscored_ones() {
     let (release, gate) = mpsc::channel::<()>();

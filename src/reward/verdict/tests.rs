@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use super::*;
 use crate::types::{Prompt, fixtures};
 
-/// Verdicts that scripts/golden_rewards.py recorded: math-verify 0.9.0, open-r1 at commit 1416fa0, TRL 1.16.
+/// Results of math-verify 0.9.0, open-r1 at commit 1416fa0 and TRL 1.16, recorded by scripts/golden_rewards.py.
 fn golden() -> Value {
     serde_json::from_str(include_str!("../../../tests/golden/rewards.json")).unwrap()
 }
@@ -26,7 +26,7 @@ fn verdict(name: &str) -> Verdict {
     Verdict::of(name, &RewardConfig::default()).unwrap()
 }
 
-/// Every pair that is told here to be equal is equal for the reward's namesake, too, in all of 160,000 pairs of spellings.
+/// Every pair that this crate considers equal is also equal for the original reward, in all 160,000 pairs of spellings.
 #[test]
 fn numbers_accepted_without_math_verify_are_equal_by_math_verify() {
     let golden = golden();
