@@ -1,6 +1,7 @@
-//! Rank 0's announcement to the other ranks of an engine before a step: the requests that came, and those that nobody waits for.
+//! Rank 0 broadcasts new and cancelled requests to the other ranks of an engine before each step.
 //!
-//! Every turn of the loop has a header of fixed size, the turn's number and how many bytes follow. Most have none.
+//! Each iteration of the engine's loop sends a header of fixed size with the iteration's number and the size of the message after it. Most messages
+//! are empty.
 
 use serde::{Deserialize, Serialize};
 
@@ -8,27 +9,28 @@ use crate::error::{Error, Result};
 use crate::ranks::World;
 use crate::rollout::Request;
 
-/// Bytes of a header: turn, length.
+/// Size in bytes of a header: iteration number and message length.
 const HEADER_BYTES: usize = 16;
 
-/// One change of what is under way.
+/// A new or cancelled request.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) enum RequestChange {
     Submit(u64, Box<Request>),
     Cancel(u64),
 }
 
-/// Changes that all ranks make before a step.
+/// Requests that all ranks submit or cancel before a step.
 #[derive(Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct Announcement {
     pub changes: Vec<RequestChange>,
     pub ends: bool,
 }
 
-/// Rank 0's `announcement` on every rank; `number` counts the calls. Collective over the world, whose ranks share the engine.
+/// Broadcasts rank 0's `announcement` to every rank; `number` is the number of earlier calls. Collective over the world, whose ranks share the
+/// engine.
 ///
 /// # Errors
-/// The errors of [`World::broadcast_bytes`]; [`Error::Collective`] if a rank is at another turn.
+/// The errors of [`World::broadcast_bytes`]; [`Error::Collective`] if a rank is at another iteration.
 pub(super) fn announce(world: &World, number: u64, announcement: Announcement) -> Result<Announcement> {
     if world.size() == 1 {
         return Ok(announcement);

@@ -1,4 +1,4 @@
-//! Completions in OpenAI's form, whole or in chunks.
+//! Responses with completions in OpenAI's format, complete or in chunks.
 
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -18,7 +18,7 @@ use crate::error::{Error, Result};
 use crate::rollout::Request;
 use crate::types::{FinishReason, TokenLogprob};
 
-/// A request's answer in the making.
+/// A response that is being generated.
 #[derive(Debug)]
 pub(super) struct Answer {
     id: String,
@@ -33,26 +33,26 @@ pub(super) struct Answer {
     num_generations: usize,
     choices: Vec<Choice>,
     num_open: usize,
-    /// Where the answer is a turn of an episode.
+    /// Records the response if it is a turn of an episode.
     recorder: Option<TurnRecorder>,
 }
 
-/// The part of one completion that is not sent yet.
+/// One completion (choice) of a response, with the part that is not sent yet.
 #[derive(Debug)]
 struct Choice {
     text: TextStream,
-    /// Where the answer may have tool calls.
+    /// Parses tool calls, if the response may contain them.
     message: Option<MessageStream>,
-    /// Characters of the tokens so far.
+    /// Number of characters of the tokens so far.
     offset: usize,
     num_tokens: usize,
     has_role: bool,
-    /// All text so far.
+    /// The whole text so far.
     said: String,
     new: New,
 }
 
-/// Not sent yet.
+/// The part of a choice that is not sent yet.
 #[derive(Debug, Default)]
 struct New {
     text: String,
@@ -106,12 +106,12 @@ impl Answer {
         })
     }
 
-    /// Has the answer recorded before its end is sent.
+    /// Records the response with `recorder` before its end is sent.
     pub fn recorded_by(self, recorder: Option<TurnRecorder>) -> Self {
         Self { recorder, ..self }
     }
 
-    /// Waits for all completions and returns the whole answer.
+    /// Waits for all completions and returns the complete response.
     pub async fn whole(mut self, mut ticket: RequestHandle) -> Result<Value, Refusal> {
         while self.num_open > 0 {
             let update = ticket.next().await.ok_or_else(gone)?;
@@ -165,12 +165,12 @@ impl Answer {
         Ok(())
     }
 
-    /// Whether every completion has ended.
+    /// Whether all completions have ended.
     pub fn is_over(&self) -> bool {
         self.num_open == 0
     }
 
-    /// The events of all that is new.
+    /// The server-sent events with everything that is new.
     pub fn chunks(&mut self) -> String {
         let kind = if self.is_chat { "chat.completion.chunk" } else { "text_completion" };
         let mut events = String::new();
@@ -216,7 +216,7 @@ impl Answer {
         })
     }
 
-    /// The new part of a choice, which counts as sent.
+    /// The new part of a choice, which is then considered sent.
     fn choice(&mut self, index: usize, is_chunk: bool) -> Value {
         let choice = &mut self.choices[index];
         let is_first = !std::mem::replace(&mut choice.has_role, true);
@@ -245,7 +245,7 @@ impl Answer {
     }
 }
 
-/// An assistant's message; without content where it is calls alone.
+/// An assistant's message; its content is null if it consists only of tool calls.
 fn message(text: String, calls: Vec<Value>) -> Value {
     match calls.is_empty() {
         true => json!({"role": "assistant", "content": text}),
@@ -255,7 +255,7 @@ fn message(text: String, calls: Vec<Value>) -> Value {
     }
 }
 
-/// The new part of a message.
+/// The new part of a message, as the `delta` of a chunk.
 fn delta(text: String, calls: Vec<Value>, is_first: bool) -> Value {
     let mut delta = Map::from_iter([("content".to_owned(), Value::from(text))]);
     if is_first {
@@ -272,12 +272,12 @@ fn delta(text: String, calls: Vec<Value>, is_first: bool) -> Value {
     delta.into()
 }
 
-/// An event of a stream.
+/// A server-sent event.
 pub(super) fn event(json: &Value) -> String {
     format!("data: {json}\n\n")
 }
 
-/// The error that clients get when the engine has ended.
+/// The error for clients after the engine has ended.
 pub(super) fn gone() -> Refusal {
     Refusal::new(500, "the engine failed; the server's log has the cause")
 }
@@ -292,7 +292,7 @@ mod tests {
         behind("go", text, reason, tools, is_chunk)
     }
 
-    /// An answer of one byte a token.
+    /// The last choice of a response with one token per byte.
     fn behind(prompt: &str, text: &str, reason: FinishReason, tools: &Value, is_chunk: bool) -> Value {
         let tokenizer = bytes();
         let model = ServedModel {
@@ -326,7 +326,7 @@ mod tests {
         answer.choice(0, is_chunk)
     }
 
-    /// Whoever has opened the thought.
+    /// Applies whether the prompt or the model opened the thought.
     #[test]
     fn tool_calls_inside_reasoning_stay_in_the_text() {
         let tools = json!([{"type": "function", "function": {"name": "f"}}]);

@@ -1,5 +1,5 @@
-//! Bodies of requests, checked field by field. What cannot be served is refused by its name, so that no client believes that a
-//! setting was heeded which was not; what changes no token is passed over.
+//! Parses request bodies field by field. A field that is not supported is an error that names it, so that no setting is silently ignored.
+//! Fields that do not affect tokens are ignored.
 
 use std::fmt;
 
@@ -13,14 +13,14 @@ use crate::data::{Conversation, check_numbers, read_message};
 use crate::rollout::ParamFault;
 use crate::types::SamplingParams;
 
-/// Most completions of one request.
+/// Largest number of completions in one request.
 const MAX_CHOICES: usize = 1024;
-/// Most values in a conversation and its tools: a template copies every one of them.
+/// Largest number of JSON values in a conversation and its tools. Rendering the template copies each of them.
 const MAX_VALUES: usize = 100_000;
-/// Tokens of a completion where a request for `/v1/completions` names no number, as with OpenAI and vLLM.
+/// Default `max_tokens` of `/v1/completions`, as in OpenAI and vLLM.
 const DEFAULT_MAX_TOKENS: usize = 16;
 
-/// A prompt as it was sent.
+/// A prompt in the form in which a client sent it.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum PromptSource {
     Text(String),
@@ -28,16 +28,16 @@ pub(super) enum PromptSource {
     Conversation(Conversation),
 }
 
-/// A request that is understood.
+/// A parsed request.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct ApiRequest {
     pub is_chat: bool,
     pub model: Option<String>,
     pub prompts: Vec<PromptSource>,
     pub params: SamplingParams,
-    /// Most tokens of a completion; `None` is as many as fit.
+    /// Largest number of tokens of a completion; `None` means as many as fit.
     pub max_tokens: Option<usize>,
-    /// Whether the random key is the client's.
+    /// Whether the client gave a seed.
     pub has_seed: bool,
     pub streams: bool,
     pub include_usage: bool,
@@ -46,13 +46,13 @@ pub(super) struct ApiRequest {
 }
 
 impl ApiRequest {
-    /// Reads a body.
+    /// Parses a request body.
     #[cfg(test)]
     pub fn read(body: &[u8], is_chat: bool) -> Result<Self, Refusal> {
         Self::read_with(body, is_chat, &SamplingParams::default())
     }
 
-    /// Reads a body whose fields have these defaults.
+    /// Parses a request body; `defaults` are used for absent sampling fields.
     pub fn read_with(body: &[u8], is_chat: bool, defaults: &SamplingParams) -> Result<Self, Refusal> {
         let wrong =
             |error: &dyn fmt::Display| Refusal::new(400, format!("the request body is not a JSON object: {error}"));
@@ -103,7 +103,7 @@ impl ApiRequest {
         }
     }
 
-    /// A prompt that is not from outside, and goes on with `params`.
+    /// A request that was not sent by a client, with the sampling parameters `params`.
     pub fn of_source(source: PromptSource, params: SamplingParams) -> Self {
         Self {
             is_chat: true,
@@ -150,7 +150,7 @@ fn sampling(fields: &mut Fields, defaults: &SamplingParams) -> Result<SamplingPa
     }
 }
 
-/// Whether a stream ends with its usage.
+/// Whether the stream ends with an event about token usage.
 fn stream_options(fields: &mut Fields) -> Result<bool, Refusal> {
     let mut options: Map<String, Value> = fields.take("stream_options")?.unwrap_or_default();
     options.remove("include_obfuscation"); // changes no token
@@ -164,10 +164,10 @@ fn stream_options(fields: &mut Fields) -> Result<bool, Refusal> {
     }
 }
 
-/// Whether a value means that a field is not used.
+/// Decides whether a value means that a feature is not used.
 type IsUnused<'a> = &'a dyn Fn(&Value) -> bool;
 
-/// Fields of OpenAI and vLLM that are known, each with the values that mean that it is not used.
+/// Rejects unsupported fields of OpenAI and vLLM, unless their value means that the feature is not used.
 fn refuse_unserved(fields: &mut Fields) -> Result<(), Refusal> {
     let unused: [(&str, IsUnused<'_>); 10] = [
         ("presence_penalty", &is_zero),
@@ -194,7 +194,7 @@ fn is_zero(value: &Value) -> bool {
     value.as_f64() == Some(0.0)
 }
 
-/// A text, ids, or a list of either.
+/// Reads prompts: a text, token ids, or a list of either.
 fn texts(fields: &mut Fields) -> Result<Vec<PromptSource>, Refusal> {
     let expected = || Refusal::of("prompt", "expected a text, a list of texts, token ids, or a list of lists of them");
     let prompt: Value = fields.take("prompt")?.ok_or_else(expected)?;
@@ -243,7 +243,7 @@ fn conversation(fields: &mut Fields) -> Result<PromptSource, Refusal> {
     }))
 }
 
-/// A message as templates read it, its content a text.
+/// A message in the form that templates read, with its content as one string.
 pub(super) fn message(message: &Value) -> Result<Value, Refusal> {
     let mut fields = read_message(message).map_err(|error| Refusal::of("messages", error))?;
     let role = fields["role"].as_str().unwrap_or_default();

@@ -1,4 +1,4 @@
-//! The tools of a request, and calls of them in an answer: content is sent as it comes, calls when the answer has ended.
+//! The tools of a request, and tool calls in a response. Content is sent as it is generated, calls when the response has ended.
 
 use std::hash::{BuildHasher, RandomState};
 
@@ -7,10 +7,10 @@ use serde_json::{Value, json};
 use super::refusal::Refusal;
 use crate::data::{ContentScan, ToolCall, ToolCallParser};
 
-/// Length of a call's number; Mistral's templates ask for exactly this.
+/// Length of a tool call's id. Mistral's templates require exactly this length.
 const ID_LEN: usize = 9;
 
-/// The functions of a request, without fields that are null. What is no list of functions in OpenAI's form is refused by its field.
+/// The functions of a request without null fields. A value that is not a list of functions in OpenAI's format is an error that names the field.
 pub(super) fn read_tools(mut tools: Value) -> Result<Value, Refusal> {
     if !tools.is_null() && !tools.is_array() {
         return Err(Refusal::of("tools", "expected a list of functions"));
@@ -43,12 +43,12 @@ pub(super) fn read_tools(mut tools: Value) -> Result<Value, Refusal> {
     Ok(tools)
 }
 
-/// A message that may have calls, as it grows.
+/// A growing message that may contain tool calls.
 #[derive(Debug)]
 pub(super) struct MessageStream {
     parser: ToolCallParser,
     tools: Value,
-    /// The mark that ends the thought which the prompt has opened.
+    /// The marker that ends the thought opened by the prompt.
     thought: Option<&'static str>,
     text: String,
     scan: ContentScan,
@@ -56,20 +56,20 @@ pub(super) struct MessageStream {
 }
 
 impl MessageStream {
-    /// An answer to a request with `tools`. It begins in the thought that `thought` ends, if the prompt has opened one.
+    /// A response to a request with `tools`. If the prompt has opened a thought, `thought` is the marker that ends it.
     pub fn new(parser: ToolCallParser, tools: Value, thought: Option<&'static str>) -> Self {
         let scan = ContentScan::new(parser, thought);
         Self { parser, tools, thought, text: String::new(), scan, num_sent: 0 }
     }
 
-    /// Takes in text and returns what is content, whatever follows.
+    /// Appends text and returns the part that is certainly content, whatever follows.
     pub fn push(&mut self, text: &str) -> String {
         self.text += text;
         let end = self.scan.advance(&self.text).max(self.num_sent);
         self.text[std::mem::replace(&mut self.num_sent, end)..end].to_owned()
     }
 
-    /// Returns the content that is left, and the calls, once the message has ended.
+    /// Returns the remaining content and the tool calls after the message has ended.
     pub(super) fn finish(&mut self) -> (String, Vec<Value>) {
         let parsed = self.parser.parse(&self.text, &self.tools, self.thought);
         let content = parsed.content.get(self.num_sent..).unwrap_or_default().to_owned();
@@ -77,7 +77,7 @@ impl MessageStream {
     }
 }
 
-/// A call in OpenAI's form, with a number that no other has.
+/// A tool call in OpenAI's format, with a random id.
 fn call(call: &ToolCall) -> Value {
     let mut number = RandomState::new().hash_one(&call.name);
     let digit = |_| {
@@ -94,7 +94,7 @@ fn call(call: &ToolCall) -> Value {
 mod tests {
     use super::*;
 
-    /// Content in the pieces that are sent, and names and arguments of calls.
+    /// Streams the pieces. Returns the pieces of content that are sent, and names and arguments of tool calls.
     fn stream(parser: ToolCallParser, pieces: &[&str]) -> (Vec<String>, Vec<(String, String)>) {
         let mut stream = MessageStream::new(parser, Value::Null, None);
         let mut content: Vec<String> = pieces.iter().map(|piece| stream.push(piece)).collect();

@@ -1,4 +1,4 @@
-//! Who asks an engine from other threads: submits requests, hears of their tokens, and ends them by going away.
+//! Clients of an engine on other threads: they submit requests, receive updates, and cancel a request by dropping its handle.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -13,63 +13,63 @@ use crate::rollout::Request;
 use crate::tools::GroupKey;
 use crate::types::{FinishReason, TokenLogprob, Trajectory};
 
-/// Limits on requests under way.
+/// Limits on open requests.
 #[derive(Debug, Clone, Copy)]
 pub struct ClientLimits {
-    /// Most completions that are waiting or running; more are refused.
+    /// Largest number of waiting or running completions. Further requests are rejected.
     pub max_queue: usize,
-    /// How long requests under way may go on once the engine is asked to stop.
+    /// How long open requests may continue after the engine is asked to stop.
     pub grace: Duration,
 }
 
-/// Progress of a request. Choices are numbered over all its prompts.
+/// An update about a request. Choices are numbered over all prompts of the request.
 #[derive(Debug, Clone, PartialEq)]
 pub enum RequestUpdate {
-    /// A choice gained a token.
+    /// A choice got a new token.
     Token {
-        /// The choice.
+        /// Index of the choice.
         choice: usize,
-        /// The sampled id.
+        /// Id of the sampled token.
         token_id: u32,
         /// Log-probability of the token in nats.
         logprob: f32,
-        /// The most probable ids, as many as were asked for.
+        /// The most probable tokens; their number was requested.
         top_logprobs: Vec<TokenLogprob>,
     },
     /// A choice ended.
     Finished {
-        /// The choice.
+        /// Index of the choice.
         choice: usize,
         /// Why it ended.
         reason: FinishReason,
-        /// All of it after its prompt, with what the engine recorded.
+        /// All tokens after the prompt, with log-probabilities and other recorded data.
         trajectory: Box<Trajectory>,
     },
-    /// The request cannot be served, or will not be completed.
+    /// The request is invalid, or will not be completed.
     Refused(Refusal),
 }
 
-/// A message to the engine's loop.
+/// A command to the engine's loop.
 #[derive(Debug)]
 pub(super) enum EngineCommand {
     Submit { ticket: u64, wanted: Box<Request>, listener: Listener },
     Cancel { ticket: u64 },
 }
 
-/// Who waits for a request.
+/// The receiver of a request's updates.
 #[derive(Debug)]
 pub(super) struct Listener {
     pub first_choice: usize,
     pub updates: UnboundedSender<RequestUpdate>,
-    /// When it was submitted.
+    /// Time of the submission.
     pub at: Instant,
     pub has_begun: bool,
-    /// The request, where it is kept for a later session.
+    /// The request, if it is kept for a later session.
     pub wanted: Option<Box<Request>>,
 }
 
 impl EngineCommand {
-    /// The group of the request that it submits.
+    /// The group of the submitted request; `None` for other commands.
     pub(super) fn group(&self) -> Option<GroupKey> {
         match self {
             Self::Submit { wanted, .. } => Some(wanted.group()),
@@ -78,25 +78,25 @@ impl EngineCommand {
     }
 }
 
-/// State that clients and the engine's loop share.
+/// State shared by clients and the engine's loop.
 #[derive(Debug)]
 pub(super) struct ClientShared {
     pub limits: ClientLimits,
     pub counters: Counters,
     pub is_stopping: AtomicBool,
-    /// Completions under way, and those of requests that were cancelled and are not gone yet.
+    /// Number of open completions, including those of cancelled requests that the engine has not removed yet.
     num_open: AtomicUsize,
     next_ticket: AtomicU64,
 }
 
-/// Submits requests to an engine; there may be any number of clients.
+/// Submits requests to an engine. There may be any number of clients.
 #[derive(Debug, Clone)]
 pub struct EngineClient {
     commands: Sender<EngineCommand>,
     pub(super) shared: Arc<ClientShared>,
 }
 
-/// The engine's end: what clients have asked for.
+/// The engine's end of the channel: receives the clients' commands.
 #[derive(Debug)]
 pub struct EngineQueue {
     pub(super) commands: Receiver<EngineCommand>,
@@ -104,13 +104,13 @@ pub struct EngineQueue {
 }
 
 impl EngineQueue {
-    /// The state that the queue shares with its clients.
+    /// The state that the engine shares with its clients.
     pub(super) fn shared(&self) -> Arc<ClientShared> {
         Arc::clone(&self.shared)
     }
 }
 
-/// A request under way. Dropping it ends the request.
+/// Handle of an open request. Dropping it cancels the request.
 #[derive(Debug)]
 pub struct RequestHandle {
     id: u64,
@@ -119,16 +119,16 @@ pub struct RequestHandle {
     client: EngineClient,
 }
 
-/// Both ends of the way to an engine.
+/// Both ends of a channel between clients and an engine.
 #[derive(Debug)]
 pub struct EngineChannel {
-    /// Submits requests.
+    /// The clients' end, which submits requests.
     pub client: EngineClient,
-    /// The engine's end.
+    /// The engine's end, which receives commands.
     pub queue: EngineQueue,
 }
 
-/// Makes both ends of the way to an engine.
+/// Creates a channel between clients and an engine.
 pub fn engine_channel(limits: ClientLimits) -> EngineChannel {
     let (commands, received) = channel();
     let shared = Arc::new(ClientShared {
@@ -143,10 +143,10 @@ pub fn engine_channel(limits: ClientLimits) -> EngineChannel {
 }
 
 impl EngineClient {
-    /// Submits requests that are answered together.
+    /// Submits requests as one; their choices are numbered consecutively.
     ///
     /// # Errors
-    /// A [`Refusal`] if too many completions are under way (429), or the engine stops (503).
+    /// A [`Refusal`] if too many completions are open (429), or the engine is stopping (503).
     pub fn submit(&self, requests: &[Request]) -> Result<RequestHandle, Refusal> {
         let shared = &self.shared;
         if shared.is_stopping.load(Ordering::SeqCst) {
@@ -173,12 +173,12 @@ impl EngineClient {
         Ok(ticket)
     }
 
-    /// Refuses further requests and lets the engine's loop end once those under way are answered.
+    /// Rejects further requests, and ends the engine's loop after open requests are answered.
     pub fn stop(&self) {
         self.shared.is_stopping.store(true, Ordering::SeqCst);
     }
 
-    /// Whether further requests are refused.
+    /// Whether further requests are rejected.
     pub fn is_stopping(&self) -> bool {
         self.shared.is_stopping.load(Ordering::SeqCst)
     }
@@ -189,12 +189,12 @@ fn stopping() -> Refusal {
 }
 
 impl RequestHandle {
-    /// The next update; none once the engine is gone, or all choices have ended.
+    /// The next update; `None` once the engine has ended, or all choices have.
     pub async fn next(&mut self) -> Option<RequestUpdate> {
         self.updates.recv().await
     }
 
-    /// [`RequestHandle::next`] on a thread that may wait.
+    /// Like [`RequestHandle::next`], but blocks the calling thread.
     pub fn wait(&mut self) -> Option<RequestUpdate> {
         self.updates.blocking_recv()
     }
@@ -203,7 +203,7 @@ impl RequestHandle {
         self.updates.poll_recv(cx)
     }
 
-    /// An update that is there already.
+    /// An update that has already arrived; does not wait.
     pub(super) fn ready(&mut self) -> Option<RequestUpdate> {
         self.updates.try_recv().ok()
     }

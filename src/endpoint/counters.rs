@@ -1,4 +1,4 @@
-//! An endpoint's counters, in Prometheus' text format.
+//! Metrics of an endpoint in Prometheus' text format.
 
 use std::fmt::Write;
 use std::sync::Mutex;
@@ -10,7 +10,7 @@ use crate::rollout::SessionLoad;
 /// Upper bounds of the buckets of the time to the first token, in seconds.
 const BUCKETS: [f64; 12] = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0];
 
-/// Counts since the start.
+/// Counters since the start of the server.
 #[derive(Debug, Default)]
 pub(super) struct Counters {
     pub completed: AtomicU64,
@@ -23,7 +23,7 @@ pub(super) struct Counters {
     first_token: Mutex<FirstToken>,
 }
 
-/// Times from a request's arrival to its first token.
+/// Histogram of the times from a request's arrival to its first token.
 #[derive(Debug, Default)]
 struct FirstToken {
     counts: [u64; BUCKETS.len()],
@@ -50,7 +50,7 @@ impl Counters {
         }
     }
 
-    /// The page that Prometheus reads.
+    /// The metrics page for Prometheus.
     pub fn page(&self) -> String {
         let mut page = String::new();
         let mut metric = |name: &str, kind: &str, help: &str, values: &[(&str, f64)]| {

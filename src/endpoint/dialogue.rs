@@ -1,4 +1,4 @@
-//! A conversation with the engine, message by message.
+//! An interactive conversation with the engine.
 
 use std::sync::Arc;
 
@@ -14,24 +14,24 @@ use crate::error::Error;
 use crate::rollout::RolloutEngine;
 use crate::types::{SamplingParams, Trajectory};
 
-/// A conversation: its messages, and the sampling of the next answer.
+/// An interactive conversation: its messages, and the sampling parameters of the next answer.
 #[derive(Debug)]
 pub struct Dialogue {
     client: EngineClient,
     model: ServedModel,
     params: SamplingParams,
-    /// Messages that a new conversation begins with.
+    /// Messages at the start of a new conversation.
     system: Vec<Message>,
     messages: Vec<Message>,
-    /// How the tokens of an answer go on with a further message; none if the template rewrites earlier turns.
+    /// Computes the tokens between an answer and the next one; `None` if the chat template rewrites earlier turns.
     turns: Option<TurnContext>,
     tokens: Option<DialogueTokens>,
     num_answers: u64,
-    /// The adapter that answers; `None` is the base model.
+    /// Index of the adapter that answers; `None` is the base model.
     adapter: Option<usize>,
 }
 
-/// The tokens of a conversation: its first prompt, and what followed.
+/// Token ids of a conversation: its first prompt, and all tokens after it.
 #[derive(Debug, Clone)]
 struct DialogueTokens {
     prompt: Vec<u32>,
@@ -39,7 +39,7 @@ struct DialogueTokens {
 }
 
 impl Dialogue {
-    /// A conversation after the messages in `system`, with the first of the adapters that there are to choose among.
+    /// A conversation that begins with the messages in `system`, answered by the first of the available adapters.
     pub fn new(
         client: EngineClient,
         tokenizer: Arc<Tokenizer>,
@@ -64,10 +64,10 @@ impl Dialogue {
         Self { client, model, params, messages: system.clone(), system, turns, tokens: None, num_answers: 0, adapter }
     }
 
-    /// Lets the adapter of this name answer from now on, or the base model; the conversation goes on.
+    /// Selects the adapter with this name, or the base model, for further answers of the same conversation.
     ///
     /// # Errors
-    /// The names that there are.
+    /// The available names.
     pub fn choose(&mut self, name: Option<&str>) -> Result<(), String> {
         let adapters = &self.model.adapters;
         self.adapter = match name {
@@ -83,10 +83,10 @@ impl Dialogue {
         self.tokens = None;
     }
 
-    /// Says something as the user; `on_text` gets the answer piece by piece. What is refused is not part of the conversation.
+    /// Sends a user message; `on_text` receives the answer piece by piece. A rejected message is not added to the conversation.
     ///
     /// # Errors
-    /// A [`Refusal`] for a conversation that the model cannot take, such as one that is too long.
+    /// A [`Refusal`] if the conversation cannot be continued, for example because it is too long.
     pub fn say(&mut self, message: &str, mut on_text: impl FnMut(&str)) -> Result<(), Refusal> {
         self.messages.push(Message::user(message));
         let answer = self.answer(&mut on_text).inspect_err(|_| drop(self.messages.pop()))?;
@@ -135,8 +135,9 @@ impl Dialogue {
         }
     }
 
-    /// The conversation so far with what the template puts behind the last answer; none where there is no answer yet, and for a template
-    /// that rewrites earlier turns.
+    /// The tokens of the conversation so far, including those that the template writes after the last answer. `None` before the first answer, or if
+    /// the
+    /// template rewrites earlier turns.
     fn tokens(&self) -> Result<Option<DialogueTokens>, Refusal> {
         let (Some(turns), Some(tokens), Some(message)) = (&self.turns, &self.tokens, self.messages.last()) else {
             return Ok(None);

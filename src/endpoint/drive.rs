@@ -1,4 +1,4 @@
-//! The session of an engine that is served. Every rank runs it; rank 0 alone has the clients' queue.
+//! Runs an engine session that serves HTTP clients. Every rank runs it; only rank 0 has the clients' queue.
 
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::RecvTimeoutError;
@@ -12,21 +12,21 @@ use crate::phase;
 use crate::ranks::World;
 use crate::rollout::{Event, Flow, RolloutEngine, SamplingPolicy, Session, Turns};
 
-/// How long an idle engine waits for a command before it shows that it is alive.
+/// How long an idle engine waits for a command before it sends a heartbeat.
 const TICK: Duration = Duration::from_millis(50);
 
-/// Serves the queue's clients with the engine until the process is asked to stop, or a client asks for it; requests under way are
-/// answered first, as long as the grace lasts. Collective over the world, whose ranks share the engine.
+/// Serves the queue's clients until the process or a client requests a stop. Open requests are then completed,
+/// within the grace period. Collective over the world, whose ranks share the engine.
 ///
 /// # Errors
-/// The errors of [`RolloutEngine::run`] and of the collectives. Clients that wait are told that the engine is gone.
+/// The errors of [`RolloutEngine::run`] and of the collectives. Waiting clients get an error, too.
 pub fn drive(engine: &mut RolloutEngine<'_>, world: &World, queue: Option<EngineQueue>) -> Result<()> {
     let requests = Requests::new(world.rank(), queue.as_ref().map(EngineQueue::shared), false);
     let clients = ClientTurns { world, queue, requests, num_announced: 0, deadline: None, has_ended: false };
     engine.run(Box::new(clients), &mut UntilClosed)
 }
 
-/// The policy of a session that lasts as long as clients are served.
+/// Session policy: the session lasts until serving ends.
 struct UntilClosed;
 
 impl SamplingPolicy<ClientTurns<'_>> for UntilClosed {
@@ -35,15 +35,15 @@ impl SamplingPolicy<ClientTurns<'_>> for UntilClosed {
     }
 }
 
-/// Clients that take turns with the model.
+/// Passes clients' requests to the session and updates back to the clients.
 #[derive(Debug)]
 struct ClientTurns<'w> {
     world: &'w World,
-    /// The clients' queue, on rank 0.
+    /// The clients' queue; only on rank 0.
     queue: Option<EngineQueue>,
     requests: Requests,
     num_announced: u64,
-    /// When the grace is over, once a stop was asked for.
+    /// End of the grace period, once a stop was requested.
     deadline: Option<Instant>,
     has_ended: bool,
 }
@@ -67,7 +67,7 @@ impl Turns for ClientTurns<'_> {
 }
 
 impl ClientTurns<'_> {
-    /// Collects the clients' commands since the last call; none on ranks without clients. Waits a moment if there is nothing else to do.
+    /// Collects the clients' commands since the last call; empty on ranks without clients. Waits briefly if the engine is idle.
     fn announcement(&mut self, session: &Session<'_>) -> Announcement {
         let Self { queue, requests, deadline, .. } = self;
         let mut announcement = Announcement::default();

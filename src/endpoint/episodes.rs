@@ -1,9 +1,9 @@
-//! Episodes that harnesses play against the server while the policy samples. A harness sends all messages with every request, as clients
-//! do. Here they are kept as token ids: of the longest conversation that is known already the ids are taken as they are, and only what
-//! follows it is rendered. So what is trained on is what was sampled.
+//! Episodes that agents play against the server while the policy samples. Like other clients, an agent sends all messages with each request.
+//! The server keeps conversations as token ids. For a new request it takes the ids of the longest known conversation with which the messages
+//! begin, and renders only the rest. The trained tokens are thus exactly the sampled ones.
 //!
-//! A request that goes on from the end of a conversation is its next turn. Any other begins a conversation of its own, a branch, whose
-//! prompt is all that was known or rendered: what was sampled there is trained on in the conversation that it was sampled for, once.
+//! A request that continues the end of a conversation is its next turn. Any other request begins a new conversation (a branch), whose
+//! prompt consists of all known or rendered tokens. Each sampled token is trained on once, in the conversation for which it was sampled.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasher, RandomState};
@@ -21,21 +21,21 @@ use crate::rollout::Request;
 use crate::tools::GroupKey;
 use crate::types::{SamplingParams, Trajectory};
 
-/// The episodes of one rank.
+/// The open episodes of one rank.
 #[derive(Debug)]
 pub struct Episodes {
     shared: Arc<EpisodesShared>,
     open: Mutex<HashMap<String, Arc<Episode>>>,
 }
 
-/// State that all episodes of a rank share.
+/// State shared by all episodes of a rank.
 #[derive(Debug)]
 struct EpisodesShared {
     max_requests: usize,
-    /// Contexts between turns, by tools, variables and kind of reply.
+    /// Context between turns, by tools, template variables and kind of reply.
     turns: Mutex<HashMap<String, Arc<TurnContext>>>,
     num_refused: AtomicUsize,
-    /// Says why the first request was refused.
+    /// Ensures that only the first rejected request is logged.
     first_refusal: Once,
 }
 
@@ -43,9 +43,9 @@ struct EpisodesShared {
 #[derive(Debug)]
 pub(super) struct Episode {
     shared: Arc<EpisodesShared>,
-    /// How the run samples, one completion of a group.
+    /// The run's sampling parameters, for one completion.
     params: SamplingParams,
-    /// Completions of a group: the keys of an episode's requests differ by it.
+    /// Number of completions in a group: the sample indexes of an episode's requests differ by this number.
     num_generations: usize,
     group: GroupKey,
     sample: usize,
@@ -64,40 +64,40 @@ struct State {
 struct Branch {
     setting: Setting,
     prompt: Vec<u32>,
-    /// Messages of the prompt.
+    /// Number of messages in the prompt.
     num_given: usize,
     messages: Vec<Value>,
     trajectory: Trajectory,
-    /// Messages and tokens behind the prompt at the end of each turn of the model.
+    /// For each turn of the model: the numbers of messages and of tokens after the prompt at its end.
     ends: Vec<(usize, usize)>,
 }
 
-/// The settings that a conversation is rendered with beside its messages.
+/// The settings besides its messages with which a conversation is rendered.
 #[derive(Debug, Clone, PartialEq)]
 struct Setting {
     tools: Value,
     variables: Map<String, Value>,
 }
 
-/// An episode that has ended.
+/// A finished episode.
 #[derive(Debug, Default)]
 pub struct PlayedEpisode {
-    /// In the order of their first turns.
+    /// The conversations, in the order of their first turns.
     pub conversations: Vec<PlayedConversation>,
-    /// Requests that were served.
+    /// Number of requests that were served.
     pub num_requests: usize,
 }
 
-/// A conversation of an episode that has ended.
+/// A conversation of a finished episode.
 #[derive(Debug)]
 pub struct PlayedConversation {
-    /// Token ids before the first that was sampled for it.
+    /// Token ids before the first token sampled for this conversation.
     pub prompt: Vec<u32>,
-    /// The outcome of the episode; the messages behind the prompt are among its fields.
+    /// Tokens sampled for the conversation and the context between them. `messages` are those after the prompt.
     pub trajectory: Trajectory,
 }
 
-/// The request that an answer is the turn of. The answer is recorded once it is whole; one that nobody waits for any more is not.
+/// Records a response as a turn of an episode, once it is complete. A response whose client has disconnected is not recorded.
 #[derive(Debug)]
 pub(super) struct TurnRecorder {
     episode: Arc<Episode>,
@@ -105,7 +105,7 @@ pub(super) struct TurnRecorder {
     messages: Vec<Value>,
     prompt: Vec<u32>,
     num_begun: usize,
-    /// The conversation that the turn goes on with, and how many turns that had; none for one of its own.
+    /// Index of the conversation that the turn continues, and its number of turns before; `None` for a new conversation.
     goes_on: Option<(usize, usize)>,
 }
 
@@ -114,7 +114,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Episodes {
-    /// Episodes none of which makes more than `max_requests` requests.
+    /// A set of episodes, each of which may make at most `max_requests` requests.
     pub fn new(max_requests: usize) -> Self {
         let shared = EpisodesShared {
             max_requests,
@@ -125,7 +125,7 @@ impl Episodes {
         Self { shared: Arc::new(shared), open: Mutex::default() }
     }
 
-    /// Begins an episode of a group that is sampled as `params` say and returns the name that is part of its address.
+    /// Begins an episode of a group that is sampled with `params`. Returns its name, which is part of the URL of its requests.
     pub fn open(&self, group: GroupKey, sample: usize, params: &SamplingParams) -> String {
         let name = format!("{:016x}", RandomState::new().hash_one((group, sample)));
         let (num_generations, params) =
@@ -136,13 +136,13 @@ impl Episodes {
         name
     }
 
-    /// The trajectories of an episode's conversations as they are recorded so far.
+    /// The trajectories that an episode has recorded so far.
     pub fn recorded(&self, name: &str) -> Vec<Trajectory> {
         let Some(episode) = self.find(name) else { return Vec::new() };
         lock(&episode.state).branches.iter().map(|branch| branch.trajectory.clone()).collect()
     }
 
-    /// Ends an episode and returns what was recorded of it; what is still under way is not.
+    /// Ends an episode and returns what it recorded, without turns that are still being sampled.
     pub fn close(&self, name: &str) -> PlayedEpisode {
         let Some(episode) = lock(&self.open).remove(name) else { return PlayedEpisode::default() };
         let mut state = lock(&episode.state);
@@ -154,7 +154,7 @@ impl Episodes {
         PlayedEpisode { conversations: played.collect(), num_requests: state.num_requests }
     }
 
-    /// Requests that were refused since the last call.
+    /// Number of rejected requests since the last call.
     pub fn take_num_refused(&self) -> usize {
         self.shared.num_refused.swap(0, Ordering::Relaxed)
     }
@@ -165,7 +165,7 @@ impl Episodes {
 }
 
 impl Episode {
-    /// Refuses what would be sampled otherwise than the run samples: the trainer would compute other log-probabilities.
+    /// Rejects a request with sampling parameters other than the run's: the trainer would compute different log-probabilities.
     fn check(&self, ask: &ApiRequest) -> Result<(), Refusal> {
         let (asked, own) = (&ask.params, &self.params);
         let same = "expected the value of the training run, or none: the policy is trained on samples of this \
@@ -210,7 +210,7 @@ impl EpisodesShared {
 }
 
 impl Episode {
-    /// The engine's request for the next turn that `body` asks for, and who records it.
+    /// Converts a request body to the engine's request for the next turn, and returns the recorder for the response.
     pub(super) fn request(
         self: &Arc<Self>,
         model: &ServedModel,
@@ -316,8 +316,9 @@ impl Episode {
 }
 
 impl State {
-    /// The longest turn that `messages` go on from: its conversation and its place there. An assistant's message behind it was not sampled
-    /// for it, so that it is none to go on from.
+    /// Finds the longest recorded turn that `messages` continue. Returns the indexes of its conversation and of the turn in it. The messages after
+    /// the
+    /// turn must not include one of the assistant, because it was not sampled in this conversation.
     fn longest(&self, setting: &Setting, messages: &[Value]) -> Option<(usize, usize)> {
         let known: Vec<Value> = messages.iter().map(canonical).collect();
         let goes_on = |branch: &Branch, num_messages: usize| {
@@ -337,7 +338,7 @@ impl State {
 }
 
 impl TurnRecorder {
-    /// Adds the turn to its conversation, or begins one with it where another turn has come there first.
+    /// Appends the turn to its conversation, or begins a new one if another turn was appended there first.
     pub fn record(self, trajectory: Trajectory, answer: Value) {
         let Self { episode, setting, mut messages, prompt, num_begun, goes_on } = self;
         let num_given = messages.len();
@@ -360,7 +361,7 @@ impl TurnRecorder {
     }
 }
 
-/// The form in which two messages are compared: a client sends an answer back in its own form.
+/// The normalized form in which messages are compared, because a client sends an answer back in its own form.
 fn canonical(message: &Value) -> Value {
     let content = message["content"].as_str().unwrap_or_default();
     let is_answer = message["role"] == "assistant";
@@ -369,7 +370,7 @@ fn canonical(message: &Value) -> Value {
     json!([message["role"], if is_answer { content.trim() } else { content }, reasoning(message), calls])
 }
 
-/// The first tokens of a trajectory. Routed experts, which begin with those of the prompt, stay as far as they are known.
+/// The first tokens of a trajectory. Routed experts, which begin with those of the prompt, are not shortened.
 fn head(trajectory: &Trajectory, num_tokens: usize) -> Trajectory {
     let mut head = trajectory.clone();
     head.token_ids.truncate(num_tokens);
@@ -379,7 +380,7 @@ fn head(trajectory: &Trajectory, num_tokens: usize) -> Trajectory {
     head
 }
 
-/// The tokens of a trajectory behind the first `num_before`.
+/// The tokens of a trajectory after the first `num_before`.
 pub(super) fn behind(trajectory: &Trajectory, num_before: usize) -> Trajectory {
     Trajectory {
         token_ids: trajectory.token_ids[num_before..].to_vec(),

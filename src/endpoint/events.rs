@@ -1,4 +1,4 @@
-//! An answer as a stream of server-sent events.
+//! Sends a response as a stream of server-sent events.
 
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
@@ -10,21 +10,21 @@ use super::answer::{Answer, event, gone};
 use super::client::{RequestHandle, RequestUpdate};
 use super::refusal::Refusal;
 
-/// Most updates that become one chunk.
+/// Largest number of updates in one chunk.
 const MAX_UPDATES: usize = 256;
 
-/// An answer that is sent as it comes. Dropping it ends the request.
+/// A response that is sent while it is generated. Dropping it cancels the request.
 #[derive(Debug)]
 pub(super) struct Events {
     answer: Answer,
     ticket: RequestHandle,
-    /// Read before the status was sent.
+    /// The first update, which was received before the HTTP status was sent.
     first: Option<RequestUpdate>,
     is_over: bool,
 }
 
 impl Events {
-    /// Waits for the first update, so that a refusal has a status of its own.
+    /// Waits for the first update, so that a rejected request gets an HTTP error status.
     pub async fn open(answer: Answer, mut ticket: RequestHandle) -> Result<Self, Refusal> {
         match ticket.next().await {
             Some(RequestUpdate::Refused(refusal)) => Err(refusal),

@@ -1,11 +1,11 @@
-//! The fields of a request's body.
+//! Access to the fields of a request body.
 
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
 use super::refusal::Refusal;
 
-/// Fields that say nothing about the completion.
+/// Fields that do not affect the completion.
 const WITHOUT_EFFECT: [&str; 9] = [
     "user",
     "store",
@@ -17,11 +17,11 @@ const WITHOUT_EFFECT: [&str; 9] = [
     "request_id",
     "priority",
 ];
-/// Fields that are not read yet.
+/// Fields of a request body that have not been read yet.
 pub(super) struct Fields(pub Map<String, Value>);
 
 impl Fields {
-    /// A field's value; none where it is absent or null.
+    /// Removes a field and returns its value; `None` if it is absent or null.
     pub fn take<T: DeserializeOwned>(&mut self, name: &str) -> Result<Option<T>, Refusal> {
         match self.0.remove(name) {
             None | Some(Value::Null) => Ok(None),
@@ -31,13 +31,13 @@ impl Fields {
         }
     }
 
-    /// The value of a field that has two names.
+    /// Removes a field that has two alternative names, and returns its value.
     pub fn one_of<T: DeserializeOwned>(&mut self, names: [&str; 2]) -> Result<Option<T>, Refusal> {
         let [first, second] = names.map(|name| self.take(name));
         Ok(first?.or(second?))
     }
 
-    /// Refuses what nobody has read.
+    /// Returns an error if any field was not read.
     pub fn end(mut self) -> Result<(), Refusal> {
         WITHOUT_EFFECT.iter().for_each(|name| drop(self.0.remove(*name)));
         match self.0.keys().next() {

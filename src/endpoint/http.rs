@@ -1,4 +1,4 @@
-//! Routes, keys and bodies.
+//! HTTP routes, API key check and reading of request bodies.
 
 use std::future::poll_fn;
 use std::pin::Pin;
@@ -27,12 +27,12 @@ use super::prompt::ServedModel;
 use super::refusal::Refusal;
 use crate::http::{Guard, check_json_type};
 
-/// Room of all bodies that are being read or prepared at a time, in KiB; beyond it requests are answered with 503.
+/// Memory in KiB for all request bodies that are being read or prepared. When it is used up, requests get status 503.
 const BODY_ROOM_KIB: usize = 256 << 10;
-/// How long a body may take to arrive.
+/// Time limit for receiving a body.
 const BODY_TIME: Duration = Duration::from_secs(30);
 
-/// State that every HTTP handler reads.
+/// State shared by all HTTP handlers.
 #[derive(Debug)]
 pub(super) struct HttpState {
     pub model: ServedModel,
@@ -40,18 +40,18 @@ pub(super) struct HttpState {
     pub api_key: Option<String>,
     pub max_body_bytes: usize,
     pub num_answers: AtomicU64,
-    /// The episodes that requests belong to, where there are some: no other request is served then.
+    /// The episodes to which requests belong. If set, other requests are not served.
     pub episodes: Option<Arc<Episodes>>,
-    /// Permits for bodies that are being read and prepared, in KiB. A body takes them as it arrives.
+    /// Semaphore for the memory of bodies being read and prepared, in KiB. A body acquires permits while it arrives.
     pub body_room: Arc<Semaphore>,
 }
 
-/// Room for all bodies that are being read at a time.
+/// The semaphore for the memory of request bodies, in KiB.
 pub(super) fn body_room(max_body_bytes: usize) -> Arc<Semaphore> {
     Arc::new(Semaphore::new(BODY_ROOM_KIB.max(max_body_bytes / 1024 + 1)))
 }
 
-/// A body, and the permits that it has as long as it is kept.
+/// A request body and its memory permits, which it holds until it is dropped.
 struct ReadBody {
     bytes: Vec<u8>,
     room: OwnedSemaphorePermit,
@@ -112,7 +112,7 @@ async fn one_model(State(service): State<Arc<HttpState>>, name: PathText, header
     find().unwrap_or_else(IntoResponse::into_response)
 }
 
-/// The variable part of a path, if it is text.
+/// The variable part of a URL path.
 type PathText = Result<Path<String>, PathRejection>;
 
 fn text(part: PathText) -> Result<String, Refusal> {
@@ -120,14 +120,14 @@ fn text(part: PathText) -> Result<String, Refusal> {
     part.map(|Path(text)| text).map_err(refuse)
 }
 
-/// The entry of a name in `/v1/models`.
+/// The entry for `name` in the response of `/v1/models`.
 fn described(model: &ServedModel, name: &str) -> serde_json::Value {
     let ServedModel { name: base, max_sequence_length, .. } = model;
     json!({"id": name, "object": "model", "created": 0, "owned_by": "colo-grpo",
         "max_model_len": max_sequence_length, "root": base, "parent": (name != base).then_some(base)})
 }
 
-/// A request of an episode.
+/// Handles a request of an episode.
 async fn turn(State(service): State<Arc<HttpState>>, episode: PathText, request: Request) -> Response {
     let episode = text(episode).ok().and_then(|episode| service.episodes.as_ref()?.find(&episode));
     match episode {
@@ -197,7 +197,7 @@ impl HttpState {
         Refusal::new(413, format!("the request body is larger than --max_body_bytes {}", self.max_body_bytes))
     }
 
-    /// Reads a body, which takes room as it arrives. One whose head says that it is too large is not waited for.
+    /// Reads a body and acquires memory permits while it arrives. If its headers already say that it is too large, it is rejected at once.
     async fn body(&self, request: Request) -> Result<ReadBody, Refusal> {
         let mut body = request.into_body();
         if body.size_hint().lower() > self.max_body_bytes as u64 {
@@ -224,13 +224,13 @@ impl HttpState {
         }
     }
 
-    /// Permits for more KiB of a body.
+    /// Acquires permits for `kib` more KiB of a body.
     fn room(&self, kib: usize) -> Result<OwnedSemaphorePermit, Refusal> {
         let room = Arc::clone(&self.body_room).try_acquire_many_owned(u32::try_from(kib).unwrap_or(u32::MAX));
         room.map_err(|_| Refusal::new(503, "too many requests are being read; try again"))
     }
 
-    /// Whether a request has the key. Every byte is compared, so that an answer's time says nothing of the key.
+    /// Checks a request's API key. All bytes are compared, so that the response time reveals nothing about the key.
     fn authorize(&self, headers: &HeaderMap) -> Result<(), Refusal> {
         let Some(key) = &self.api_key else { return Ok(()) };
         let given = headers.get(header::AUTHORIZATION).map_or(&[][..], HeaderValue::as_bytes);

@@ -1,4 +1,4 @@
-//! Log-probabilities of sampled tokens, and of the most probable ones beside them, in OpenAI's two forms.
+//! Formats log-probabilities of sampled tokens and of the most probable alternatives in OpenAI's two formats.
 
 use serde_json::{Map, Value, json};
 
@@ -6,17 +6,17 @@ use crate::data::Tokenizer;
 use crate::error::Result;
 use crate::types::TokenLogprob;
 
-/// A sampled token and the most probable ones at its place.
+/// A sampled token and the most probable tokens at its position.
 #[derive(Debug)]
 pub(super) struct ScoredToken {
     sampled: NamedToken,
-    /// Characters before it.
+    /// Number of characters before the token.
     offset: usize,
-    /// Most probable first.
+    /// The most probable tokens, most probable first.
     top: Vec<NamedToken>,
 }
 
-/// A token with its text.
+/// A token with its text and log-probability.
 #[derive(Debug)]
 struct NamedToken {
     token_id: u32,
@@ -25,7 +25,7 @@ struct NamedToken {
 }
 
 impl NamedToken {
-    /// A token alone; a special one by its name.
+    /// Decodes a single token; a special token by its name.
     fn new(token: &TokenLogprob, tokenizer: &Tokenizer) -> Result<Self> {
         let TokenLogprob { token_id, logprob } = *token;
         let text = tokenizer.decode(&[token_id])?;
@@ -41,7 +41,7 @@ impl NamedToken {
 }
 
 impl ScoredToken {
-    /// A token behind `offset` characters. Adds its own to them.
+    /// A scored token after `offset` characters. Adds the token's own characters to `offset`.
     pub fn new(token: &TokenLogprob, top: &[TokenLogprob], tokenizer: &Tokenizer, offset: &mut usize) -> Result<Self> {
         let sampled = NamedToken::new(token, tokenizer)?;
         let top = top.iter().map(|token| NamedToken::new(token, tokenizer)).collect::<Result<_>>()?;
@@ -49,8 +49,8 @@ impl ScoredToken {
         Ok(Self { sampled, offset: std::mem::replace(offset, next), top })
     }
 
-    /// The most probable tokens by their texts, the sampled one first: it is among them, however improbable. Where texts are the same, as
-    /// those of parts of a character are, all but the first token are named by their ids, as vLLM names tokens without a text.
+    /// The most probable tokens by text, with the sampled one first, which is always included. If several tokens have the same text, as
+    /// parts of a character have, all but the first are named by their ids, in vLLM's notation for tokens without text.
     fn by_text(&self) -> Value {
         let mut named = Map::from_iter([(self.sampled.text.clone(), json!(self.sampled.logprob))]);
         for NamedToken { token_id, text, logprob } in &self.top {
@@ -63,7 +63,7 @@ impl ScoredToken {
     }
 }
 
-/// The form of `/v1/chat/completions`: a list.
+/// The format of `/v1/chat/completions`: a list with one entry per token.
 pub(super) fn of_chat(tokens: &[ScoredToken]) -> Value {
     let token = |scored: &ScoredToken| {
         let mut json = scored.sampled.json();
@@ -73,7 +73,7 @@ pub(super) fn of_chat(tokens: &[ScoredToken]) -> Value {
     json!({"content": tokens.iter().map(token).collect::<Vec<_>>()})
 }
 
-/// The form of `/v1/completions`: a list for each kind of value.
+/// The format of `/v1/completions`: one list per kind of value.
 pub(super) fn of_text(tokens: &[ScoredToken]) -> Value {
     let of = |value: &dyn Fn(&ScoredToken) -> Value| tokens.iter().map(value).collect::<Vec<_>>();
     let has_top = tokens.iter().any(|token| !token.top.is_empty());
@@ -90,7 +90,7 @@ mod tests {
     use super::*;
     use crate::endpoint::text::tests::bytes;
 
-    /// Bytes that are no character have one text.
+    /// Bytes that are not a complete character all decode to the same text.
     #[test]
     fn tokens_with_equal_text_keep_separate_logprobs() {
         let token = |token_id, logprob| TokenLogprob { token_id, logprob };

@@ -1,4 +1,4 @@
-//! Fields of a request that say what its answers look like: log-probabilities and structure.
+//! Request fields about the form of responses: log-probabilities and structured output.
 
 use serde_json::{Map, Value, json};
 
@@ -6,10 +6,10 @@ use super::fields::Fields;
 use super::refusal::Refusal;
 use crate::types::Structure;
 
-/// Most tokens beside each sampled one.
+/// Largest number of alternatives per sampled token.
 const MAX_TOP_LOGPROBS: usize = 20;
 
-/// How many tokens are reported beside each sampled one; none if not even that one is.
+/// The number of alternatives to report per sampled token; `None` if no log-probabilities are requested.
 pub(super) fn logprobs(fields: &mut Fields, is_chat: bool) -> Result<Option<usize>, Refusal> {
     let name = if is_chat { "top_logprobs" } else { "logprobs" };
     let is_wanted = if is_chat { fields.take::<bool>("logprobs")?.unwrap_or(false) } else { true };
@@ -24,7 +24,7 @@ pub(super) fn logprobs(fields: &mut Fields, is_chat: bool) -> Result<Option<usiz
     }
 }
 
-/// The form that answers are held to, under OpenAI's name and vLLM's newer and older ones.
+/// The structure that completions must follow, given under OpenAI's name or vLLM's newer or older names.
 pub(super) fn structure(fields: &mut Fields) -> Result<Option<Structure>, Refusal> {
     let mut found = Vec::new();
     if let Some(format) = fields.take("response_format")? {
@@ -71,7 +71,7 @@ fn structured_outputs(mut options: Map<String, Value>) -> Result<Structure, Refu
     }
 }
 
-/// A structure by vLLM's key for its kind.
+/// A structure given by vLLM's key for its kind.
 fn of_key(field: &str, key: &str, value: Value, is_compact: bool) -> Result<Structure, Refusal> {
     let text = |value: Value, expected: &str| match value {
         Value::String(text) if !text.is_empty() => Ok(text),

@@ -1,8 +1,8 @@
-//! Groups whose completions are episodes that an agent plays against the server: their processes, their conversations and the engine's
-//! session. Each rank plays the episodes of its own groups, against a server of its own. Ranks that share an engine exchange before every
-//! step what was asked for on each, so that all submit the same requests before the same steps.
+//! Plays groups whose completions are episodes of an agent against the server: manages the agent's processes, the conversations and the engine's
+//! session. Each rank plays the episodes of its own groups against its own server. Before every step, ranks that share an engine exchange
+//! their new requests, so that all submit the same requests in the same order.
 //!
-//! A session may end in the middle of episodes: harnesses go on, and what they ask for waits for the session that goes on with their group.
+//! A session may end while episodes are running. The agents continue, and their requests wait for the session that continues their group.
 
 mod groups;
 mod session;
@@ -24,27 +24,27 @@ use crate::rollout::GroupTurns;
 use crate::tools::{Agent, EpisodeOutcome, GroupKey, SessionCosts, ToolProcess};
 use crate::types::{Prompt, RolloutGroup, SamplingParams};
 
-/// The only machine that may ask: this one.
+/// The server's address: it accepts requests from this machine only.
 const HOST: &str = "127.0.0.1";
-/// The model's name in answers; requests may name any.
+/// The model's name in responses. Requests may use any name.
 const MODEL_NAME: &str = "policy";
-/// Largest body of a request.
+/// Largest size of a request body in bytes.
 const MAX_BODY_BYTES: usize = 32 << 20;
 
 /// How episodes are served.
 #[derive(Debug)]
 pub struct PlayerOptions {
-    /// The ranks that share this rank's engine.
+    /// The group of ranks that share this rank's engine.
     pub engine_ranks: HostGroup,
-    /// The model that the episodes ask.
+    /// The model that agents query.
     pub model: TurnModel,
-    /// The format of the model's tool calls; none leaves them in the text.
+    /// The format of the model's tool calls; `None` leaves them in the text.
     pub tool_calls: Option<ToolCallParser>,
-    /// Most requests of an episode.
+    /// Largest number of requests per episode.
     pub max_requests: usize,
 }
 
-/// The agent of this rank and all episodes that it plays.
+/// Runs this rank's agent process and all its episodes.
 #[derive(Debug)]
 pub struct EpisodePlayer {
     agent: Agent,
@@ -54,42 +54,42 @@ pub struct EpisodePlayer {
     queue: EngineQueue,
     server: Option<HttpServer>,
     groups: HashMap<GroupKey, PlayedGroup>,
-    /// By the number of the agent's request: group and sample.
+    /// Group and sample of each running episode, by the number of the agent process's request.
     asked: HashMap<u64, (GroupKey, usize)>,
     /// Commands that wait for a session with their group.
     held: Vec<EngineCommand>,
     stats: EpisodeStats,
-    /// Whether the first lost episode was told.
+    /// Whether the first failed episode was logged.
     has_failed: bool,
-    /// Why the first episode since the last [`EpisodePlayer::take_loss`] was lost.
+    /// Why an episode failed: the first failure since the last [`EpisodePlayer::take_loss`].
     loss: Option<String>,
 }
 
-/// Counts of episodes on one rank.
+/// Statistics of episodes on one rank.
 #[derive(Debug, Default)]
 pub struct EpisodeStats {
-    /// Episodes that have ended.
+    /// Number of ended episodes.
     pub num_episodes: usize,
-    /// Requests of theirs that were served.
+    /// Number of their requests that were served.
     pub num_requests: usize,
-    /// Conversations of theirs.
+    /// Number of their conversations.
     pub num_trajectories: usize,
-    /// Requests that were refused.
+    /// Number of rejected requests.
     pub num_refused: usize,
-    /// Episodes that were lost.
+    /// Number of failed episodes.
     pub num_failed: usize,
-    /// Episodes whose time was over.
+    /// Number of episodes that exceeded their time limit.
     pub num_timeouts: usize,
-    /// Seconds of all episodes.
+    /// Total duration of all episodes in seconds.
     pub seconds: f64,
-    /// Seconds of the longest one.
+    /// Duration of the longest episode in seconds.
     pub max_seconds: f64,
-    /// Costs of their turns.
+    /// Costs of their turns in engine sessions.
     pub sessions: SessionCosts,
 }
 
 impl EpisodePlayer {
-    /// A player with the agent that `process` has loaded.
+    /// A player that uses the agent loaded by `process`.
     pub fn new(process: ToolProcess, options: PlayerOptions) -> Self {
         // Every episode asks for one completion at a time, and is the only one to wait for it.
         let EngineChannel { client, queue } =
@@ -110,7 +110,7 @@ impl EpisodePlayer {
         }
     }
 
-    /// The episodes as a session takes them. Without `keeps_branches` the first conversation of each counts alone.
+    /// The episodes as turns of an engine session. Without `keeps_branches`, only the first conversation of each episode is used.
     pub fn turns(&mut self, keeps_branches: bool) -> Box<dyn GroupTurns + '_> {
         Box::new(PlayedSession::new(self, keeps_branches))
     }
@@ -121,7 +121,7 @@ impl EpisodePlayer {
         keys.into_iter().for_each(|key| self.forget(key));
     }
 
-    /// Ends the episodes of a group that nobody goes on with.
+    /// Ends the episodes of a group that is not continued.
     pub fn forget(&mut self, key: GroupKey) {
         let Some(group) = self.groups.remove(&key) else { return };
         for (id, name) in group.playing() {
@@ -132,17 +132,17 @@ impl EpisodePlayer {
         self.held.retain(|command| command.group() != Some(key));
     }
 
-    /// Why an episode was lost since the last call: the first of them.
+    /// Why an episode failed: the first failure since the last call.
     pub fn take_loss(&mut self) -> Option<String> {
         self.loss.take()
     }
 
-    /// The counts since the last call.
+    /// The statistics since the last call.
     pub fn take_stats(&mut self) -> EpisodeStats {
         EpisodeStats { num_refused: self.episodes.take_num_refused(), ..std::mem::take(&mut self.stats) }
     }
 
-    /// Starts the server, if it does not answer yet.
+    /// Starts the HTTP server, if it is not running yet.
     fn serve(&mut self) -> Result<()> {
         if self.server.is_some() {
             return Ok(());
@@ -181,7 +181,7 @@ impl EpisodePlayer {
         self.groups.insert(key, PlayedGroup::new(group, playing, keeps_branches));
     }
 
-    /// Takes in the end of an episode and returns whose it was.
+    /// Records the end of an episode. Returns its group and sample; `None` for an episode that was cancelled.
     fn take(&mut self, outcome: EpisodeOutcome) -> Result<Option<EndedEpisode>> {
         let Some((key, sample)) = self.asked.remove(&outcome.id) else { return Ok(None) }; // of a group that was forgotten
         let Some(group) = self.groups.get_mut(&key) else { return Ok(None) };
@@ -202,12 +202,12 @@ impl EpisodePlayer {
     }
 }
 
-/// An episode that has ended.
+/// An ended episode.
 #[derive(Debug)]
 struct EndedEpisode {
     key: GroupKey,
     sample: usize,
-    /// All tokens of each of its conversations.
+    /// All tokens of each conversation of the episode.
     token_ids: Vec<Vec<u32>>,
 }
 

@@ -1,4 +1,4 @@
-//! Texts and conversations to requests of the engine.
+//! Converts texts and conversations to engine requests.
 
 use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
@@ -12,28 +12,28 @@ use crate::error::Error;
 use crate::rollout::Request;
 use crate::types::SamplingParams;
 
-/// Limits and tokenizer of the served model.
+/// Tokenizer, limits and defaults of the served model.
 #[derive(Debug, Clone)]
 pub(super) struct ServedModel {
-    /// The name that clients ask for.
+    /// The name under which clients request the model.
     pub name: String,
-    /// Names of the adapters beside it, which clients may ask for instead.
+    /// Names of adapters that clients may request instead of the model.
     pub adapters: Vec<String>,
     pub tokenizer: Arc<Tokenizer>,
-    /// Longest prompt and completion together.
+    /// Largest number of tokens of prompt and completion together.
     pub max_sequence_length: usize,
-    /// The engine's.
+    /// The engine's grammar compiler.
     pub grammars: Arc<GrammarCompiler>,
-    /// The format of the model's tool calls; none leaves them in the text.
+    /// The format of the model's tool calls; `None` leaves them in the text.
     pub tool_calls: Option<ToolCallParser>,
     /// Ids that end a completion.
     pub eos_token_ids: Vec<u32>,
-    /// How a request is sampled that does not say.
+    /// Default sampling parameters of requests.
     pub sampling: SamplingParams,
 }
 
 impl ServedModel {
-    /// A model whose tokens are bytes.
+    /// A model with one token per byte.
     #[cfg(test)]
     pub fn of_bytes(name: &str, template: &str) -> Self {
         let tokenizer = Arc::new(bytes(&mut Dice(3), template));
@@ -50,25 +50,26 @@ impl ServedModel {
         }
     }
 
-    /// Compiles the structure that a request asks for, so that the engine need not. It stays compiled while the result lives.
+    /// Compiles the structure that a request requires, before it reaches the engine. The grammar stays in the compiler's cache while the result
+    /// exists.
     pub fn grammar(&self, ask: &ApiRequest) -> Result<Option<Arc<Grammar>>, Refusal> {
         let compiled = ask.params.structure.as_ref().map(|structure| self.grammars.compile(structure)).transpose();
         compiled.map_err(|error| Refusal::new(400, error.to_string()))
     }
 
-    /// The names that clients may ask for.
+    /// All names that clients may request.
     pub fn names(&self) -> impl Iterator<Item = &String> {
         std::iter::once(&self.name).chain(&self.adapters)
     }
 
-    /// The adapter that a request names; `None` is the base model, also where it names nothing.
+    /// Index of the adapter that a request names; `None` for the base model, also if the request names none.
     pub fn adapter(&self, ask: &ApiRequest) -> Result<Option<usize>, Refusal> {
         let Some(name) = &ask.model else { return Ok(None) };
         self.check_name(name)?;
         Ok(self.adapters.iter().position(|adapter| adapter == name))
     }
 
-    /// Refuses a name that nothing is served under.
+    /// Returns an error if no model or adapter has this name.
     pub(super) fn check_name(&self, name: &str) -> Result<(), Refusal> {
         if self.names().any(|served| served == name) {
             return Ok(());
@@ -79,8 +80,8 @@ impl ServedModel {
         Err(Refusal { status: 404, param: Some("model".to_owned()), code: None, message })
     }
 
-    /// One request for each prompt, in their order. A prompt's number is its place in the request, so that with a seed it gets what
-    /// `colo-grpo generate` samples for the same prompts.
+    /// Converts a request to one engine request per prompt, in order. A prompt's number is its index in the request, so that with a seed the results
+    /// equal those of `colo-grpo generate` for the same prompts.
     pub fn requests(&self, ask: &ApiRequest) -> Result<Vec<Request>, Refusal> {
         let adapter = self.adapter(ask)?;
         let seed = if ask.has_seed { ask.params.seed } else { RandomState::new().hash_one(0) };
@@ -126,7 +127,7 @@ impl ServedModel {
         self.tokenizer.encode(text, !is_rendered).map_err(|error| of_client(&error, param))
     }
 
-    /// A text that cannot fit need not be tokenized.
+    /// Rejects a text that is too long by its size in bytes, without tokenizing it.
     fn check_bytes(&self, num_bytes: usize, param: &str) -> Result<(), Refusal> {
         if num_bytes <= self.tokenizer.max_bytes(self.max_sequence_length) {
             return Ok(());
@@ -166,7 +167,7 @@ impl ServedModel {
     }
 }
 
-/// The client's text is to blame: a template that does not render it, a tokenizer that has no token for it.
+/// Converts an error caused by the client's text (it cannot be rendered or tokenized) to a refusal.
 fn of_client(error: &Error, param: &str) -> Refusal {
     Refusal::of(param, error.to_string())
 }

@@ -1,4 +1,4 @@
-//! Errors in OpenAI's form.
+//! Errors in OpenAI's format.
 
 use std::borrow::Cow;
 
@@ -7,16 +7,16 @@ use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 
-/// Why a request is not answered.
+/// An error response to a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Refusal {
-    /// The status of the answer.
+    /// The HTTP status.
     pub status: u16,
-    /// The field of the request that is wrong, if it is one.
+    /// The invalid field of the request, if the error is about one.
     pub param: Option<String>,
-    /// OpenAI's word for the fault, where it is not the one of the status.
+    /// OpenAI's error code, if it is not the usual one for the status.
     pub code: Option<&'static str>,
-    /// The fault, the value that was expected, and how to mend it.
+    /// What is wrong, what was expected, and how to fix it.
     pub message: String,
 }
 
@@ -25,22 +25,22 @@ impl Refusal {
         Self { status, param: None, code: None, message: message.into() }
     }
 
-    /// A field that cannot be served.
+    /// An error about an invalid or unsupported field.
     pub(super) fn of(param: &str, message: impl Into<String>) -> Self {
         Self { status: 400, param: Some(param.to_owned()), code: None, message: format!("{param}: {}", message.into()) }
     }
 
-    /// A field that makes a sequence longer than the model's context, or a conversation's: clients know the code and shorten what they send.
+    /// An error about a field that exceeds the context length. Clients recognize its code and shorten the conversation.
     pub(super) fn of_length(param: &str, message: impl Into<String>) -> Self {
         Self { code: Some("context_length_exceeded"), ..Self::of(param, message) }
     }
 
-    /// A field whose value is of another type; `error` is serde's.
+    /// An error about a field with a value of the wrong type; `error` is serde's message.
     pub(super) fn of_type(param: &str, error: &str) -> Self {
         Self::of(param, in_plain_words(error))
     }
 
-    /// The message, which may quote the client, in a length to be shown.
+    /// The message, which may quote the client's text, shortened for display.
     pub(super) fn cut_message(&self) -> Cow<'_, str> {
         cut(&self.message)
     }
@@ -72,10 +72,10 @@ impl IntoResponse for Refusal {
     }
 }
 
-/// Most bytes of a message: what a client sent is repeated in it, and may be of any length.
+/// Largest size of a message in bytes. A message may quote a client's text of any length.
 const MAX_MESSAGE_BYTES: usize = 2000;
 
-/// A long text without its middle.
+/// Cuts the middle out of a long text.
 fn cut(text: &str) -> Cow<'_, str> {
     if text.len() <= MAX_MESSAGE_BYTES {
         return text.into();
@@ -87,7 +87,7 @@ fn cut(text: &str) -> Cow<'_, str> {
     format!("{} .. {}", &text[..start], &text[end..]).into()
 }
 
-/// An error of a value's type without names of Rust's types.
+/// Rewrites serde's type error without the names of Rust types.
 fn in_plain_words(error: &str) -> String {
     let Some((start, expected)) = error.rsplit_once("expected ") else { return error.to_owned() };
     let expected = match expected {

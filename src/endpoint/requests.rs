@@ -1,5 +1,5 @@
-//! Requests that an engine has, and who waits for them. Every rank of the engine makes the same changes before the same steps; the rank
-//! that a request came to alone has somebody who waits for it.
+//! Requests that an engine is processing, and the receivers of their updates. Every rank of the engine applies the same changes before the same
+//! step. Only the rank at which a request arrived has a receiver for it.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -11,43 +11,43 @@ use super::refusal::Refusal;
 use crate::error::{Error, Result};
 use crate::rollout::{Event, Request, RequestId, Session};
 
-/// Requests under way in a session.
+/// The open requests of a session.
 #[derive(Debug)]
 pub(super) struct Requests {
-    /// This rank of the engine.
+    /// Index of this rank in the engine.
     rank: usize,
-    /// State that this rank's clients share with it; none where it has no clients.
+    /// State shared with this rank's clients; `None` on ranks without clients.
     shared: Option<Arc<ClientShared>>,
-    /// Whether requests are kept in the form in which they came, so that a later session can go on with them.
+    /// Whether the original requests are kept, so that a later session can continue them.
     are_kept: bool,
     open: HashMap<RequestId, OpenRequest>,
     of_ticket: HashMap<(usize, u64), Vec<RequestId>>, // by rank and ticket
-    /// Listeners of this rank's requests that are announced and not applied yet.
+    /// Receivers of this rank's requests that were announced but not submitted yet.
     coming: HashMap<u64, Vec<Listener>>,
 }
 
-/// A request that the engine has.
+/// A request that the engine is processing.
 #[derive(Debug)]
 struct OpenRequest {
     owner: usize, // the rank that it came to
     ticket: u64,
-    /// On that rank.
+    /// Receiver of updates; only on the rank at which the request arrived.
     listener: Option<Listener>,
 }
 
 impl Requests {
-    /// No requests, on rank `rank` of the engine.
+    /// An empty set of requests, on rank `rank` of the engine.
     pub fn new(rank: usize, shared: Option<Arc<ClientShared>>, are_kept: bool) -> Self {
         let (open, of_ticket, coming) = Default::default();
         Self { rank, shared, are_kept, open, of_ticket, coming }
     }
 
-    /// Whether no request is under way.
+    /// Whether no request is open.
     pub fn is_empty(&self) -> bool {
         self.open.is_empty()
     }
 
-    /// The change that a client's command asks for. All ranks must [`apply`](Requests::apply) it then.
+    /// The change that a client's command requires. All ranks must then [`apply`](Requests::apply) it.
     pub fn take(&mut self, command: EngineCommand) -> RequestChange {
         match command {
             EngineCommand::Submit { ticket, wanted, mut listener } => {
@@ -59,7 +59,7 @@ impl Requests {
         }
     }
 
-    /// Tells those who wait that they will not be answered, and returns the changes that end what is under way.
+    /// Sends an error to all waiting clients, and returns the changes that cancel all open requests.
     pub fn end(&mut self) -> Vec<RequestChange> {
         let open = self.open.values().filter_map(|open| open.listener.as_ref());
         for listener in open.chain(self.coming.values().flatten()) {
@@ -71,10 +71,10 @@ impl Requests {
         self.of_ticket.keys().map(|&(_, ticket)| RequestChange::Cancel(ticket)).collect()
     }
 
-    /// Makes a change that rank `owner` has announced.
+    /// Applies a change that rank `owner` has announced.
     ///
     /// # Errors
-    /// The errors of the session, but for requests that it refuses: whoever waits for one is told.
+    /// The errors of the session. A request that the session rejects is not an error here; its client gets the reason.
     pub fn apply(&mut self, change: RequestChange, owner: usize, session: &mut Session<'_>) -> Result<()> {
         match change {
             RequestChange::Submit(ticket, wanted) => {
@@ -111,7 +111,7 @@ impl Requests {
         Ok(())
     }
 
-    /// Tells whoever waits what the engine reports.
+    /// Passes an event of the engine to the receiver of the request.
     ///
     /// # Errors
     /// The errors of [`Session::remove`].
@@ -139,12 +139,12 @@ impl Requests {
         Ok(())
     }
 
-    /// This rank's requests under way, each with its ticket and in the form in which it came.
+    /// This rank's open requests: engine id, ticket and original request.
     pub(super) fn under_way(&self) -> impl Iterator<Item = (RequestId, u64, &Request)> {
         self.open.iter().filter_map(|(id, open)| Some((*id, open.ticket, open.listener.as_ref()?.wanted.as_deref()?)))
     }
 
-    /// The commands that ask a later session to go on with this rank's requests of one completion, in the order in which they came.
+    /// The commands with which a later session continues this rank's single-completion requests, in order of arrival.
     pub fn suspend(self, session: &Session<'_>) -> Vec<EngineCommand> {
         let mut open: Vec<(RequestId, OpenRequest)> = self.open.into_iter().collect();
         open.sort_by_key(|(_, open)| open.ticket);
@@ -178,7 +178,7 @@ impl Requests {
 }
 
 impl Listener {
-    /// A listener that is gone has cancelled, which comes with the next turn.
+    /// Sends an update for an event. If the receiver is gone the update is dropped, because its cancel command arrives in the next iteration.
     fn hear(&mut self, event: Event, session: &Session<'_>, counters: &Counters) {
         let first_choice = self.first_choice;
         match event {

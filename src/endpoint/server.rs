@@ -1,4 +1,4 @@
-//! The server of an engine: what it answers from.
+//! The HTTP server of an engine.
 
 use std::net::TcpListener;
 use std::sync::Arc;
@@ -16,36 +16,36 @@ use crate::types::SamplingParams;
 /// Options of the server.
 #[derive(Debug, Clone)]
 pub struct ServerOptions {
-    /// The model's name, as clients ask for it.
+    /// The model's name in requests.
     pub model_name: String,
-    /// Names of the adapters that requests choose among, in the engine's order.
+    /// Names of the adapters that requests may choose, in the engine's order.
     pub adapters: Vec<String>,
     /// The model's tokenizer.
     pub tokenizer: Arc<Tokenizer>,
-    /// The engine's compiler of structures.
+    /// The engine's grammar compiler.
     pub grammars: Arc<GrammarCompiler>,
-    /// The format of the model's tool calls; none leaves them in the text.
+    /// The format of the model's tool calls; `None` leaves them in the text.
     pub tool_calls: Option<ToolCallParser>,
     /// Ids that end a completion.
     pub eos_token_ids: Vec<u32>,
-    /// Longest prompt and completion together, in tokens.
+    /// Largest number of tokens of prompt and completion together.
     pub max_sequence_length: usize,
-    /// The key that clients must have; `None` lets everybody in whom `guard` lets in.
+    /// The API key that clients must send; `None` accepts every client that `guard` accepts.
     pub api_key: Option<String>,
-    /// The hosts and origins whose requests are answered.
+    /// The host names and origins from which requests are accepted.
     pub guard: Guard,
-    /// Largest body of a request.
+    /// Largest size of a request body in bytes.
     pub max_body_bytes: usize,
-    /// How a request is sampled that does not say; episodes have values of their own.
+    /// Default sampling parameters of requests. Episodes use their own.
     pub sampling: SamplingParams,
-    /// Episodes that all requests belong to, if there are some.
+    /// The episodes to which all requests belong, if set.
     pub episodes: Option<Arc<Episodes>>,
 }
 
-/// Starts to answer what comes to `listener`.
+/// Starts a thread that serves `listener`.
 ///
 /// # Errors
-/// [`Error::Environment`](crate::Error::Environment) if there is no thread for it.
+/// [`Error::Environment`](crate::Error::Environment) if the thread cannot be started.
 pub fn open(listener: TcpListener, options: ServerOptions, client: EngineClient) -> Result<HttpServer> {
     let ServerOptions { api_key, guard, max_body_bytes, episodes, .. } = options;
     let model = ServedModel {

@@ -1,44 +1,44 @@
-//! Token ids to text as they come: whole characters only, and nothing of a stop string.
+//! Converts streamed token ids to text: only whole characters, and without stop strings.
 
 use std::sync::Arc;
 
 use crate::data::Tokenizer;
 use crate::error::Result;
 
-/// The character that a decoder writes for bytes that are no whole character yet.
+/// The character that a decoder writes for an incomplete character.
 const INCOMPLETE: char = '\u{FFFD}';
 
 /// The text of one growing completion.
 ///
-/// Only the last tokens are decoded again, since a token's text may depend on those before it (spaces) and on those after it (bytes of
-/// one character). Text that may become a stop string is held back until it is known; a stop string and what follows it never show.
+/// Only the last tokens are decoded again, because a token's text may depend on the tokens before it (spaces) and after it (bytes of
+/// one character). Text that may be part of a stop string is held back until this is decided. A stop string and the text after it are never returned.
 #[derive(Debug)]
 pub struct TextStream {
     tokenizer: Arc<Tokenizer>,
     stop: Vec<String>,
-    /// Ids whose text is not taken in yet, behind those that it depends on.
+    /// Ids whose text is not decided yet, after the ids on which it depends.
     ids: Vec<u32>,
-    /// The first of `ids`, which are there for context.
+    /// Number of leading `ids` that are kept only as context.
     num_known: usize,
-    /// Decoded, not returned.
+    /// Decoded text that was not returned yet.
     held: String,
     has_ended: bool,
-    /// The ids that are left out, if special tokens are not.
+    /// Ids left out of the text if special tokens are included; `None` if special tokens are not.
     left_out: Option<Vec<u32>>,
 }
 
 impl TextStream {
-    /// The text of a completion that one of `stop` ends.
+    /// The text of a completion that ends at one of the strings `stop`.
     pub fn new(tokenizer: Arc<Tokenizer>, stop: Vec<String>) -> Self {
         Self { tokenizer, stop, ids: Vec::new(), num_known: 0, held: String::new(), has_ended: false, left_out: None }
     }
 
-    /// Text with the names of special tokens, but for `left_out`.
+    /// Includes special tokens by name, except for `left_out`.
     pub fn with_special_tokens(self, left_out: Vec<u32>) -> Self {
         Self { left_out: Some(left_out), ..self }
     }
 
-    /// Takes in a token and returns the text that is certain now.
+    /// Appends a token and returns the text that is certain now.
     ///
     /// # Errors
     /// The errors of the tokenizer.
@@ -50,7 +50,7 @@ impl TextStream {
         Ok(self.certain())
     }
 
-    /// Returns the text that is left once a completion has ended.
+    /// Returns the remaining text after the completion has ended.
     ///
     /// # Errors
     /// The errors of the tokenizer.
@@ -88,7 +88,7 @@ impl TextStream {
         if self.left_out.is_some() { self.tokenizer.decode_all(ids) } else { self.tokenizer.decode(ids) }
     }
 
-    /// Takes what no stop string can begin in out of the held text.
+    /// Removes from the held text, and returns, the part in which no stop string can begin.
     fn certain(&mut self) -> String {
         if let Some(at) = self.stop.iter().filter_map(|stop| self.held.find(stop)).min() {
             self.has_ended = true;
@@ -109,7 +109,7 @@ impl TextStream {
 pub(super) mod tests {
     use super::*;
 
-    /// A token a byte.
+    /// A tokenizer with one token per byte.
     pub fn bytes() -> Arc<Tokenizer> {
         let vocab: serde_json::Map<_, _> = (0..=255u32).map(|byte| (format!("<0x{byte:02X}>"), byte.into())).collect();
         let tokenizer = serde_json::json!({
@@ -122,7 +122,7 @@ pub(super) mod tests {
         Arc::new(Tokenizer::from_folder(folder.path()).unwrap())
     }
 
-    /// The pieces in which a text comes, a token a byte.
+    /// The pieces of text that a stream of one-byte tokens returns.
     fn pieces(text: &[u8], stop: &[&str]) -> Vec<String> {
         let mut stream = TextStream::new(bytes(), stop.iter().map(|&stop| stop.to_owned()).collect());
         let mut pieces: Vec<String> = text.iter().map(|&byte| stream.push(byte.into()).unwrap()).collect();

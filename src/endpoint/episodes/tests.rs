@@ -4,7 +4,7 @@ use crate::types::FinishReason;
 const TEMPLATE: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}\
     {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
 
-/// An episode against a model whose tokens are bytes, where the engine is played by the test.
+/// An episode against a model with one token per byte. The test takes the role of the engine.
 struct EpisodeFixture {
     model: ServedModel,
     episodes: Episodes,
@@ -26,7 +26,7 @@ impl EpisodeFixture {
         episode.request(&self.model, body.to_string().as_bytes()).map(|(_, request, recorder)| (request, recorder))
     }
 
-    /// Answers with `text` in tokens that no tokenizer gives for it: letter by letter, and what the tokens are.
+    /// Answers with `text` in unusual tokens, one per letter, which the tokenizer would not produce. Returns the answer and the token ids.
     fn answer(&self, (request, recorder): (Request, TurnRecorder), text: &str) -> (Value, Vec<u32>) {
         let letters = text.chars().map(|letter| self.model.tokenizer.encode(&letter.to_string(), false).unwrap());
         let sampled = [letters.collect::<Vec<_>>().concat(), self.model.eos_token_ids.clone()].concat();

@@ -1,4 +1,4 @@
-//! The server without an engine: the tests are the engine, or let its queue wait.
+//! Tests of the server without an engine: a test takes the role of the engine, or leaves requests in the queue.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -11,7 +11,7 @@ use crate::types::{FinishReason, SamplingParams};
 
 const TEMPLATE: &str = "{% for m in messages %}{{ m.content }}{% endfor %}";
 const BODY: &str = r#"{"messages": [{"role": "user", "content": "go"}], "max_tokens": 5}"#;
-/// Requests under way at once, far more than bodies of the largest size have room for.
+/// Number of concurrent requests. Bodies of the largest size would not all fit in memory.
 const NUM_REQUESTS: usize = 300;
 
 struct TestServer {
@@ -43,7 +43,7 @@ impl TestServer {
         self.server.address()
     }
 
-    /// Waits until so many requests are in the queue, and answers all of them with nothing.
+    /// Waits until the queue contains `num_requests` requests, and answers each with an empty completion.
     fn answer(&self, num_requests: usize) {
         let next =
             || self.queue.commands.recv_timeout(Duration::from_secs(60)).expect("a request that was not refused");
@@ -57,7 +57,7 @@ impl TestServer {
     }
 }
 
-/// A request whose body comes in chunks, so that its head does not say how long it is.
+/// Begins a request with a chunked body, whose size is not in the headers.
 fn send_in_chunks(address: SocketAddr, path: &str) -> TcpStream {
     let mut stream = TcpStream::connect(address).unwrap();
     let head = format!(

@@ -1,4 +1,4 @@
-//! A group whose completions are the conversations of its episodes.
+//! A group whose completions are conversations of its episodes.
 
 use std::sync::Arc;
 
@@ -7,10 +7,10 @@ use crate::endpoint::episodes::PlayedConversation;
 use crate::error::{Error, Result};
 use crate::types::{EnvironmentEnd, FinishReason, Prompt, RolloutGroup, Trajectory};
 
-/// A group whose episodes are played.
+/// A group whose episodes are being played.
 #[derive(Debug)]
 pub(super) struct PlayedGroup {
-    /// The group; its completions once all of its episodes have ended.
+    /// The group. It gets its completions once all of its episodes have ended.
     pub group: RolloutGroup,
     episodes: Vec<Play>, // by sample, while one is played
     num_generations: usize,
@@ -18,23 +18,23 @@ pub(super) struct PlayedGroup {
     keeps_branches: bool,
 }
 
-/// An episode.
+/// State of an episode.
 #[derive(Debug)]
 enum Play {
-    /// Under way: the number of the agent's request, and the name in its address.
+    /// Running: the number of the agent process's request, and the episode's name in its URL.
     Playing(u64, String),
     Ended(Vec<PlayedConversation>),
 }
 
 impl PlayedGroup {
-    /// A group whose episodes, each a request's number and a name, begin.
+    /// A group whose episodes have begun. Each is given by a request number and a name.
     pub fn new(group: RolloutGroup, playing: Vec<(u64, String)>, keeps_branches: bool) -> Self {
         let num_generations = playing.len();
         let episodes = playing.into_iter().map(|(id, name)| Play::Playing(id, name)).collect();
         Self { group, episodes, num_generations, keeps_branches }
     }
 
-    /// Episodes under way: the number of the agent's request and the name of each.
+    /// The running episodes: request number and name of each.
     pub fn playing(&self) -> impl Iterator<Item = (u64, &str)> {
         self.episodes.iter().filter_map(|play| match play {
             Play::Playing(id, name) => Some((*id, name.as_str())),
@@ -42,7 +42,7 @@ impl PlayedGroup {
         })
     }
 
-    /// The name of an episode; none once it has ended.
+    /// The name of the episode of a sample; `None` once it has ended.
     pub fn name(&self, sample: usize) -> Option<&str> {
         match self.episodes.get(sample)? {
             Play::Playing(_, name) => Some(name),
@@ -50,7 +50,7 @@ impl PlayedGroup {
         }
     }
 
-    /// The sample that a request with these random keys is of: an episode's requests have one each, `num_generations` apart.
+    /// The sample to which a request's sample index belongs. The indexes of an episode's requests differ by multiples of `num_generations`.
     pub fn sample_of(&self, first_sample: usize) -> usize {
         first_sample % self.num_generations
     }
@@ -60,7 +60,7 @@ impl PlayedGroup {
         self.playing().next().is_none()
     }
 
-    /// Trajectories of the episodes that have ended, in a group that is not complete.
+    /// Trajectories of the episodes that have ended, while others are running.
     pub fn ended(&self) -> impl Iterator<Item = &Trajectory> {
         let ended = self.episodes.iter().filter_map(|play| match play {
             Play::Ended(played) => Some(played),
@@ -69,7 +69,7 @@ impl PlayedGroup {
         ended.flatten().map(|conversation| &conversation.trajectory)
     }
 
-    /// Takes in the end of an episode, and with the last one completes the group. Returns why the episode was lost, if it was.
+    /// Records the end of an episode; after the last one, sets the group's completions. Returns the reason if the episode failed.
     pub fn take(
         &mut self,
         sample: usize,
@@ -107,8 +107,8 @@ impl PlayedGroup {
     }
 }
 
-/// Makes conversations the completions of a group, in the order of episodes. Its prompt becomes what all of them begin with; the rest of a
-/// conversation's own prompt is context before its first turn. One that nothing was sampled for has no say.
+/// Sets a group's completions to the conversations, in the order of episodes. The group's prompt becomes their longest common prefix; the rest of
+/// a conversation's own prompt becomes context before its first turn. Conversations without sampled tokens do not affect the prefix.
 fn assemble(group: &mut RolloutGroup, played: Vec<PlayedConversation>, tokenizer: &Tokenizer) -> Result<()> {
     let begins = |conversation: &&PlayedConversation| !conversation.trajectory.token_ids.is_empty();
     let prompts = || played.iter().filter(begins).map(|conversation| &conversation.prompt[..]);
@@ -132,7 +132,7 @@ fn assemble(group: &mut RolloutGroup, played: Vec<PlayedConversation>, tokenizer
     Ok(())
 }
 
-/// A trajectory with context before its first turn.
+/// A trajectory with additional context before its first turn.
 fn whole(context: &[u32], trajectory: Trajectory) -> Trajectory {
     if context.is_empty() {
         return trajectory;

@@ -1,4 +1,4 @@
-//! A session of the engine whose groups are played.
+//! An engine session whose groups are played by agents.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -16,17 +16,17 @@ use crate::rollout::{CostMeter, Event, GroupTurns, Request, Session, Turns};
 use crate::tools::GroupKey;
 use crate::types::{Prompt, RolloutGroup};
 
-/// A rank's changes since the last step.
+/// Changes on a rank since the last step.
 #[derive(Debug, Default, Serialize, Deserialize)]
 struct EpisodeNews {
     changes: Vec<RequestChange>,
-    /// Numbers of its groups that are complete.
+    /// Numbers of this rank's groups that have become complete.
     complete: Vec<usize>,
-    /// Conversations that nobody goes on with, all tokens of each.
+    /// All tokens of each conversation that has ended, so that its KV cache can be freed.
     ended: Vec<Vec<u32>>,
 }
 
-/// Groups in a session, those of the engine's other ranks among them.
+/// A session's groups, including those of the engine's other ranks.
 #[derive(Debug)]
 pub(super) struct PlayedSession<'p> {
     player: &'p mut EpisodePlayer,
@@ -34,11 +34,11 @@ pub(super) struct PlayedSession<'p> {
     requests: Requests,
     groups: Vec<Option<GroupKey>>, // of this rank, by number
     places: HashMap<GroupKey, usize>,
-    /// Numbers of this rank's groups that are not complete, as far as the other ranks know.
+    /// Numbers of this rank's groups that have not been announced as complete.
     own_open: HashSet<usize>,
-    /// Groups of all ranks that are not complete.
+    /// Number of incomplete groups on all ranks.
     num_open: usize,
-    /// Version of the weights that sample.
+    /// Version of the weights used for sampling.
     version: u64,
     meter: CostMeter,
 }
@@ -60,7 +60,7 @@ impl<'p> PlayedSession<'p> {
         }
     }
 
-    /// The news of this rank since the last call. Waits as long as `wait` for some.
+    /// Collects this rank's changes since the last call. Waits up to `wait` for a command.
     fn own_news(&mut self, wait: Duration) -> Result<EpisodeNews> {
         let mut news = EpisodeNews::default();
         let mut commands = std::mem::take(&mut self.player.held);
@@ -91,7 +91,7 @@ impl<'p> PlayedSession<'p> {
         command.group().is_some_and(|key| self.places.contains_key(&key))
     }
 
-    /// Has a command announced whose group is in this session; holds one of another session's group, and drops what nobody asks for.
+    /// Announces a command if its group is in this session, holds it if its group is in another one, and drops it otherwise.
     fn hold_or_announce(&mut self, command: EngineCommand, changes: &mut Vec<RequestChange>) {
         let held = &mut self.player.held;
         match command {
@@ -122,7 +122,7 @@ impl<'p> PlayedSession<'p> {
         }
     }
 
-    /// Tickets of an episode's requests under way.
+    /// Tickets of an episode's open requests.
     fn of_episode(&self, key: GroupKey, sample: usize) -> Vec<u64> {
         let Some(group) = self.player.groups.get(&key) else { return Vec::new() };
         let is_its = |wanted: &Request| wanted.group() == key && group.sample_of(wanted.first_sample) == sample;
@@ -160,7 +160,7 @@ impl Turns for PlayedSession<'_> {
         Ok(complete)
     }
 
-    /// Episodes of groups that were not taken are played on, but for those of groups of which nothing is sampled.
+    /// Ends the session. Episodes of incomplete groups continue to run, except for groups without any sampled tokens, which are discarded.
     fn suspend(self: Box<Self>, session: &Session<'_>) -> Result<()> {
         let mut fresh = Vec::new();
         for (key, number) in &self.places {
@@ -178,7 +178,7 @@ impl Turns for PlayedSession<'_> {
 }
 
 impl GroupTurns for PlayedSession<'_> {
-    /// Leaves its completions out, which the player has.
+    /// Removes the group's completions, which the player keeps.
     fn restore(&mut self, group: &mut RolloutGroup) {
         group.completions.clear();
     }
@@ -205,7 +205,8 @@ impl GroupTurns for PlayedSession<'_> {
         Ok(number)
     }
 
-    /// Completions of a group that is not complete are what its conversations have gained so far, which are not its episodes' in number.
+    /// The group with its completions. For an incomplete group, these are the conversations recorded so far; their number differs from
+    /// that of the episodes.
     fn group(&self, number: usize, session: &Session<'_>) -> Result<RolloutGroup> {
         let key = self.groups[number].expect("an own group");
         let played = &self.player.groups[&key];
