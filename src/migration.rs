@@ -1,4 +1,4 @@
-//! Keys and values from TRL, transformers and verl, and their equivalents here.
+//! Keys and values of TRL, transformers and verl, and their equivalents here.
 
 mod harmless;
 mod values;
@@ -8,7 +8,7 @@ pub(crate) use harmless::is_harmless_at;
 pub(crate) use harmless::{HARMLESS, is_harmless};
 pub(crate) use values::{value, value_advice, word};
 
-/// The advice for `key` of another program: what to use here instead.
+/// Advice on the equivalent here of `key`, if it is a key of another trainer.
 pub(crate) fn advice(key: &str) -> Option<&'static str> {
     let key = bare(key);
     let listed = |fits: &dyn Fn(&str) -> bool| KEYS.iter().find(|(names, _)| names.iter().any(|name| fits(name)));
@@ -18,7 +18,7 @@ pub(crate) fn advice(key: &str) -> Option<&'static str> {
     advice.or_else(|| listed(&|name| is_meant(name, key)).map(|(_, advice)| *advice))
 }
 
-/// The key here that takes the same values as `key` of another program.
+/// The key here that accepts the same values as `key` of another trainer.
 pub(crate) fn renamed(key: &str) -> Option<String> {
     let key = bare(key);
     if let Some(variable) = key.strip_prefix("data.apply_chat_template_kwargs.") {
@@ -31,13 +31,13 @@ pub(crate) fn renamed(key: &str) -> Option<String> {
     RENAMED.iter().find(|(theirs, _)| *theirs == key).map(|(_, ours)| (*ours).to_owned())
 }
 
-/// A key without Hydra's prefix `+` and without verl's table `actor_rollout_ref`.
+/// A key without Hydra's `+` prefix and without verl's table `actor_rollout_ref`.
 pub(crate) fn bare(key: &str) -> &str {
     let key = key.trim_start_matches('+');
     key.strip_prefix("actor_rollout_ref.").unwrap_or(key)
 }
 
-/// Whether `name` means `key`: it is the key, a table that contains it or, with a trailing star, a prefix of it.
+/// Whether `name` equals the key or a table that contains it, or, with a final `*`, is a prefix of it.
 fn is_meant(name: &str, key: &str) -> bool {
     match name.strip_suffix('*') {
         Some(start) => key.starts_with(start),
@@ -45,10 +45,10 @@ fn is_meant(name: &str, key: &str) -> bool {
     }
 }
 
-/// Arguments of open-r1's rewards; here, keys of the table `reward`.
+/// Arguments of open-r1's rewards that are keys of the table `reward` here.
 const REWARD: &[&str] = &["max_completion_len", "soft_punish_cache", "code_language"];
 
-/// Keys of other trainers whose values mean the same here, with their names here.
+/// Keys of other trainers and their names here, where values have the same meaning.
 pub(crate) const RENAMED: &[(&str, &str)] = &[
     ("vllm_tensor_parallel_size", "tensor_parallel_size"),
     ("vllm_max_model_length", "max_model_length"),
@@ -111,11 +111,11 @@ pub(crate) const RENAMED: &[(&str, &str)] = &[
     ("trainer.max_actor_ckpt_to_keep", "save_total_limit"),
 ];
 
-/// The advice for keys without an equivalent.
+/// The advice for keys without an equivalent here.
 pub(crate) const NONE: &str = "no equivalent; colo-grpo config prints all keys";
 
-/// Names of keys or tables, with the advice for each. `start*` means all keys with this prefix; verl's keys are without `actor_rollout_ref.`. An
-/// exact name has priority over [`RENAMED`], which has priority over tables and prefixes; among several, the first row counts.
+/// Names of keys or tables of other trainers (`start*`: all with this prefix; verl's without `actor_rollout_ref.`), and advice. An exact name
+/// takes precedence over [`RENAMED`], which takes precedence over a table or prefix. Among several matches, the first row is used.
 pub(crate) const KEYS: &[(&[&str], &str)] = &[
     // ---- what changes the result and has no counterpart ----
     (

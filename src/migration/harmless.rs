@@ -1,17 +1,18 @@
-//! Keys of other programs that do not change a run's results.
+//! Keys of other trainers that have no effect on a run's results here.
 
 use serde_json::Value;
 
 use super::{RENAMED, bare, is_meant, word};
 
-/// Whether leaving out `key` of another program does not change results: it concerns logging, placement or speed, or requests what is built in.
+/// Whether a run's results are the same without `key` of another trainer: it affects only how or how fast something is computed, or names a
+/// built-in feature.
 pub(crate) fn is_harmless(key: &str) -> bool {
     let key = bare(key);
     let is_renamed = RENAMED.iter().any(|(theirs, _)| *theirs == key);
     !is_renamed && HARMLESS.iter().any(|name| is_meant(name, key))
 }
 
-/// [`is_harmless`] for a given value: some keys are harmless only at values that request what is built in.
+/// Like [`is_harmless`] for a key with this value: a few keys are harmless only at some values.
 pub(crate) fn is_harmless_at(key: &str, value: &Value) -> bool {
     let key = bare(key);
     let word = word(value);
@@ -19,7 +20,7 @@ pub(crate) fn is_harmless_at(key: &str, value: &Value) -> bool {
     is_harmless(key) && limited.is_none_or(|(_, values)| values.iter().any(|known| is_meant(known, &word)))
 }
 
-/// Keys that can be left out without changing results, in the notation of [`KEYS`](super::KEYS).
+/// Keys without effect on results, in the notation of [`KEYS`](super::KEYS).
 pub(crate) const HARMLESS: &[&str] = &[
     "use_vllm",
     "vllm_*",
@@ -142,7 +143,7 @@ pub(crate) const HARMLESS: &[&str] = &[
     "trainer.log_val_generations",
 ];
 
-/// Keys as in [`HARMLESS`] that are harmless only at these values (`start*` is a prefix).
+/// Keys of [`HARMLESS`] that are harmless only at the listed values (`start*`: all values with this prefix).
 const HARMLESS_AT: &[(&str, &[&str])] = &[
     ("bf16", &["true"]),
     ("fp16", &["false"]),

@@ -1,19 +1,19 @@
-//! Values of other programs' keys, and their equivalents here.
+//! Values of keys in other trainers' configurations, and the equivalents here.
 
 use serde_json::Value;
 
-/// A JSON value as written on a command line: strings without quotes.
+/// A JSON value in the notation of the command line: a string without quotes.
 pub(crate) fn word(value: &Value) -> String {
     value.as_str().map_or_else(|| value.to_string(), str::to_owned)
 }
 
-/// The equivalent here of `value`, if TRL's notation differs and the meaning is clear.
+/// The equivalent here of a TRL `value`, if they differ and its meaning is unambiguous.
 pub(crate) fn value(key: &str, value: &Value) -> Option<Value> {
     let json = |text: &str| serde_json::from_str::<Value>(text).expect("the table holds JSON");
     VALUES.iter().find(|(known, theirs, _)| *known == key && json(theirs) == *value).map(|(.., ours)| json(ours))
 }
 
-/// The advice for a `value` that `key` has in other programs.
+/// Advice for a `value` that `key` has in other trainers' configurations.
 pub(crate) fn value_advice(key: &str, value: &Value) -> Option<&'static str> {
     let is_share = value.as_f64().is_some_and(|number| 0.0 < number && number < 1.0);
     if is_share && STEP_KEYS.contains(&key) {
@@ -23,10 +23,10 @@ pub(crate) fn value_advice(key: &str, value: &Value) -> Option<&'static str> {
     VALUE_ADVICE.iter().find(|(known, theirs, _)| (*known, *theirs) == (key, word)).map(|(.., advice)| *advice)
 }
 
-/// Keys in steps, which transformers also accepts as a fraction of all steps.
+/// Keys for numbers of steps. transformers also accepts fractions for them.
 const STEP_KEYS: &[&str] = &["logging_steps", "save_steps", "eval_steps"];
 
-/// Keys, values of other programs, and the advice for each.
+/// Keys, values in other trainers, and advice on what to write here.
 const VALUE_ADVICE: &[(&str, &str, &str)] = &[
     ("loss_type", "gspo", "GSPO is importance_sampling_level = \"sequence\" with loss_type = \"grpo\""),
     ("kl_estimator", "kl", "verl's kl is kl_estimator = \"k1\""),
@@ -50,7 +50,7 @@ const VALUE_ADVICE: &[(&str, &str, &str)] = &[
     ("quantization", "bitsandbytes", "bitsandbytes' 4-bit weights are quantization = \"nf4\""),
 ];
 
-/// Keys, other programs' values, and the values here, as JSON.
+/// Keys, values in other trainers and equivalents here, as JSON.
 const VALUES: &[(&str, &str, &str)] = &[
     ("max_steps", "-1", r#""none""#),
     ("top_k", "-1", "0"),

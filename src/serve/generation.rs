@@ -1,4 +1,4 @@
-//! How a model's own `generation_config.json` asks to be sampled from.
+//! Default sampling parameters from a model's `generation_config.json`.
 
 use std::path::Path;
 
@@ -9,26 +9,26 @@ use crate::rollout::ParamFault;
 use crate::types::SamplingParams;
 use crate::untrusted::{self, MAX_MODEL_JSON_BYTES};
 
-/// Values of sampling that a model's folder gives; vLLM reads the same ones. Training reads none of them.
+/// Default sampling parameters in a model's folder, the same as vLLM reads. Training does not use them.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct SamplingDefaults {
     /// Softmax temperature.
     pub temperature: Option<f32>,
-    /// Nucleus mass.
+    /// Probability mass of nucleus sampling (top-p).
     pub top_p: Option<f32>,
-    /// Highest logits kept.
+    /// Number of highest logits that are kept (top-k).
     pub top_k: Option<usize>,
-    /// Least relative probability.
+    /// Smallest probability relative to the most probable token (min-p).
     pub min_p: Option<f32>,
-    /// Divides positive and multiplies negative logits of ids already seen.
+    /// Repetition penalty: divides positive and multiplies negative logits of tokens that already occurred.
     pub repetition_penalty: Option<f32>,
 }
 
 impl SamplingDefaults {
-    /// Reads `generation_config.json` of a model's folder; nothing where there is none. `do_sample` is not read, as with vLLM.
+    /// Reads `generation_config.json` of a model's folder; all fields are `None` if it does not exist. `do_sample` is ignored, as in vLLM.
     ///
     /// # Errors
-    /// [`Error::BadFile`] for values that no request may have.
+    /// [`Error::BadFile`] for values that are invalid in a request.
     pub fn of_folder(folder: &Path) -> Result<Self> {
         let path = folder.join("generation_config.json");
         if !path.exists() {
@@ -55,7 +55,7 @@ impl SamplingDefaults {
         }
     }
 
-    /// `params` with the values that are given here.
+    /// `params`, with fields replaced by the defaults in the model's folder.
     pub fn over(&self, params: SamplingParams) -> SamplingParams {
         SamplingParams {
             temperature: self.temperature.unwrap_or(params.temperature),
@@ -67,7 +67,7 @@ impl SamplingDefaults {
         }
     }
 
-    /// The values, those alone that differ from a request's own defaults; `None` where there are none.
+    /// Describes the values that differ from a request's own defaults; `None` if there are none.
     pub fn listed(&self) -> Option<String> {
         let (own, plain) = (self.over(SamplingParams::default()), SamplingParams::default());
         let differs = [

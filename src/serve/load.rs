@@ -1,4 +1,4 @@
-//! Loads a model's folder into an engine that serves it.
+//! Loads a model's folder into an engine for generation.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -23,60 +23,60 @@ use crate::rollout::{
     weight_copy_bytes,
 };
 
-/// Tokens per KV block.
+/// Tokens per block of the KV cache.
 const KV_BLOCK_SIZE: usize = 16;
-/// Most sequences decoded at once.
+/// Largest number of sequences decoded at the same time.
 const MAX_NUM_SEQS: usize = 256;
 
-/// The model that is served, and its engine's settings.
+/// The model to serve, and the settings of its engine.
 #[derive(Debug, Clone, Copy)]
 pub struct ServeOptions<'a> {
-    /// A model's folder, or one of LoRA adapters.
+    /// A model's folder, or a folder of LoRA adapters.
     pub model: &'a Path,
-    /// The adapters' model folder, where they do not name it.
+    /// Folder of the adapters' base model, if the adapters do not name it.
     pub base_model: Option<&'a Path>,
-    /// Adapters that requests choose by their place in this list: names and folders.
+    /// Adapters that requests choose by index in this list.
     pub adapters: &'a [NamedAdapter],
-    /// How the base's weights are rounded as they are loaded; `None` is as they were while its adapters were trained.
+    /// How the base's weights are quantized when they are loaded; `None` means the same quantization as during training of the adapters.
     pub quantization: Option<Quantization>,
-    /// Variables that the chat template is given.
+    /// Variables of the chat template.
     pub template_variables: &'a Map<String, Value>,
-    /// How the ranks of an engine share the model.
+    /// How the model is split over the ranks of an engine.
     pub division: EngineDivision<'a>,
-    /// Longest prompt and completion together in tokens; `None` is the model's context.
+    /// Largest number of tokens of prompt and completion together; `None` means the model's context length.
     pub max_model_length: Option<usize>,
-    /// Type of weights, activations and cache.
+    /// Data type of weights, activations and KV cache.
     pub kind: Kind,
-    /// Type of the residual stream.
+    /// Data type of the residual stream.
     pub residual: Kind,
-    /// How products read weights, and how keys, values and states are stored.
+    /// Formats of the weights in GEMMs, and of stored keys, values and states.
     pub formats: EngineFormats,
-    /// How tokens are drafted.
+    /// How draft tokens are produced for speculative decoding.
     pub speculation: SpeculationOptions,
 }
 
-/// How the ranks of an engine share a model.
+/// How a model is split over the ranks of an engine.
 #[derive(Debug, Clone, Copy)]
 pub struct EngineDivision<'a> {
-    /// Ranks that share one engine.
+    /// Numbers of tensor-parallel ranks and pipeline stages of an engine.
     pub shape: EngineShape,
-    /// Layers of each of its stages; empty to cut by planned time.
+    /// Number of layers in each pipeline stage; if empty, stages are balanced by estimated time.
     pub pipeline_partition: &'a [usize],
-    /// Each of them has some experts whole, of a model with experts.
+    /// Whether each rank holds some whole experts (expert parallelism) instead of a slice of each.
     pub enable_expert_parallel: bool,
 }
 
-/// A model and its stages.
+/// A model's shape and its split into pipeline stages.
 pub struct DividedModel {
     pub spec: Arc<ModelSpec>,
     pub stages: Stages,
 }
 
 impl EngineDivision<'_> {
-    /// The model in `folder`, divided, by its `config.json` alone.
+    /// Splits the model in `folder`, using only its `config.json`.
     ///
     /// # Errors
-    /// [`Error::Io`] and [`Error::BadFile`] for a `config.json` that cannot be read or is not served; [`Error::InvalidValue`] for a division
+    /// [`Error::Io`] and [`Error::BadFile`] for a `config.json` that cannot be read or is not supported; [`Error::InvalidValue`] for a split
     /// that the model does not allow.
     pub fn of_model(&self, folder: &Path, on_gpu: bool) -> Result<DividedModel> {
         let EngineShape { tensor_parallel_size, pipeline_parallel_size } = self.shape;
@@ -89,30 +89,30 @@ impl EngineDivision<'_> {
     }
 }
 
-/// Adapters that are served under a name beside their base.
+/// Adapters that are served under their own name in addition to the base model.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NamedAdapter {
-    /// The name that requests choose them by.
+    /// Name by which requests choose the adapters.
     pub name: String,
-    /// A folder of LoRA adapters, or a name on the Hub.
+    /// A folder of LoRA adapters, or a repository name on the Hub.
     pub folder: PathBuf,
 }
 
-/// A model that is served, with what its prompts are made of.
+/// A loaded model with its engine and tokenizer.
 #[derive(Debug)]
 pub struct ModelService {
     /// Weights and engine.
     pub served: Served,
     /// The model's tokenizer.
     pub tokenizer: Arc<Tokenizer>,
-    /// Longest prompt and completion together, in tokens.
+    /// Largest number of tokens of prompt and completion together.
     pub max_model_length: usize,
     /// Ids that end a completion.
     pub eos_token_ids: Vec<u32>,
 }
 
 impl ModelService {
-    /// Loads model, adapters and tokenizer, and makes an engine whose KV cache takes up to a quarter of the free memory; collective
+    /// Loads model, adapters and tokenizer, and creates an engine whose KV cache takes up to a quarter of the free memory. Collective
     /// over the world.
     ///
     /// # Errors
@@ -185,8 +185,8 @@ impl ModelService {
     }
 }
 
-/// How the base is rounded: as asked for, else as its adapters were trained; says which where they were trained beside a rounded one. Adapters that
-/// requests choose leave the base, which answers, too, as its files have it.
+/// The quantization of the base model: as requested, or else as during training of its adapters. Prints a message if the adapters were trained with a
+/// quantized base. With adapters chosen by requests, the default is no quantization, because the base model itself is served, too.
 fn base_quantization(
     asked: Option<Quantization>,
     adapters: Option<&AdapterFiles>,
@@ -211,7 +211,7 @@ fn base_quantization(
 }
 
 impl NamedAdapter {
-    /// The folder of the adapters, to be served beside a base model.
+    /// The folder of the adapters. An error if `--model` names adapters itself, or the folder contains no adapters.
     fn folder_beside(&self, model: &ModelSource) -> Result<PathBuf> {
         let refuse =
             |expected: String| Err(Error::invalid_value("--adapter", self.folder.display().to_string(), expected));
@@ -232,7 +232,7 @@ impl NamedAdapter {
     }
 }
 
-/// One unit of adapters. A number that is not finite would reach the rows of other adapters, as 0 times it is not 0.
+/// Reads one unit of adapters. A value that is not finite is an error: it would affect rows of other adapters, because 0 times it is not 0.
 fn read_finite(files: &AdapterFiles, layout: &UnitLayout, kind: Kind) -> Result<Tensor> {
     let unit = files.read_unit(layout, kind)?;
     if unit.isfinite().all().int64_value(&[]) == 0 {

@@ -1,5 +1,5 @@
-//! A model that only generates: the engine with weights of its own, for `generate`, `eval`, benchmarks and ranks that do
-//! nothing else. Knows nothing of training.
+//! Models that only generate: an engine with its own weights, for `generate`, `eval`, benchmarks and ranks that only
+//! sample. Independent of training.
 
 mod generation;
 mod load;
@@ -21,7 +21,7 @@ pub use load::{EngineDivision, ModelService, NamedAdapter, ServeOptions};
 pub use weights::EngineSlices;
 use weights::no_adapters;
 
-/// Whole weights and an engine that reads them in place.
+/// A model's weights, and an engine that reads them in place.
 #[derive(Debug)]
 pub struct Served {
     world: Arc<World>,
@@ -29,7 +29,7 @@ pub struct Served {
     table: Arc<ParamTable>,
     units: Vec<Tensor>, // [len] each, [0] of other stages
     adapters: Vec<ServedAdapters>,
-    /// Requests choose among them. Otherwise there is at most one set, which all requests have.
+    /// Whether each request chooses its adapters. If not, there is at most one set of adapters, which applies to all requests.
     are_chosen: bool,
     engine: Engine,
 }
@@ -43,7 +43,7 @@ struct ServedAdapters {
 }
 
 impl Served {
-    /// Loads every unit that this rank's stage has from `source` to the world's device.
+    /// Loads all weights of this rank's pipeline stage from `source` to the world's device.
     ///
     /// # Errors
     /// The errors of `source`; [`Error::OutOfMemory`](crate::Error::OutOfMemory).
@@ -73,7 +73,7 @@ impl Served {
         &self.table.spec
     }
 
-    /// Allocates zeroed weights in `kind`, to be filled through `base_units` and `adapter_units`.
+    /// Allocates zeroed weights of data type `kind`, to be filled through `base_units` and `adapter_units`.
     ///
     /// # Errors
     /// The errors of [`Served::new`].
@@ -91,7 +91,7 @@ impl Served {
         Ok(Self { adapters, ..Self::new(world, table, engine, &zeros)? })
     }
 
-    /// Adds adapters that all requests have, whose units come from `source` in the type of the model's own.
+    /// Adds adapters that apply to all requests. `source` reads their units in the data type of the model's weights.
     ///
     /// # Errors
     /// The errors of [`Served::new`].
@@ -102,8 +102,8 @@ impl Served {
         Ok(self)
     }
 
-    /// Adds adapters that requests choose by number ([`Request::adapter`](crate::rollout::Request)), from 0 in the order of these calls.
-    /// A request that names none has the base model.
+    /// Adds adapters that requests choose by index ([`Request::adapter`](crate::rollout::Request)), from 0 in the order of these calls.
+    /// Requests without an index use the base model.
     ///
     /// # Errors
     /// The errors of [`Served::new`].
@@ -115,7 +115,7 @@ impl Served {
         Ok(self)
     }
 
-    /// Runs `work` with the engine awake on every rank; collective over the world. A panic goes on unwinding after that.
+    /// Runs `work` with the engine awake on every rank; collective over the world. If `work` panics, the panic continues after the engine sleeps.
     ///
     /// # Errors
     /// The first failure of any rank, on every rank.
@@ -124,8 +124,8 @@ impl Served {
         world.scope("with_engine", self, |served| served.awake(work), |_| Ok(()), |_| ())
     }
 
-    /// [`Served::with_engine`], collective over the tensor-parallel group alone: an error is this rank's, and posted to all. One of memory
-    /// names who holds it, which nobody does once the engine sleeps.
+    /// Like [`Served::with_engine`], but collective only over the tensor-parallel group: an error is this rank's own, and is reported to all ranks.
+    /// An out-of-memory error lists the memory's users, which is not possible once the engine sleeps.
     pub(crate) fn awake<R>(&mut self, work: impl FnOnce(&mut RolloutEngine<'_>) -> Result<R>) -> Result<R> {
         let Self { world, slices, table, units, adapters, are_chosen, engine } = self;
         let unit = |unit: Unit| Ok(units[table.index(unit)].shallow_clone());
@@ -141,7 +141,7 @@ impl Served {
         engine.awake(weights, 0, |rollout| explained(rollout).inspect_err(|error| world.post_failure(error)))
     }
 
-    /// The model's own units, to be written between uses. One of another stage has room for as long as it is written.
+    /// The model's own units, to be written while the engine sleeps. A unit of another pipeline stage gets temporary memory while it is written.
     pub(crate) fn base_units(&self) -> impl Iterator<Item = Result<Tensor>> + '_ {
         self.units.iter().zip(&self.table.units).map(|(unit, layout)| match unit.numel() {
             0 => Ok(Tensor::f_zeros([layout.len as i64], (unit.kind(), unit.device()))?),
@@ -154,7 +154,7 @@ impl Served {
         self.adapters.iter().flat_map(|adapters| &adapters.units).map(Tensor::shallow_clone)
     }
 
-    /// Whether there are any.
+    /// Whether the model has adapters.
     pub(crate) fn has_adapters(&self) -> bool {
         !self.adapters.is_empty()
     }
@@ -164,14 +164,14 @@ impl Served {
         &self.engine
     }
 
-    /// The sleeping engine, to be set up between uses.
+    /// The sleeping engine, for changes of its settings.
     pub(crate) fn engine_mut(&mut self) -> &mut Engine {
         &mut self.engine
     }
 }
 
 impl ServedAdapters {
-    /// Beside a model of `table` on a device, multiplied in a format, with units from `source`.
+    /// Loads a set of adapters for a model of `table`, with units from `source`, for GEMMs in the given format.
     fn new(
         table: &ParamTable,
         lora: LoraSpec,

@@ -1,6 +1,6 @@
-//! How whole units become an engine's weights: read in place where every rank keeps them whole (ZeRO 0 to 2), gathered
-//! unit by unit, of which only this rank's tensor-parallel slices stay (ZeRO 3), or dequantised block by block. Of an engine in stages,
-//! units of the rank's own stage alone.
+//! Converts whole units of weights to an engine's weights. They are read in place if every rank keeps them whole (ZeRO 0 to 2), gathered
+//! unit by unit and reduced to this rank's tensor-parallel slices (ZeRO 3), or dequantized block by block. An engine with pipeline stages uses
+//! only the units of the rank's own stage.
 #![allow(unsafe_code)]
 
 use std::marker::PhantomData;
@@ -13,10 +13,10 @@ use crate::memory::Arena;
 use crate::model::{BlockLora, BlockParams, EmbeddingParams, HeadParams, ParamTable, Stage, StoredBlock, Unit};
 use crate::rollout::{EngineRanks, EngineWeights, StoredBlocks};
 
-/// Elements that a slice's start is aligned to.
+/// Alignment of the start of a slice, in elements.
 const ALIGNMENT: usize = 64;
 
-/// Blocks that are dequantised at once: the one in use and the one after it.
+/// Number of buffers for dequantized blocks: for the block in use and the next one.
 const NUM_DEQUANTIZED: usize = 2;
 
 /// This rank's part of the weights while the engine is awake.
@@ -24,11 +24,11 @@ const NUM_DEQUANTIZED: usize = 2;
 pub struct EngineSlices {
     part: EnginePart,
     storage: Storage,
-    /// B of every block's adapters, expanded, between wakes too.
+    /// Expanded LoRA B matrices of every block, kept while the engine sleeps.
     adapters: Vec<BlockLora>,
 }
 
-/// The part of a model that a rank of an engine has.
+/// The part of a model that one rank of an engine holds.
 #[derive(Debug, Clone)]
 struct EnginePart {
     tp_rank: usize,
@@ -42,24 +42,24 @@ impl From<&EngineRanks> for EnginePart {
     }
 }
 
-/// Where the engine finds blocks.
+/// Where the engine's weights are stored.
 #[derive(Debug)]
 enum Storage {
     /// In the policy's own memory.
     InPlace,
-    /// Slices of all of them, gathered at every wake.
+    /// As tensor-parallel slices, which are gathered at every wake.
     Gathered(Arena, Kind),
-    /// Quantised by the policy: two whole blocks, written in turn as they come into use.
+    /// Quantized in the policy's memory. Two buffers hold dequantized blocks, which are written in turn when they are needed.
     Dequantized(Arena, Kind),
 }
 
 impl EngineSlices {
-    /// The engine reads the policy's own weights: no copy, no synchronisation.
+    /// The engine reads the policy's own weights, without a copy or synchronization.
     pub fn in_place(ranks: &EngineRanks) -> Self {
         Self { part: ranks.into(), storage: Storage::InPlace, adapters: Vec::new() }
     }
 
-    /// Slices are gathered at every wake; addresses for them are reserved now.
+    /// Slices are gathered at every wake; their virtual addresses are reserved now.
     ///
     /// # Errors
     /// The errors of [`Arena::reserve`].
@@ -70,7 +70,7 @@ impl EngineSlices {
         Ok(Self { part, storage, adapters: Vec::new() })
     }
 
-    /// Blocks are quantised: room for two of them is reserved.
+    /// The policy's blocks are quantized; virtual addresses for two dequantized blocks are reserved now.
     ///
     /// # Errors
     /// The errors of [`Arena::reserve`].
@@ -79,12 +79,12 @@ impl EngineSlices {
         Ok(Self { part: ranks.into(), storage: Storage::Dequantized(arena, kind), adapters: Vec::new() })
     }
 
-    /// Bytes of the two blocks.
+    /// Size in bytes of the two dequantized blocks.
     pub fn dequantized_bytes(table: &ParamTable, kind: Kind) -> usize {
         NUM_DEQUANTIZED * longest_block(table) * kind.elt_size_in_bytes()
     }
 
-    /// Bytes of the gathered slices of one rank of a stage.
+    /// Size in bytes of the gathered slices of one rank of a pipeline stage.
     pub fn gathered_bytes(
         table: &ParamTable,
         tp_rank: usize,
@@ -104,7 +104,7 @@ impl EngineSlices {
         Ok(elements * kind.elt_size_in_bytes())
     }
 
-    /// Memory that the engine's own copies take; none if the policy's weights are read.
+    /// Memory in bytes of the engine's own copies; 0 if it reads the policy's weights.
     pub fn reserved_bytes(&self) -> usize {
         match &self.storage {
             Storage::InPlace => 0,
@@ -112,7 +112,7 @@ impl EngineSlices {
         }
     }
 
-    /// This rank's weights from whole units and what blocks' adapters compute with; collective if `unit` is.
+    /// This rank's weights, created from whole units and the blocks' adapters. Collective if `unit` is.
     ///
     /// # Errors
     /// The errors of `unit` and `adapters`; [`Error::OutOfMemory`](crate::Error::OutOfMemory).
@@ -177,7 +177,7 @@ impl EngineSlices {
         })
     }
 
-    /// Gives gathered slices' memory back.
+    /// Frees the memory of gathered slices.
     pub fn release(&mut self) {
         if let Storage::Gathered(arena, _) | Storage::Dequantized(arena, _) = &mut self.storage {
             arena.unmap();
@@ -185,12 +185,12 @@ impl EngineSlices {
     }
 }
 
-/// Elements of the longest block: those of a model may differ.
+/// Number of elements of the longest block, because blocks of a model may differ.
 fn longest_block(table: &ParamTable) -> usize {
     (0..table.spec.num_layers()).map(|layer| table.unit(Unit::Block(layer)).len).max().unwrap_or(0)
 }
 
-/// The blocks' buffers in the arena, mapped.
+/// Maps the arena's memory and returns the blocks' buffers.
 fn block_buffers(arena: &mut Arena, len: usize, kind: Kind) -> Result<[Tensor; NUM_DEQUANTIZED]> {
     arena.map(arena.reserved_bytes())?;
     // SAFETY: views of it live in the engine's weights, which borrow the slices: `release`, which unmaps, needs `&mut self`.
@@ -198,8 +198,8 @@ fn block_buffers(arena: &mut Arena, len: usize, kind: Kind) -> Result<[Tensor; N
     Ok([both.get(0), both.get(1)])
 }
 
-/// The engine's weights from whole units, asked for in the order of [`Stage::units`]. `keep` says what stays of each slice once its
-/// unit is gone; with `split_embedding` the table is reduced to this rank's vocabulary rows.
+/// Creates the engine's weights from whole units, which are read in the order of [`Stage::units`]. `keep` returns the part of each slice that
+/// outlives its unit. With `split_embedding` the embedding table is reduced to this rank's vocabulary rows.
 fn slices<'a>(
     table: &ParamTable,
     EnginePart { tp_rank, tp_size, stage }: &EnginePart,
@@ -257,7 +257,7 @@ fn slices<'a>(
     })
 }
 
-/// The adapters of a model without any.
+/// The adapters of each block for a model without adapters.
 pub(super) fn no_adapters(_layer: usize) -> Result<BlockLora> {
     Ok(BlockLora::default())
 }

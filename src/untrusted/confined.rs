@@ -1,4 +1,4 @@
-//! Threads with a known stack, a budget of memory and a limit of processor time.
+//! Runs untrusted work on threads with a known stack size and limits on memory and CPU time.
 
 use std::any::Any;
 use std::fmt;
@@ -14,22 +14,22 @@ use std::time::Duration;
 use super::meter::metered;
 use crate::error::panic_message;
 
-/// How often a thread that has not answered yet is looked at.
+/// Interval at which a thread that has not answered yet is checked.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// Limits of work on an untrusted file.
+/// Limits for work on an untrusted file.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ThreadLimits {
-    /// The thread's stack. Only what recursion touches becomes memory.
+    /// Size of the thread's stack in bytes. Only pages that are touched use memory.
     pub stack_bytes: usize,
-    /// Heap held at a time, where the program has [`MeteredAllocator`](super::MeteredAllocator).
+    /// Largest size of live heap memory in bytes. Enforced only if the program uses [`MeteredAllocator`](super::MeteredAllocator).
     pub memory_bytes: usize,
-    /// Processor time of one call.
+    /// CPU time limit of one call in seconds.
     pub cpu_s: u64,
 }
 
-/// A thread that answers calls one by one within limits. A call that breaks one ends its usefulness: the thread is left where
-/// it is, which costs at most its budget, and later calls report the same breach.
+/// A thread that answers calls one at a time, within limits. If a call exceeds a limit, the thread is abandoned. It keeps
+/// its memory, at most its budget, and all later calls return the same error.
 pub(crate) struct Confined<I, O> {
     limits: ThreadLimits,
     is_exceeded: &'static AtomicBool,
@@ -44,10 +44,10 @@ struct Line<I, O> {
 }
 
 impl<I: Send + 'static, O: Send + 'static> Confined<I, O> {
-    /// Starts the thread, which applies `work` to what it is called with.
+    /// Starts the thread, which applies `work` to the input of each call.
     ///
     /// # Errors
-    /// The system's, where it has no thread or no address space for its stack.
+    /// The system's error if it cannot create a thread or reserve its stack.
     pub fn start(name: &str, limits: ThreadLimits, mut work: impl FnMut(I) -> O + Send + 'static) -> io::Result<Self> {
         let is_exceeded: &'static AtomicBool = Box::leak(Box::new(AtomicBool::new(false))); // the thread may outlive all
         let (calls, received) = channel::<I>();
@@ -67,10 +67,10 @@ impl<I: Send + 'static, O: Send + 'static> Confined<I, O> {
         Ok(Self { limits, is_exceeded, line: Mutex::new(Line { calls, answers, task, breach: None }) })
     }
 
-    /// Calls the thread.
+    /// Runs `work` on `input` and waits for the result.
     ///
     /// # Errors
-    /// Which limit `input` broke, or what the work panicked with.
+    /// The exceeded limit, or the message of a panic in `work`.
     pub fn call(&self, input: I) -> Result<O, String> {
         let mut line = self.line.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(breach) = &line.breach {
@@ -113,7 +113,7 @@ impl<I, O> fmt::Debug for Confined<I, O> {
 /// Runs `work` once within limits, on a thread of its own.
 ///
 /// # Errors
-/// Which limit it broke, or that there is no thread for it.
+/// The exceeded limit, or that no thread can be created.
 pub(crate) fn once<O: Send + 'static>(
     name: &str,
     limits: ThreadLimits,
@@ -126,7 +126,7 @@ pub(crate) fn once<O: Send + 'static>(
     thread.call(())
 }
 
-/// Time that a thread was on a processor; 0 where the kernel does not say.
+/// CPU time of a thread in nanoseconds; 0 if the kernel does not report it.
 fn on_cpu_ns(task: &Path) -> u64 {
     let text = std::fs::read_to_string(task).unwrap_or_default();
     text.split_whitespace().next().and_then(|number| number.parse().ok()).unwrap_or_default()

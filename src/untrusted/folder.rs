@@ -1,5 +1,5 @@
-//! Files below a folder that others may write to or have made, such as a run's output folder. No link is followed on the way from there, so
-//! that none that was planted leads out of it; the folder itself may be reached through links.
+//! Access to files below a folder that other users may write to, such as a run's output folder. No link is followed below the folder, so
+//! that a planted link cannot lead outside. The folder itself may be reached through links.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
@@ -12,35 +12,35 @@ use rustix::fs::{AtFlags, CWD, Dir, FileType, Mode, OFlags, mkdirat, openat, ren
 
 use super::{read_all, regular};
 
-/// Flags that open the folders on the way to a file.
+/// Flags for opening the folders on the way to a file.
 const FOLDER: OFlags = OFlags::PATH.union(OFlags::DIRECTORY).union(OFlags::CLOEXEC);
 
-/// A folder, by its path and the part of it on which no link is followed. Nothing is held open.
+/// A folder, stored as a path whose last part must not contain links. No file descriptor is kept open.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Folder {
     root: PathBuf,
-    /// Whether the root is made where it is not there and something is written.
+    /// Whether a missing root folder is created when a file is written.
     makes_root: bool,
     below: PathBuf,
 }
 
 impl Folder {
-    /// A folder that the user has named: links lead to it, and none further.
+    /// A folder given by the user. Links are followed on the way to it, but not below it.
     pub fn new(root: &Path) -> Self {
         Self { root: root.to_owned(), makes_root: true, below: PathBuf::new() }
     }
 
-    /// [`Folder::new`] of one that is not made again where it is gone.
+    /// Like [`Folder::new`], but the folder is not created again if it was removed.
     pub fn existing(root: &Path) -> Self {
         Self { makes_root: false, ..Self::new(root) }
     }
 
-    /// A folder below this one.
+    /// The subfolder `name`.
     pub fn folder(&self, name: impl AsRef<Path>) -> Self {
         Self { below: self.below.join(name), ..self.clone() }
     }
 
-    /// The folder's path, for messages.
+    /// The folder's path, for error messages.
     pub fn path(&self) -> PathBuf {
         // Joining with nothing would end it with a slash.
         if self.below.as_os_str().is_empty() { self.root.clone() } else { self.root.join(&self.below) }
@@ -49,7 +49,7 @@ impl Folder {
     /// Opens a regular file for reading.
     ///
     /// # Errors
-    /// The system's; one that says what else it is, or what on the way is a link.
+    /// The system's error, or an error that the file is not a regular file or that a part of its path is a link.
     pub fn open(&self, name: &str) -> io::Result<File> {
         self.open_as(name, OFlags::RDONLY, false)
     }
@@ -57,33 +57,33 @@ impl Folder {
     /// Reads a regular file of at most `max_bytes`.
     ///
     /// # Errors
-    /// Those of [`Folder::open`], and one with both sizes.
+    /// The errors of [`Folder::open`], and an error with both sizes if the file is larger.
     pub fn read(&self, name: &str, max_bytes: u64) -> io::Result<Vec<u8>> {
         read_all(self.open(name)?, max_bytes)
     }
 
-    /// Opens a file for reading and appending; it and its folder need not be there.
+    /// Opens a file for reading and appending. Creates the file and its folder if necessary.
     ///
     /// # Errors
-    /// Those of [`Folder::open`].
+    /// The errors of [`Folder::open`].
     pub fn append(&self, name: &str) -> io::Result<File> {
         self.open_as(name, OFlags::RDWR | OFlags::APPEND | OFlags::CREATE, true)
     }
 
-    /// Opens a file for writing, emptied; it and its folder need not be there.
+    /// Opens a file for writing and truncates it. Creates the file and its folder if necessary.
     ///
     /// # Errors
-    /// Those of [`Folder::open`].
+    /// The errors of [`Folder::open`].
     pub fn create(&self, name: &str) -> io::Result<File> {
         let file = self.open_as(name, OFlags::WRONLY | OFlags::CREATE, true)?;
         file.set_len(0)?; // once it is known to be a regular file
         Ok(file)
     }
 
-    /// Writes a file that is there as a whole or not at all, in place of whatever has its name; its folder need not be there.
+    /// Writes a file atomically and replaces an existing one. Creates its folder if necessary.
     ///
     /// # Errors
-    /// Those of [`Folder::open`].
+    /// The errors of [`Folder::open`].
     pub fn write(&self, name: &str, bytes: impl AsRef<[u8]>) -> io::Result<()> {
         let folder = self.handle(true)?;
         let draft = format!(".{name}.tmp");
@@ -97,40 +97,40 @@ impl Folder {
         written
     }
 
-    /// Makes the folder, with those on the way to it, where it is not there.
+    /// Creates the folder and its missing parents.
     ///
     /// # Errors
-    /// Those of [`Folder::open`].
+    /// The errors of [`Folder::open`].
     pub fn make(&self) -> io::Result<()> {
         self.handle(true).map(drop)
     }
 
-    /// Gives a file another name within the folder. A link is renamed itself.
+    /// Renames a file within the folder. A link itself is renamed, not its target.
     ///
     /// # Errors
-    /// The system's.
+    /// The system's error.
     pub fn rename(&self, from: &str, to: &str) -> io::Result<()> {
         let folder = self.handle(false)?;
         Ok(renameat(&folder, from, &folder, to)?)
     }
 
-    /// Removes a file; of a link the link itself.
+    /// Removes a file. A link itself is removed, not its target.
     ///
     /// # Errors
-    /// The system's.
+    /// The system's error.
     pub fn remove(&self, name: &str) -> io::Result<()> {
         Ok(unlinkat(self.handle(false)?, name, AtFlags::empty())?)
     }
 
-    /// Whether something has that name, be it a link that leads nowhere.
+    /// Whether an entry of this name exists, including a broken link.
     pub fn has(&self, name: &str) -> bool {
         self.handle(false).is_ok_and(|folder| statat(folder, name, AtFlags::SYMLINK_NOFOLLOW).is_ok())
     }
 
-    /// Names of what is in the folder, at most `limit`, in no order; none where there is no such folder.
+    /// Names of up to `limit` entries of the folder, unordered; empty if the folder does not exist.
     ///
     /// # Errors
-    /// Those of [`Folder::open`].
+    /// The errors of [`Folder::open`].
     pub fn names(&self, limit: usize) -> io::Result<Vec<OsString>> {
         let folder = match self.handle(false) {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
@@ -154,7 +154,7 @@ impl Folder {
         regular(file.map_err(|error| told(&folder, name, error.into()))?.into())
     }
 
-    /// The folder, opened step by step.
+    /// Opens the folder, one path component at a time. With `makes`, creates missing folders.
     fn handle(&self, makes: bool) -> io::Result<OwnedFd> {
         if makes && self.makes_root {
             std::fs::create_dir_all(&self.root)?;
@@ -180,7 +180,7 @@ fn no_name(name: &str) -> io::Error {
     io::Error::new(ErrorKind::InvalidInput, format!("'{name}' is not a plain file name"))
 }
 
-/// The error, or what it means of a link.
+/// Replaces an error that was caused by a link with one that says so.
 fn told(folder: impl AsFd, name: &OsStr, error: io::Error) -> io::Error {
     let is_link = |found: rustix::fs::Stat| FileType::from_raw_mode(found.st_mode) == FileType::Symlink;
     match statat(folder, name, AtFlags::SYMLINK_NOFOLLOW).is_ok_and(is_link) {
@@ -198,7 +198,7 @@ mod tests {
 
     use super::*;
 
-    /// An outside that links from within lead to, and the folder.
+    /// A folder with planted links to files outside. Returns the temporary folder, the outside, and the folder.
     fn planted() -> (tempfile::TempDir, PathBuf, Folder) {
         let place = tempfile::tempdir().unwrap();
         let (outside, inside) = (place.path().join("outside"), place.path().join("inside"));

@@ -1,4 +1,4 @@
-//! The meaning of the keys of a model's JSON files, one table a file: none that decides meaning is passed over.
+//! Tables of the keys in a model's JSON files, one table per file. A key that changes results and is not supported is an error.
 
 use std::path::Path;
 
@@ -9,23 +9,23 @@ use crate::error::{Error, Result};
 /// The keys of one file.
 #[derive(Debug)]
 pub(crate) struct KeyTable {
-    /// The file, or the object within it.
+    /// Name of the file or of the object within it.
     pub name: &'static str,
-    /// Keys that are read, and mean what they mean to transformers, with blanks between them.
+    /// Supported keys with the same meaning as in transformers, separated by blanks.
     pub served: &'static str,
-    /// Keys that change neither what is computed nor which tokens a text has.
+    /// Keys that affect neither what is computed nor how text is tokenized.
     pub harmless: &'static str,
-    /// Keys that would change it in a way that is not served: accepted where they are absent, null or have one of these values.
+    /// Unsupported keys that would change results. They are accepted if absent, null, or equal to one of the listed values.
     pub refused: &'static [(&'static str, &'static [&'static str], &'static str)],
-    /// Whether transformers passes over keys that it does not know, too.
+    /// Whether unknown keys are ignored, as transformers does for this file.
     pub ignores_unknown: bool,
 }
 
 impl KeyTable {
-    /// Refuses values that are not served.
+    /// Checks the values of `map`, the file's object or the part of it at `within`.
     ///
     /// # Errors
-    /// [`Error::BadFile`] with the first such key of `map`, which is the file's object or lies `within` it, its value, and what is expected.
+    /// [`Error::BadFile`] with the first unsupported key, its value and the expected values.
     pub(crate) fn check(&self, path: &Path, within: &str, map: &Map<String, Value>) -> Result<()> {
         map.iter().filter(|(_, value)| !value.is_null()).try_for_each(|(key, value)| {
             let refuse =
@@ -45,13 +45,13 @@ impl KeyTable {
         })
     }
 
-    /// Whether a key is in one of the lists.
+    /// Whether the table contains a key.
     pub(crate) fn knows(&self, key: &str) -> bool {
         let mut named = self.served.split_whitespace().chain(self.harmless.split_whitespace());
         named.any(|name| name == key) || self.refused.iter().any(|(name, ..)| *name == key)
     }
 
-    /// Keys that docs/files.md does not show.
+    /// Keys that docs/files.md does not mention.
     #[cfg(test)]
     pub(crate) fn undocumented(&self) -> Vec<&'static str> {
         let refused = self.refused.iter().map(|(name, ..)| *name);
@@ -64,12 +64,12 @@ fn expected(values: &[&str]) -> String {
     if values.is_empty() { "no such key, or null".to_owned() } else { values.join(" or ") }
 }
 
-/// Whether two values mean the same: 0 and 0.0 do.
+/// Whether two JSON values are equal; 0 equals 0.0.
 fn same(allowed: &Value, value: &Value) -> bool {
     allowed == value || allowed.as_f64().is_some_and(|number| value.as_f64() == Some(number))
 }
 
-/// Whether a value turns whatever its key is off.
+/// Whether a value disables the feature of any key: null, false, or an empty object or list.
 fn is_off(value: &Value) -> bool {
     match value {
         Value::Null | Value::Bool(false) => true,

@@ -1,11 +1,11 @@
-//! An allocator that can hold one thread to a budget.
+//! An allocator that limits the memory of a thread.
 //!
-//! Rust code cannot recover from an allocation that fails: it aborts. A metered thread that asks for more than its budget is
-//! therefore stopped inside the allocator and never runs again; whoever waits for it sees a flag and reports the breach.
+//! Rust code cannot recover from a failed allocation: it aborts. If a metered thread exceeds its budget, it is
+//! therefore blocked inside the allocator forever; the thread that waits for it sees a flag and reports the error.
 //!
-//! It keeps the locks that it holds where it stops, so it must hold none that others wait for. A thread that panics holds the standard
-//! library's lock of backtraces: it goes on beyond its budget until the panic is caught. Work on such threads shares no lock with other
-//! threads, and values that libraries make at their first use are made before (`data::statics`).
+//! A blocked thread keeps its locks, so it must hold none that other threads need. A panicking thread holds the standard
+//! library's backtrace lock: it may exceed its budget until the panic is caught. Work on such threads shares no lock with other
+//! threads, and static values of libraries are initialized before (`data::statics`).
 #![allow(unsafe_code)]
 
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -14,12 +14,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 thread_local! {
-    /// Bytes that this thread may still take; `None`: any number. No destructor, so it can be read at any time.
+    /// Bytes that this thread may still allocate; `None` means no limit. It has no destructor, so it can be read at any time.
     static LEFT: Cell<Option<(isize, &'static AtomicBool)>> = const { Cell::new(None) };
 }
 
-/// The system's allocator, which counts what metered threads take. The program installs it; a program that uses the library
-/// may do so, too. Without it only the memory limit of `Confined` work is missing.
+/// The system's allocator with counting for metered threads. The `colo-grpo` program installs it; a program that uses the library
+/// may do so, too. Without it, only the memory limit of untrusted work is not enforced.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct MeteredAllocator;
 
@@ -51,8 +51,8 @@ unsafe impl GlobalAlloc for MeteredAllocator {
     }
 }
 
-/// Runs `work` with a budget of `max_bytes` for what it holds at a time. Beyond it `is_exceeded` is set and this thread stops
-/// for good.
+/// Runs `work` with a budget of `max_bytes` for its live memory. If it needs more, `is_exceeded` is set and this thread blocks
+/// forever.
 pub(super) fn metered<T>(max_bytes: usize, is_exceeded: &'static AtomicBool, work: impl FnOnce() -> T) -> T {
     LEFT.set(Some((max_bytes as isize, is_exceeded)));
     let outcome = work();

@@ -1,8 +1,8 @@
-//! Files that strangers wrote: the one place that opens them, and threads on which they can be worked on safely.
+//! Safe reading of untrusted files: opening them, and threads with limits for processing them.
 //!
-//! Only regular files are read, so a pipe cannot hang a run and a device cannot fill its memory. Every kind of file has a
-//! largest size. `Confined` runs work whose depth, memory or time the file decides on a thread with limits. `Folder` reads and writes below
-//! a folder without following links. A `KeyTable` says what the keys of a file mean here.
+//! Only regular files are read, so a pipe cannot hang a run and a device cannot fill its memory. Every kind of file has a largest size. `Confined`
+//! runs work whose depth, memory or time the file decides on a thread with limits. `Folder` reads and writes below a folder without following links.
+//! A `KeyTable` says what the keys of a file mean here.
 
 mod confined;
 mod folder;
@@ -21,36 +21,36 @@ pub(crate) use folder::Folder;
 pub(crate) use keys::KeyTable;
 pub use meter::MeteredAllocator;
 
-/// Largest TOML or YAML configuration of a run, in bytes.
+/// Largest size of a run's TOML or YAML configuration in bytes.
 pub(crate) const MAX_RUN_CONFIG_BYTES: u64 = 1 << 20;
-/// Largest JSON file that describes a model, adapters or a tokenizer's special tokens, in bytes.
+/// Largest size in bytes of a JSON file that describes a model, adapters or a tokenizer's special tokens.
 pub(crate) const MAX_MODEL_JSON_BYTES: u64 = 8 << 20;
-/// Largest `tokenizer.json`, in bytes.
+/// Largest size of a `tokenizer.json` in bytes.
 pub(crate) const MAX_TOKENIZER_BYTES: u64 = 256 << 20;
-/// Largest chat template, in bytes.
+/// Largest size of a chat template in bytes.
 pub(crate) const MAX_TEMPLATE_BYTES: u64 = 1 << 20;
-/// Largest index of weight files, or manifest of a checkpoint, in bytes.
+/// Largest size in bytes of an index of weight files or a checkpoint's manifest.
 pub(crate) const MAX_INDEX_BYTES: u64 = 64 << 20;
-/// Largest README.md of a data set, in bytes.
+/// Largest size of a data set's README.md in bytes.
 pub(crate) const MAX_README_BYTES: u64 = 4 << 20;
-/// Largest file of a few words, such as a token or the name of a commit, in bytes.
+/// Largest size in bytes of a file with a few words, such as an access token or a commit.
 pub(crate) const MAX_WORDS_BYTES: u64 = 64 << 10;
-/// Largest log of a run, or state of a trainer, which holds one; in bytes.
+/// Largest size in bytes of a run's log, or of a trainer's saved state, which contains a log.
 pub(crate) const MAX_LOG_BYTES: u64 = 1 << 30;
 
-/// Begins the text that a clone without Git LFS has in place of a large file.
+/// First line of a Git LFS pointer, the text that a clone without Git LFS contains instead of a large file.
 const LFS_POINTER: &[u8] = b"version https://git-lfs.github.com/spec/v1\n";
 
-/// Opens a regular file for reading. Never blocks: a pipe without a writer is refused, not waited for.
+/// Opens a regular file for reading. Never blocks; a pipe is rejected.
 ///
 /// # Errors
-/// The system's, and one that names what else than a file is there, or that a pointer stands in its place.
+/// The system's error, or an error if the file is not a regular file or is a Git LFS pointer.
 pub(crate) fn open(path: &Path) -> io::Result<File> {
     refuse_unless_regular(&std::fs::metadata(path)?)?; // a device is not even opened
     regular(OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path)?)
 }
 
-/// The file, if it is a regular one and no pointer.
+/// Checks that the file is a regular file and not a Git LFS pointer.
 fn regular(file: File) -> io::Result<File> {
     refuse_unless_regular(&file.metadata()?)?;
     let mut start = [0; LFS_POINTER.len()];
@@ -66,7 +66,7 @@ fn regular(file: File) -> io::Result<File> {
 /// Reads a regular file of at most `max_bytes`.
 ///
 /// # Errors
-/// The errors of [`open`], and one with both sizes.
+/// The errors of [`open`], and an error with both sizes if the file is larger.
 pub(crate) fn read(path: &Path, max_bytes: u64) -> io::Result<Vec<u8>> {
     read_all(open(path)?, max_bytes)
 }
@@ -82,10 +82,10 @@ fn read_all(file: File, max_bytes: u64) -> io::Result<Vec<u8>> {
     if bytes.len() as u64 > max_bytes { Err(too_large(bytes.len() as u64)) } else { Ok(bytes) }
 }
 
-/// Reads a regular file of at most `max_bytes` of UTF-8.
+/// Reads a regular UTF-8 file of at most `max_bytes`.
 ///
 /// # Errors
-/// The errors of [`read`], and one with the offset of the first byte that is no text.
+/// The errors of [`read`], and an error with the offset of the first byte that is not UTF-8.
 pub(crate) fn read_text(path: &Path, max_bytes: u64) -> io::Result<String> {
     String::from_utf8(read(path, max_bytes)?).map_err(|error| io::Error::other(format!("not UTF-8: {error}")))
 }

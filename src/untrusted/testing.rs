@@ -1,9 +1,9 @@
-//! Tests of what could hang a whole process, each in one of its own.
+//! Helpers for tests of code that could hang a whole process; each runs in its own process.
 
 use std::process::Command;
 use std::time::Duration;
 
-/// Runs an ignored test of this crate alone in its process, with backtraces.
+/// Runs one ignored test of this crate in its own process, with backtraces enabled.
 pub(crate) fn alone(test: &str) {
     let mut command = Command::new(std::env::current_exe().unwrap());
     let ended = command.args(["--exact", "--ignored", test]).env("RUST_BACKTRACE", "1").output().unwrap();
@@ -12,7 +12,7 @@ pub(crate) fn alone(test: &str) {
     assert!(ended.status.success() && text.contains("1 passed"), "{test}: {}\n{text}", ended.status);
 }
 
-/// Ends the process with 3 after two minutes.
+/// Ends the process with status 3 after two minutes.
 pub(crate) fn ends_if_it_hangs() {
     std::thread::spawn(|| {
         std::thread::sleep(Duration::from_secs(120));

@@ -1,4 +1,4 @@
-//! metrics.jsonl, read on from where it was read to.
+//! Reads a growing metrics.jsonl incrementally.
 
 use std::fs::File;
 use std::io;
@@ -8,27 +8,27 @@ use crate::metrics::MetricLine;
 use crate::metrics::report::History;
 use crate::untrusted::Folder;
 
-/// The file of metrics in a run's output folder.
+/// Name of the metrics file in a run's output folder.
 const FILE: &str = "metrics.jsonl";
 
-/// Most bytes read at a time; the rest comes with the next look.
+/// Bytes read per call; the rest is read by the next call.
 const MAX_READ_BYTES: u64 = 8 << 20;
-/// Most values kept of a run, at 16 bytes each.
+/// Values kept per run, of 16 bytes each.
 const MAX_VALUES: usize = 8 << 20;
-/// Bytes before the end of what was read that are compared, so that a file that was written anew is noticed.
+/// Number of bytes before the current offset that are compared, to detect that a file was rewritten.
 const SEAM_BYTES: usize = 256;
 
-/// A growing file of metrics.
+/// Reader of a growing metrics file.
 #[derive(Debug)]
 pub(super) struct Follower {
     folder: Folder,
     history: History,
-    /// Device and inode of the file that was read.
+    /// Device and inode number of the file that was read.
     file: Option<(u64, u64)>,
     offset: u64,
     /// The last bytes before `offset`.
     seam: Vec<u8>,
-    /// Seconds since 1970 of the newest line.
+    /// Time of the last line, in seconds since 1970.
     newest: Option<f64>,
     message: String,
     revision: u64,
@@ -44,22 +44,22 @@ impl Follower {
         &self.history
     }
 
-    /// Seconds since 1970 of the newest line.
+    /// Time of the last line, in seconds since 1970.
     pub fn newest(&self) -> Option<f64> {
         self.newest
     }
 
-    /// The fault of the file; empty if there is none.
+    /// What is wrong with the file; empty if nothing is.
     pub fn message(&self) -> &str {
         &self.message
     }
 
-    /// A number that grows with every change of the history.
+    /// A number that increases with every change of the history.
     pub fn revision(&self) -> u64 {
         self.revision
     }
 
-    /// Reads what was written since the last look.
+    /// Reads the lines that were added since the last call.
     pub fn look(&mut self) {
         self.message = match self.read_on() {
             Ok(message) => message,
@@ -100,7 +100,7 @@ impl Follower {
         })
     }
 
-    /// Whether the file still begins with what was read, as far as its last bytes tell.
+    /// Whether the file continues the one that was read, judged by its size and the bytes before the offset.
     fn continues(&self, file: &File, size: u64) -> io::Result<bool> {
         let mut seam = vec![0; self.seam.len()];
         if size < self.offset || read_at(file, &mut seam, self.offset - self.seam.len() as u64)? < seam.len() {

@@ -1,4 +1,4 @@
-//! The page that a browser shows: one page with its style and script inside, and the parts that it fetches again. All text is escaped here.
+//! The HTML page: one page with inline style and script, and the parts that the script reloads. All text is escaped here.
 
 use std::sync::LazyLock;
 
@@ -12,13 +12,13 @@ use super::runs::{RunStep, WatchedRun, age, now};
 use crate::metrics::ranks::RankState;
 use crate::metrics::report::{self, History, escape, number};
 
-/// The page, with style and script at their places.
+/// The page with style and script inserted.
 static PAGE: LazyLock<String> = LazyLock::new(|| {
     let style = format!("{}{}", report::STYLE, include_str!("watch.css"));
     include_str!("page.html").replace("{style}", &style).replace("{script}", &SCRIPT)
 });
 static SCRIPT: LazyLock<String> = LazyLock::new(|| format!("{}{}", report::SCRIPT, include_str!("watch.js")));
-/// Lets the page run its own script, talk to its own server, and nothing else.
+/// The Content-Security-Policy header: allows only the page's own script, and connections to its own server.
 static POLICY: LazyLock<String> = LazyLock::new(|| {
     let hash = STANDARD.encode(Sha256::digest(SCRIPT.as_bytes()));
     format!(
@@ -27,7 +27,7 @@ static POLICY: LazyLock<String> = LazyLock::new(|| {
     )
 });
 
-/// Parts of the page that come anew.
+/// Templates of the page's parts that are reloaded.
 static PARTS: LazyLock<Environment<'static>> = LazyLock::new(|| {
     let mut parts = Environment::new();
     for (name, text) in [("ranks.html", include_str!("ranks.html")), ("warnings.html", include_str!("warnings.html"))] {
@@ -44,7 +44,7 @@ pub(super) fn policy() -> &'static str {
     &POLICY
 }
 
-/// One run as the page's list has it; the script shows it as text.
+/// The entry of one run in the page's list; the script shows it as text.
 pub(super) fn run_line(number: usize, run: &WatchedRun) -> Value {
     let RunStep { newest: step, last: max_steps } = run.step();
     let reward = run.history().get("reward").and_then(|points| points.last()).map(|point| report::number(point.1));
@@ -53,18 +53,18 @@ pub(super) fn run_line(number: usize, run: &WatchedRun) -> Value {
         "messages": messages, "newest": run.steps.last(), "num_completions": run.steps.len()})
 }
 
-/// Parts of the page that show what some runs have measured, as HTML.
+/// Parts of the page with the metrics of the selected runs, as HTML.
 #[derive(Debug, serde::Serialize)]
 pub(super) struct MeasuredParts {
     tiles: String,
     charts: String,
     metrics: String,
     configuration: String,
-    /// Changes where a run has new steps.
+    /// A text that changes when a run has new steps.
     revision: String,
 }
 
-/// Tiles, charts, all metrics and the configuration.
+/// Renders tiles, charts, all metrics and the configuration of the runs.
 pub(super) fn charts(runs: &[(usize, &WatchedRun)], revision: String) -> MeasuredParts {
     let titled = |html: &dyn Fn(&WatchedRun) -> String| -> String {
         let of = |(_, run): &(usize, &WatchedRun)| match runs.len() {
@@ -83,7 +83,7 @@ pub(super) fn charts(runs: &[(usize, &WatchedRun)], revision: String) -> Measure
     MeasuredParts { tiles, charts: report::charts(&named), metrics, configuration, revision }
 }
 
-/// A table of every run's ranks: phase, memory, last sign of life.
+/// Renders a table of all ranks: phase, memory, time since the last update.
 pub(super) fn ranks(runs: &[(usize, &WatchedRun)]) -> String {
     let now = now();
     let of_run = |(_, run): &(usize, &WatchedRun)| {
@@ -94,7 +94,7 @@ pub(super) fn ranks(runs: &[(usize, &WatchedRun)]) -> String {
     part("ranks.html", &json!({"runs": runs.iter().map(of_run).collect::<Vec<_>>()}))
 }
 
-/// Step, phase, how long it lasts, memory of the device and of the host, last sign of life.
+/// The cells of one rank: step, phase, duration of the phase, GPU memory, host memory, time since the last update.
 fn cells(state: &RankState, silence_s: f64) -> [String; 6] {
     let RankState { step, max_steps, phases, phase_s, waits_in, resident_bytes, held, gpu_memory, end, .. } = state;
     let phase = match (end, phases.is_empty()) {
@@ -122,7 +122,7 @@ fn cells(state: &RankState, silence_s: f64) -> [String; 6] {
     ]
 }
 
-/// The newest warnings of all ranks of every run, the newest first; those that several ranks give at a time once.
+/// Renders the latest warnings of all ranks and runs, the most recent first. Equal warnings of several ranks at the same time are shown once.
 pub(super) fn warnings(runs: &[(usize, &WatchedRun)]) -> String {
     let now = now();
     let mut warnings = Vec::new();
@@ -143,7 +143,7 @@ pub(super) fn warnings(runs: &[(usize, &WatchedRun)]) -> String {
     part("warnings.html", &json!({"warnings": warnings}))
 }
 
-/// A template of this folder with its values, which are escaped.
+/// Renders one of this folder's templates; values are escaped.
 fn part(name: &str, values: &Value) -> String {
     let part = PARTS.get_template(name).and_then(|part| part.render(values));
     part.expect("a template of this folder, with the values that it names")

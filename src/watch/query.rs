@@ -1,6 +1,6 @@
-//! The parts of a request's address.
+//! Parses the query of a request's URL.
 
-/// The query of a request's address: names and values, decoded.
+/// The query of a request's URL: decoded names and values.
 #[derive(Debug, Default)]
 pub(super) struct Query(Vec<(String, String)>);
 
@@ -13,22 +13,22 @@ impl Query {
         Self(text.split('&').map(pair).collect())
     }
 
-    /// A value that is not empty.
+    /// The value of a parameter; `None` if it is absent or empty.
     pub fn get(&self, name: &str) -> Option<&str> {
         let value = self.0.iter().find(|(other, _)| other == name).map(|(_, value)| value.as_str());
         value.filter(|value| !value.is_empty())
     }
 
-    /// A value that is a whole number.
+    /// The value of a parameter as an integer.
     ///
     /// # Errors
-    /// A message that names the field.
+    /// A message that names the parameter.
     pub fn number(&self, name: &str) -> Result<Option<u64>, String> {
         let Some(value) = self.get(name) else { return Ok(None) };
         value.parse().map(Some).map_err(|_| format!("{name} = {value}: expected a whole number"))
     }
 
-    /// A list of whole numbers; what is none is left out.
+    /// The value of a parameter as a list of integers. Items that are not integers are left out.
     pub fn numbers(&self, name: &str) -> Vec<usize> {
         self.get(name).into_iter().flat_map(|list| list.split(',')).filter_map(|number| number.parse().ok()).collect()
     }

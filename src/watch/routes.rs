@@ -1,4 +1,4 @@
-//! Paths and their answers.
+//! HTTP routes and responses.
 
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -17,7 +17,7 @@ use super::runs::{WatchedRun, WatchedRuns};
 use super::samples::{SampleFilter, SampleKind, SampleTables, compared, page as sample_page};
 use crate::http::Guard;
 
-/// State that requests are answered from. One at a time: all come from one person's browser.
+/// State of the server. Requests lock it one at a time, because they all come from one person's browser.
 #[derive(Debug)]
 struct Watched {
     runs: WatchedRuns,
@@ -25,12 +25,12 @@ struct Watched {
 }
 
 type Shared = Arc<Mutex<Watched>>;
-/// The step before one and the step after it, where there are such.
+/// The steps before and after a step, if they exist.
 type Around = (Option<u64>, Option<u64>);
-/// A status and what is wrong.
+/// An HTTP status and an error message.
 type Refused = (StatusCode, String);
 
-/// The answers to a browser that watches the runs below `folders`, behind `guard`.
+/// The router of a server that watches the runs below `folders`; `guard` checks hosts and origins.
 pub fn router(folders: Vec<PathBuf>, guard: Guard) -> Router {
     let watched = Watched { runs: WatchedRuns::new(folders), tables: SampleTables::default() };
     let router = Router::new()
@@ -106,7 +106,7 @@ async fn completions(State(shared): State<Shared>, request: Request) -> Response
     .await
 }
 
-/// The step whose completions are shown: the one wanted, or the newest; and the steps around it.
+/// The step whose completions are shown, `wanted` or the latest, and the steps before and after it.
 fn step_of(run: &WatchedRun, wanted: Option<u64>) -> Result<(u64, Around), Refused> {
     let no_completions = || {
         let why = "set log_completions = true to keep them";
@@ -124,7 +124,7 @@ fn step_of(run: &WatchedRun, wanted: Option<u64>) -> Result<(u64, Around), Refus
     Ok((step, (place.checked_sub(1).map(|place| run.steps[place]), run.steps.get(place + 1).copied())))
 }
 
-/// Numbers of the runs that are shown: those asked for, else the one whose files changed last.
+/// Numbers of the runs to show: those in the query, or else the most recently updated one.
 fn selected(runs: &mut WatchedRuns, query: &Query) -> Vec<usize> {
     let num_runs = runs.search().len();
     let mut asked: Vec<usize> = query.numbers("runs").into_iter().filter(|number| *number < num_runs).collect();
@@ -144,12 +144,12 @@ fn chosen<'a>(runs: &'a WatchedRuns, selected: &[usize]) -> Vec<(usize, &'a Watc
     selected.iter().filter_map(|number| Some((*number, runs.get(*number)?))).collect()
 }
 
-/// A text that changes with the charts.
+/// A text that changes whenever the charts change.
 fn revision(runs: &[(usize, &WatchedRun)]) -> String {
     runs.iter().map(|(number, run)| format!("{number}.{} ", run.revision())).collect()
 }
 
-/// Answers on a thread that may read files.
+/// Computes a JSON response on a thread that may block on file reads.
 async fn json_answer(
     shared: Shared,
     request: Request,

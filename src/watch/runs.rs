@@ -1,4 +1,4 @@
-//! The runs of the watched folders and how they are.
+//! The runs in the watched folders and their state.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -11,19 +11,19 @@ use crate::metrics::ranks::{RankState, read_ranks};
 use crate::metrics::report::{History, read_config};
 use crate::untrusted::Folder;
 
-/// Most runs that are shown.
+/// Largest number of runs that are shown.
 const MAX_RUNS: usize = 100;
-/// Folders below a watched one that are looked through for runs.
+/// Depth of subfolders of a watched folder that are searched for runs.
 const MAX_DEPTH: usize = 3;
-/// Most folders looked through in one search.
+/// Largest number of folders visited by one search.
 const MAX_FOLDERS: usize = 2000;
-/// How often new runs are searched for, and files looked at.
+/// Interval between searches for new runs; `LOOK_INTERVAL` is the one between updates of a run's files.
 const SEARCH_INTERVAL: Duration = Duration::from_secs(5);
 const LOOK_INTERVAL: Duration = Duration::from_millis(400);
-/// A rank that has not written for this long shows no sign of life, in seconds.
+/// Seconds without an update after which a rank is shown as silent.
 const SILENCE_S: f64 = 20.0;
 
-/// The runs that are watched.
+/// All watched runs.
 #[derive(Debug)]
 pub(super) struct WatchedRuns {
     folders: Vec<PathBuf>,
@@ -32,26 +32,26 @@ pub(super) struct WatchedRuns {
     message: String,
 }
 
-/// An output folder.
+/// A watched run, identified by its output folder.
 #[derive(Debug)]
 pub(super) struct WatchedRun {
-    /// Path of the run below the watched folder, or that folder's name.
+    /// Path of the run relative to the watched folder, or the watched folder's name.
     pub name: String,
     pub folder: Folder,
     metrics: Follower,
     looked: Option<Instant>,
-    /// Ranks, and what is wrong with their files.
+    /// State of each rank. Errors of their files are in `rank_message`.
     pub ranks: Vec<RankState>,
     rank_message: String,
     heard: BTreeMap<usize, Heard>,
-    /// Steps whose completions are there.
+    /// Steps with a file of completions.
     pub steps: Vec<u64>,
 }
 
-/// The newest sign of life of a rank, by this host's clock.
+/// When the last update of a rank was seen, by this host's clock.
 #[derive(Debug)]
 struct Heard {
-    /// The time that its file had, by its own clock.
+    /// The time written in the rank's file, by the clock of the rank's host.
     time: f64,
     at: Instant,
     /// Whether the file has changed since it was first read.
@@ -63,7 +63,7 @@ impl WatchedRuns {
         Self { folders, runs: Vec::new(), searched: None, message: String::new() }
     }
 
-    /// The runs, searched for now and then. A run keeps its number.
+    /// Searches for new runs, if the last search is long enough ago, and returns all runs. A run keeps its number.
     pub fn search(&mut self) -> &[WatchedRun] {
         if self.searched.is_none_or(|at| at.elapsed() >= SEARCH_INTERVAL) {
             self.searched = Some(Instant::now());
@@ -83,12 +83,12 @@ impl WatchedRuns {
         &self.runs
     }
 
-    /// Message about the search; empty if there is none.
+    /// A message about the search; empty if there is none.
     pub fn message(&self) -> &str {
         &self.message
     }
 
-    /// One run, its files looked at anew unless that was just done.
+    /// Updates one run from its files, unless this was just done, and returns it.
     pub fn look(&mut self, number: usize) -> Option<&WatchedRun> {
         let run = self.runs.get_mut(number)?;
         if run.looked.is_none_or(|at| at.elapsed() >= LOOK_INTERVAL) {
@@ -97,7 +97,7 @@ impl WatchedRuns {
         Some(run)
     }
 
-    /// One run as it was looked at last.
+    /// One run without updating it from its files.
     pub fn get(&self, number: usize) -> Option<&WatchedRun> {
         self.runs.get(number)
     }
@@ -125,12 +125,12 @@ impl WatchedRuns {
     }
 }
 
-/// How far a run is.
+/// Progress of a run.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RunStep {
-    /// The newest update.
+    /// Number of the latest update.
     pub newest: u64,
-    /// How many there will be, where that is known.
+    /// Total number of updates, if known.
     pub last: Option<u64>,
 }
 
@@ -173,8 +173,8 @@ impl WatchedRun {
         (self.ranks, self.rank_message) = (ranks, String::new());
     }
 
-    /// How long a rank has not written, in seconds. Its host's clock need not be this one's: what it wrote while it was watched counts
-    /// from then. Of a file that has not changed since it was first read, the time it names is all that is known.
+    /// Seconds since a rank last wrote its file. The clock of the rank's host may differ from this host's, so an update seen while watching is
+    /// measured with this host's clock. For a file unchanged since it was first read, the time written in it is used.
     pub fn silence_s(&self, rank: &RankState, now: f64) -> f64 {
         match self.heard.get(&rank.rank).filter(|heard| heard.is_new) {
             Some(heard) => heard.at.elapsed().as_secs_f64(),
@@ -186,33 +186,33 @@ impl WatchedRun {
         self.metrics.history()
     }
 
-    /// A number that grows with every change of the history.
+    /// A number that increases with every change of the history.
     pub fn revision(&self) -> u64 {
         self.metrics.revision()
     }
 
-    /// When it was last heard of, in seconds since 1970.
+    /// Time of the last update of any file, in seconds since 1970.
     pub fn newest(&self) -> f64 {
         self.ranks.iter().map(|rank| rank.time).chain(self.metrics.newest()).fold(0.0, f64::max)
     }
 
-    /// Keys and values; a message where the file is not what it should be.
+    /// Keys and values of the configuration; an error message if the file is malformed.
     pub fn config(&self) -> Result<Vec<(String, String)>, String> {
         read_config(&self.folder).map_err(|error| error.to_string())
     }
 
-    /// Faults of its files.
+    /// What is wrong with the run's files.
     pub fn messages(&self) -> impl Iterator<Item = &str> {
         [self.metrics.message(), self.rank_message.as_str()].into_iter().filter(|message| !message.is_empty())
     }
 
-    /// How far it is.
+    /// Progress of the run.
     pub fn step(&self) -> RunStep {
         let step = self.history().last_step().unwrap_or(0.0) as u64;
         RunStep { newest: step, last: self.ranks.first().map(|first| first.max_steps) }
     }
 
-    /// How it is.
+    /// State of the run in words.
     pub fn state(&self) -> String {
         self.state_at(now())
     }
@@ -242,12 +242,12 @@ impl WatchedRun {
     }
 }
 
-/// Seconds since 1970.
+/// The current time in seconds since 1970.
 pub(super) fn now() -> f64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64())
 }
 
-/// A time span in one unit.
+/// Formats a duration in one unit.
 pub(super) fn age(seconds: f64) -> String {
     match seconds.max(0.0) as u64 {
         seconds @ 0..=119 => format!("{seconds} s"),

@@ -1,4 +1,4 @@
-//! Completions of a step: found, filtered, beside those of another.
+//! Completions of a step: finding, filtering, and comparing with another step.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -8,23 +8,23 @@ use crate::metrics::report::{completions_of_prompt, escape, number};
 use crate::metrics::{COMPLETIONS, CompletionRow, read_rows};
 use crate::untrusted::{self, Folder, ThreadLimits};
 
-/// The beginning and the end of the name of a completions file.
+/// Prefix and suffix of the name of a completions file.
 const PREFIX: &str = "completions_";
 const SUFFIX: &str = ".parquet";
-/// Most files listed of one run.
+/// Largest number of completions files listed per run.
 const MAX_FILES: usize = 200_000;
-/// Largest file that is read, and what reading one may take.
+/// Largest size in bytes of a file that is read, and of the memory for reading it.
 const MAX_BYTES: u64 = 512 << 20;
 const LIMITS: ThreadLimits = ThreadLimits { stack_bytes: 16 << 20, memory_bytes: 2 << 30, cpu_s: 30 };
-/// Files whose rows are kept.
+/// Number of files whose rows are cached.
 const MAX_TABLES: usize = 4;
-/// Prompts on a page, and completions of each.
+/// Number of prompts on a page; `COMPLETIONS_PER_PROMPT` of each prompt's completions are shown.
 const PROMPTS_PER_PAGE: usize = 6;
 const MAX_COMPLETIONS: usize = 64;
-/// Longest text shown of a prompt or completion, in characters.
+/// Largest number of characters shown of a prompt or completion.
 const MAX_CHARACTERS: usize = 20_000;
 
-/// Steps of which there are completions, in order.
+/// Steps with a completions file, in ascending order.
 pub(super) fn steps(output_dir: &Folder) -> Vec<u64> {
     let names = output_dir.folder(COMPLETIONS).names(MAX_FILES).unwrap_or_default();
     let step = |name: &str| name.strip_prefix(PREFIX)?.strip_suffix(SUFFIX)?.parse().ok();
@@ -37,19 +37,19 @@ fn name(step: u64) -> String {
     format!("{PREFIX}{step:05}{SUFFIX}")
 }
 
-/// Rows of the files that were read last.
+/// A cache of the rows of recently read files.
 #[derive(Debug, Default)]
 pub(super) struct SampleTables(Vec<(FileVersion, CompletionRows)>);
 
 type CompletionRows = Arc<Vec<CompletionRow>>;
-/// A file, its size and when it was written.
+/// Path, size and modification time of a file.
 type FileVersion = (PathBuf, u64, Option<SystemTime>);
 
 impl SampleTables {
-    /// Completions of a step.
+    /// The completions of a step.
     ///
     /// # Errors
-    /// A message: what is wrong with the file.
+    /// A message that says what is wrong with the file.
     pub fn read(&mut self, output_dir: &Folder, step: u64) -> Result<CompletionRows, String> {
         let (folder, name) = (output_dir.folder(COMPLETIONS), name(step));
         let path = folder.path().join(&name);
@@ -76,10 +76,10 @@ impl SampleTables {
     }
 }
 
-/// Which completions are shown.
+/// Selects the completions to show.
 #[derive(Debug, Default)]
 pub(super) struct SampleFilter {
-    /// Text that prompt, completion or answer must have, in any case of letters.
+    /// Text that the prompt, completion or answer must contain, ignoring case.
     pub text: String,
     pub kind: SampleKind,
 }
@@ -88,11 +88,11 @@ pub(super) struct SampleFilter {
 pub(super) enum SampleKind {
     #[default]
     All,
-    /// With an advantage above 0.
+    /// Samples with an advantage above 0.
     Better,
-    /// With an advantage below 0.
+    /// Samples with an advantage below 0.
     Worse,
-    /// Samples of which no reward is known.
+    /// Samples without a known reward.
     Failed,
 }
 
@@ -122,7 +122,7 @@ impl SampleFilter {
         is_kind && (wanted.is_empty() || texts.into_iter().any(has))
     }
 
-    /// The completions that are kept, prompt by prompt, the best first.
+    /// The selected completions by prompt, the best first.
     fn groups<'a>(&self, rows: &'a [CompletionRow]) -> Vec<Vec<&'a CompletionRow>> {
         let of_prompt = |group: &'a [CompletionRow]| {
             let mut kept: Vec<&CompletionRow> = group.iter().filter(|row| self.keeps(row)).collect();
@@ -134,7 +134,7 @@ impl SampleFilter {
     }
 }
 
-/// A page of completions as HTML, and how many pages there are.
+/// Renders a page of completions as HTML. Returns it with the number of pages.
 pub(super) fn page(title: &str, rows: &[CompletionRow], filter: &SampleFilter, page: usize) -> (String, usize) {
     let groups = filter.groups(rows);
     let html: String = on_page(&groups, page).iter().map(|group| article(group)).collect();
@@ -142,7 +142,7 @@ pub(super) fn page(title: &str, rows: &[CompletionRow], filter: &SampleFilter, p
     (format!("{head}<div class=\"groups\">{html}</div>"), groups.len().div_ceil(PROMPTS_PER_PAGE))
 }
 
-/// Samples of two steps beside one another: prompts that are in both, or, where there are none, one after the other.
+/// Renders samples of two steps side by side: for prompts that occur in both steps, or, if there are none, in order.
 pub(super) fn compared(
     titles: [&str; 2],
     rows: [&[CompletionRow]; 2],
@@ -169,7 +169,7 @@ pub(super) fn compared(
     (format!("<p>{note}</p>{html}"), pairs.len().div_ceil(PROMPTS_PER_PAGE))
 }
 
-/// The prompts that page number `page` shows; none where it is behind the last one.
+/// The prompts on page number `page`; empty after the last page.
 fn on_page<T>(prompts: &[T], page: usize) -> &[T] {
     prompts.chunks(PROMPTS_PER_PAGE).nth(page).unwrap_or_default()
 }
