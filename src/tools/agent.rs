@@ -1,4 +1,4 @@
-//! Episodes that a function of the user's plays, each in a process of its own, against a server that samples from the policy.
+//! Episodes played by a user's function, each in its own process, against a server that samples from the policy.
 
 use std::time::Duration;
 
@@ -8,39 +8,39 @@ use super::process::ToolProcess;
 use crate::error::Result;
 use crate::types::EnvironmentEnd;
 
-/// The function that plays episodes.
+/// The user's function that plays episodes.
 #[derive(Debug)]
 pub struct Agent {
     process: ToolProcess,
     name: String,
 }
 
-/// The end of an episode.
+/// Result of an episode.
 #[derive(Debug)]
 pub struct EpisodeOutcome {
-    /// The number that [`Agent::play`] returned.
+    /// The episode's number, which [`Agent::play`] returned.
     pub id: u64,
-    /// The episode's reward, and what its function returned; or why it was lost: its exception, its time, the end of its process.
+    /// The reward and what the function returned; or the failure: an exception, the time limit, or the end of the process.
     pub end: Result<EnvironmentEnd, String>,
-    /// Whether the episode's time was over.
+    /// Whether the episode exceeded its time limit.
     pub is_late: bool,
-    /// Seconds that it took.
+    /// Duration of the episode in seconds.
     pub seconds: f64,
 }
 
 impl Agent {
-    /// The agent that `process` has loaded.
+    /// The agent loaded by `process`.
     pub fn new(process: ToolProcess) -> Self {
         let name = process.agent.clone().unwrap_or_default();
         Self { process, name }
     }
 
-    /// Begins an episode with a row's columns against the server at `base_url`, and returns its number.
+    /// Begins an episode with a row's columns, against the server at `base_url`. Returns the episode's number.
     pub fn play(&mut self, row: &Map<String, Value>, base_url: &str) -> u64 {
         self.process.play(row, base_url)
     }
 
-    /// Ends an episode that nobody waits for any more.
+    /// Cancels an episode whose result is not needed any more.
     pub fn give_up(&mut self, id: u64) {
         self.process.give_up(id);
     }
@@ -48,7 +48,7 @@ impl Agent {
     /// The episodes that have ended since the last call.
     ///
     /// # Errors
-    /// [`Error::ToolService`](crate::Error::ToolService) if the agent's process has ended again and again.
+    /// [`Error::ToolService`](crate::Error::ToolService) if the agent's process has ended repeatedly.
     pub fn ended(&mut self) -> Result<Vec<EpisodeOutcome>> {
         let replies = self.process.replies(Duration::ZERO)?;
         let outcome = |mut reply: super::reply::ToolReply| {

@@ -1,4 +1,4 @@
-//! Trajectories of several turns: the calls of a turn are read and answered, and the answers become the context of the next one.
+//! Multi-turn trajectories: the tool calls of a turn are parsed and executed, and their results become the context of the next turn.
 
 mod answers;
 mod suspended;
@@ -16,56 +16,56 @@ use crate::data::{DatasetOptions, Reply, Tokenizer, ToolCall, TurnContext, TurnM
 use crate::error::{Error, Result};
 use crate::types::{EnvironmentEnd, FinishReason, Prompt, Trajectory};
 
-/// A group: no two that are under way have both in common.
+/// Identifies a group. No two open groups have the same prompt and first step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct GroupKey {
-    /// Identity of its prompt.
+    /// Id of the group's prompt.
     pub prompt_id: u64,
-    /// Generation step at which it was begun.
+    /// Generation step at which the group began.
     pub first_step: u64,
 }
 
-/// A trajectory: its group and its sample.
+/// Identifies a trajectory by its group and sample index.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct TrajectoryKey {
-    /// The group.
+    /// The trajectory's group.
     pub group: GroupKey,
-    /// Sample index in the group.
+    /// Index of the trajectory in its group.
     pub sample: usize,
 }
 
-/// Longest trajectories, in tokens.
+/// Limits on the lengths of trajectories, in tokens.
 #[derive(Debug, Clone, Copy)]
 struct TurnLimits {
-    /// All turns of a trajectory and the context between them.
+    /// All turns of a trajectory, including the context between them.
     max_completion_length: usize,
     /// Prompt and trajectory together.
     max_model_length: usize,
 }
 
-/// The outcome of a turn, or of opening the environments of a group.
+/// What follows a turn, or the opening of a group's environments.
 #[derive(Debug, Clone, PartialEq)]
 pub enum TurnOutcome {
-    /// All environments of the group are open. The prompt, if they added to it.
+    /// All environments of the group are open. Contains the new prompt if they added text to it.
     Opened(Option<Prompt>),
-    /// Context to append, after which the next turn is sampled.
+    /// Context to append before the next turn is sampled.
     Continues(Vec<u32>),
-    /// It was the last turn.
+    /// The trajectory has ended.
     Ended(EpisodeEnd),
 }
 
-/// The end of a trajectory, as rewards get it.
+/// The end of a trajectory, as rewards receive it.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct EpisodeEnd {
     /// Messages after the prompt.
     pub messages: Vec<Value>,
-    /// The environment, if it has one that is not lost.
+    /// The result of the environment; `None` without an environment, or if it failed.
     pub environment: Option<Arc<EnvironmentEnd>>,
-    /// Why the environment was lost.
+    /// Why the environment failed.
     pub failure: Option<String>,
 }
 
-/// A request to the process.
+/// A request to the tools' process.
 #[derive(Debug, Clone, Copy)]
 enum Asked {
     Open(TrajectoryKey),
@@ -89,30 +89,30 @@ struct Opening {
     observations: Vec<Option<String>>,
 }
 
-/// A trajectory that is not at its end.
+/// A trajectory that has not ended.
 #[derive(Debug, Default)]
 struct OpenTrajectory {
-    /// The trajectory's number in the tools' process.
+    /// Number of the trajectory in the tools' process.
     number: u64,
-    /// The name of the trajectory's environment.
+    /// Name of the trajectory's environment.
     environment: Option<String>,
-    /// Why the environment was lost.
+    /// Why the environment failed.
     failure: Option<String>,
     prompt_len: usize,
     messages: Vec<Value>,
     num_answered: usize,
-    /// The trajectory and the names of the calls that are under way.
+    /// The trajectory and the tool names of the calls that are running.
     waiting: Option<(Trajectory, Vec<String>)>,
 }
 
-/// The trajectories of this rank that have several turns.
+/// The multi-turn trajectories of this rank.
 #[derive(Debug)]
 pub struct Conversations {
     pub(super) process: ToolProcess,
     turns: TurnContext,
     tokenizer: Arc<Tokenizer>,
     parser: ToolCallParser,
-    /// Whether the parser needs to see special tokens.
+    /// Whether the parser needs special tokens in the text.
     shows_special: bool,
     eos_token_ids: Vec<u32>,
     max_iterations: usize,
@@ -120,7 +120,7 @@ pub struct Conversations {
     limits: TurnLimits,
     open: HashMap<TrajectoryKey, OpenTrajectory>,
     opening: HashMap<GroupKey, Opening>,
-    /// Ends of trajectories, and prompts with what environments added, of groups that wait for a later rollout.
+    /// Ends of trajectories whose groups wait for a later rollout. `observed` has the prompts to which environments added text.
     ended: HashMap<TrajectoryKey, EpisodeEnd>,
     observed: HashMap<GroupKey, Prompt>,
     asked: HashMap<u64, Asked>,
@@ -128,19 +128,19 @@ pub struct Conversations {
     num_trajectories: u64, // so far
     done: Vec<(TrajectoryKey, TurnOutcome)>,
     stats: ToolStats,
-    /// Whether the first failed call, and the first lost environment, were told.
+    /// Whether the first failed call was logged; likewise for the first failed environment.
     has_warned: bool,
     has_failed: bool,
-    /// Why the first environment since the last [`Conversations::take_loss`] was lost.
+    /// Why an environment failed: the first failure since the last [`Conversations::take_loss`].
     loss: Option<String>,
 }
 
 impl Conversations {
-    /// The conversations of `model` with the tools of `process`, in a run whose rows become prompts as `prompts` says.
+    /// Creates the conversations of `model` with the tools of `process`; `prompts` says how the run's rows become prompts.
     ///
     /// # Errors
-    /// [`Error::ChatTemplate`] for a template that does not show tools' answers, or rewrites earlier turns;
-    /// [`Error::InvalidValue`] where no format of calls is known.
+    /// [`Error::ChatTemplate`] for a template that does not show tool results, or rewrites earlier turns;
+    /// [`Error::InvalidValue`] if the format of tool calls is unknown.
     pub fn new(config: &Config, process: ToolProcess, model: &TurnModel, prompts: DatasetOptions) -> Result<Self> {
         let TurnModel { tokenizer, eos_token_ids, max_model_length } = model;
         let source = tokenizer.template_source().unwrap_or_default();
@@ -186,15 +186,15 @@ impl Conversations {
         })
     }
 
-    /// Whether trajectories have environments, which [`Conversations::open`] opens.
+    /// Whether trajectories have environments, which must be opened with [`Conversations::open`].
     pub fn has_environments(&self) -> bool {
         self.process.schemas().has_environments()
     }
 
-    /// Opens an environment for each of `num_samples` trajectories of a group. [`Conversations::poll`] says when all are open.
+    /// Opens an environment for each of `num_samples` trajectories of a group. [`Conversations::poll`] reports when all are open.
     ///
     /// # Errors
-    /// [`Error::Environment`] for a row that does not say which one it has.
+    /// [`Error::Environment`] for a row that does not name its environment.
     pub fn open(&mut self, group: GroupKey, prompt: &Prompt, num_samples: usize) -> Result<()> {
         let schemas = self.process.schemas().clone();
         let name = schemas.environment(&prompt.columns).map_err(|message| Error::Environment { message })?;
@@ -210,7 +210,7 @@ impl Conversations {
         Ok(())
     }
 
-    /// Takes in a trajectory behind `prompt` whose newest turn has ended. [`Conversations::poll`] has what follows.
+    /// Parses and executes the tool calls in the newest turn of a trajectory after `prompt`. [`Conversations::poll`] returns the outcome.
     ///
     /// # Errors
     /// The errors of the tokenizer and of the chat template.
@@ -255,10 +255,10 @@ impl Conversations {
         Ok(())
     }
 
-    /// The wanted trajectories whose next turn can be sampled, or which have ended. If there are none, waits up to `wait` for a tool.
+    /// Outcomes of the wanted trajectories whose next turn can be sampled or that have ended. If there are none, waits up to `wait` for tools.
     ///
     /// # Errors
-    /// [`Error::ToolService`] if the tools' process has ended again and again; [`Error::ChatTemplate`] if the template refuses an answer.
+    /// [`Error::ToolService`] if the tools' process has ended repeatedly; [`Error::ChatTemplate`] if a tool result cannot be rendered.
     pub fn poll(
         &mut self,
         wait: Duration,
@@ -275,12 +275,12 @@ impl Conversations {
         Ok(wanted)
     }
 
-    /// Whether tools run for wanted trajectories.
+    /// Whether tools are running for wanted trajectories.
     pub fn is_waiting(&self, is_wanted: impl Fn(&TrajectoryKey) -> bool) -> bool {
         self.asked.values().any(|asked| is_wanted(&asked.key()))
     }
 
-    /// Counts what a session cost.
+    /// Adds the costs of a session to the statistics.
     pub fn book(&mut self, costs: SessionCosts) {
         self.stats.sessions += costs;
     }
@@ -290,23 +290,23 @@ impl Conversations {
         &self.tokenizer
     }
 
-    /// Why an environment was lost since the last call: the first of them.
+    /// Why an environment failed: the first failure since the last call.
     pub fn take_loss(&mut self) -> Option<String> {
         self.loss.take()
     }
 
-    /// The counts since the last call.
+    /// The statistics since the last call.
     pub fn take_stats(&mut self) -> ToolStats {
         std::mem::take(&mut self.stats)
     }
 
-    /// A conversation that begins.
+    /// State of a new trajectory.
     fn fresh(&mut self) -> OpenTrajectory {
         self.num_trajectories += 1;
         OpenTrajectory { number: self.num_trajectories, ..OpenTrajectory::default() }
     }
 
-    /// Text of a turn, with special tokens where the parser needs them.
+    /// Text of a turn, with special tokens if the parser needs them.
     fn text(&self, ids: &[u32]) -> Result<String> {
         if !self.shows_special {
             return self.tokenizer.decode(ids);

@@ -1,11 +1,11 @@
-//! The worker of the tool `python`: an interpreter in a sandbox of its own for each trajectory that calls it, which keeps its variables and
+//! The worker process of the tool `python`. Each trajectory that calls it has its own Python interpreter in a sandbox, which keeps variables and
 //! imports until the trajectory ends.
 //!
-//! The interpreter itself raises an exception in a call that takes too long, so that its variables stay. One that does not heed it, or
-//! that ends, is replaced by a fresh one at the next call.
+//! If a call takes too long, the interpreter itself raises an exception in it, so that variables are kept. An interpreter that does not react
+//! or that ends is replaced by a new one at the next call.
 //!
-//! The code of a model has the interpreter's process for itself, and could do whatever the interpreter does. So nothing that comes from
-//! there is taken for more than text and the end of a call: its length and its time are bounded here, where results are put together.
+//! The model's code runs in the interpreter's process and can control it completely. The worker therefore treats its output only as text and
+//! the end of a call, and enforces the limits on length and time itself.
 
 use std::collections::{HashMap, VecDeque};
 use std::hash::{BuildHasher, RandomState};
@@ -22,32 +22,32 @@ use crate::process::{do_not_block, moved, wait_for};
 use crate::reward::{frame, take_frame};
 use crate::sandbox::{Sandbox, SandboxSession};
 
-/// The hidden subcommand that a run starts this program with.
+/// Hidden subcommand with which a run starts this program as the worker.
 pub const COMMAND: &str = "python-worker";
 
-/// The interpreter, a Python program.
+/// The Python program that runs in the sandbox.
 const PROGRAM: &str = include_str!("python.py");
-/// Time that an interpreter has, past a call's own, to raise its exception.
+/// Time after the limit of a call in which the interpreter must raise its exception.
 const GRACE: Duration = Duration::from_secs(1);
-/// Longest wait where nothing is to be done.
+/// Longest wait when no call is running.
 const IDLE: Duration = Duration::from_secs(3600);
-/// Most bytes of a character.
+/// Largest size of a UTF-8 character in bytes.
 const CHAR_BYTES: usize = 4;
 
-/// Settings of the worker.
+/// Settings of the worker, passed as JSON.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct InterpreterSettings {
     /// Settings of the sandbox.
     pub code: CodeConfig,
-    /// Longest time of the calls of one turn, in seconds.
+    /// Time limit for all calls of one turn, in seconds.
     pub turn_timeout_s: f64,
     /// Longest result of a call in characters.
     pub max_chars: usize,
-    /// Turns that run at once.
+    /// Number of turns that run concurrently.
     pub workers: usize,
 }
 
-/// A request: the calls of a turn, or the end of a trajectory.
+/// A request: the calls of a turn, the end of a trajectory, or the question whether the worker is ready.
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
 enum Wanted {
@@ -56,26 +56,26 @@ enum Wanted {
     Ready { id: u64 },
 }
 
-/// A turn whose calls run.
+/// A turn whose calls are running.
 #[derive(Debug)]
 struct Turn {
     id: u64,
     trajectory: u64,
-    /// Arguments of the calls that are to come.
+    /// Arguments of the remaining calls.
     arguments: VecDeque<Value>,
     results: Vec<CallResult>,
-    /// Characters of the results.
+    /// Number of characters of the results so far.
     num_chars: usize,
     began: Instant,
-    /// When the call that runs began, and when its interpreter is ended.
+    /// Start of the running call. `deadline` is when its interpreter is killed.
     call_began: Instant,
     deadline: Instant,
-    /// Ends the output of the call that runs, before the word whether it failed.
+    /// Random bytes that mark the end of the running call's output; a byte after them says whether the call failed.
     mark: [u8; 16],
     is_late: bool,
 }
 
-/// The schema of the tool, as those of functions are.
+/// The JSON schema of the tool, in the same form as those of functions.
 pub(super) fn schema() -> Value {
     json!({"type": "function", "function": {
         "name": INTERPRETER,
@@ -90,21 +90,21 @@ pub(super) fn schema() -> Value {
     }})
 }
 
-/// The code of a call; none for other arguments than the schema's.
+/// The code of a call; `None` if the arguments do not follow the schema.
 fn code(arguments: &Value) -> Option<&str> {
     arguments.as_object().filter(|given| given.len() == 1)?.get("code")?.as_str()
 }
 
-/// A number that nobody can guess.
+/// An unpredictable random number.
 fn random() -> u64 {
     RandomState::new().hash_one(0)
 }
 
-/// Serves requests on standard input and output until that ends; `settings` are the worker's as JSON. What keeps the sandbox from being
-/// built is the answer to the first request.
+/// Serves requests on standard input and output until the input ends; `settings` are [`InterpreterSettings`] as JSON. If the sandbox cannot be
+/// set up, the first request is answered with the reason.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`] for other settings; [`Error::Environment`] if whoever asks is gone.
+/// [`Error::InvalidArgument`] for malformed settings; [`Error::Environment`] if the process that sends requests has ended.
 pub fn serve(settings: &str) -> Result<()> {
     let settings: InterpreterSettings = serde_json::from_str(settings).map_err(|error| Error::InvalidArgument {
         op: COMMAND,
@@ -117,9 +117,9 @@ pub fn serve(settings: &str) -> Result<()> {
 /// The interpreters of all trajectories, and the turns that call them.
 struct Interpreters {
     settings: InterpreterSettings,
-    /// The sandbox, or what keeps it from being built.
+    /// The sandbox, or why it cannot be set up.
     sandbox: std::result::Result<Sandbox, String>,
-    /// The interpreter's program, with its limits.
+    /// The interpreter's program with its limits inserted.
     program: String,
     sessions: HashMap<u64, SandboxSession>,
     running: Vec<Turn>,
@@ -177,7 +177,7 @@ impl Interpreters {
         }
     }
 
-    /// Waits until there is something to do.
+    /// Waits until an input, an output or a deadline is ready.
     fn wait(&self) {
         let sessions = || self.running.iter().filter_map(|turn| self.sessions.get(&turn.trajectory));
         let readable: Vec<_> = std::iter::once(0).chain(sessions().map(SandboxSession::readable)).collect();
@@ -204,7 +204,7 @@ impl Interpreters {
         }
     }
 
-    /// Begins the next call of a turn; false if there is none left, and the turn is answered.
+    /// Begins the next call of a turn. If no call is left, sends the turn's reply and returns false.
     fn begin_call(&mut self, turn: &mut Turn) -> bool {
         let end = turn.began + Duration::from_secs_f64(self.settings.turn_timeout_s);
         while let Some(arguments) = turn.arguments.pop_front() {
@@ -242,7 +242,7 @@ impl Interpreters {
         false
     }
 
-    /// Moves a turn on; false once it is answered.
+    /// Processes the output of a turn's running call. Returns false once the turn's reply was sent.
     fn goes_on(&mut self, turn: &mut Turn) -> bool {
         let session = self.sessions.get_mut(&turn.trajectory).expect("another call is still running in it");
         let is_alive = session.transfer();
@@ -263,12 +263,12 @@ impl Interpreters {
         self.begin_call(turn)
     }
 
-    /// Longest time of a call that heeds it.
+    /// Time limit of a call, which the interpreter itself enforces.
     fn call_timeout(&self) -> Duration {
         Duration::from_secs_f64(self.settings.code.timeout_s)
     }
 
-    /// Ends the interpreter of a turn; the next call has a fresh one.
+    /// Kills the interpreter of a turn. The next call gets a new one.
     fn lose(&mut self, turn: &mut Turn, reason: &str) {
         self.sessions.remove(&turn.trajectory);
         turn.fail(&format!("the interpreter was ended and its variables are lost: {reason}"));
@@ -292,7 +292,7 @@ impl Turn {
         }
     }
 
-    /// The whole output of a call that has ended, taken off `received`, and whether the call failed.
+    /// Removes the complete output of an ended call from `received`. Returns it and whether the call failed; `None` while the call is running.
     fn ended_output(&self, received: &mut Vec<u8>) -> Option<(String, bool)> {
         let (said, failed) = received
             .strip_suffix(b"0")
@@ -303,7 +303,7 @@ impl Turn {
         Some((text, failed))
     }
 
-    /// Adds the result of a call, unless the turn's get too long.
+    /// Appends the result of a call, or an error if the turn's results are too long.
     fn add(&mut self, text: &str, failed: bool, max_chars: usize) {
         let num_chars = text.chars().count();
         if self.num_chars + num_chars > max_chars {

@@ -1,14 +1,14 @@
-//! Tools and environments that a model calls between its turns, in Python processes of their own. Knows nothing of tensors and engines.
+//! Tools and environments that a model calls between its turns, in separate Python processes. Independent of tensors and engines.
 //!
 //! | file | what it is |
 //! |---|---|
 //! | `process`, `server.py` | the process that loads tools, and forks one for each turn whose tools run, or for each environment |
-//! | `worker` | such a process from this side, and how long it may be silent |
-//! | `conversations` | trajectories of several turns: calls are read, answered and become context; some go on in a later rollout |
+//! | `worker` | the connection to such a process, and its time limits |
+//! | `conversations` | multi-turn trajectories: calls are parsed and executed, and results become context; some continue in a later rollout |
 //! | `interpreters`, `python.py` | the tool `python`: an interpreter in a sandbox for each trajectory that calls it, in a process that holds them all |
-//! | `agent` | episodes that a function of the user's plays |
-//! | `environments.py`, `rows` | environments of hubs: their rows, episodes, tools and scores |
-//! | `stats` | what is counted of them |
+//! | `agent` | episodes played by a user's function |
+//! | `environments.py`, `rows` | environments from hubs: their rows, episodes, tools and scores |
+//! | `stats` | statistics of trajectories and tools |
 
 mod agent;
 mod conversations;

@@ -1,5 +1,5 @@
-//! The process that loads tools. It forks another for each turn whose tools run, so that a call that hangs or crashes costs its own
-//! turn alone. Beside it, with the tool `python`, the process of its interpreters.
+//! The process that loads tools. It forks a process for each turn whose tools run, so that a call that hangs or crashes affects only its
+//! own turn. For the tool `python`, there is a second process that manages the interpreters.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
@@ -18,18 +18,18 @@ use crate::error::{Error, Result};
 use crate::process::PROGRAM;
 use crate::reward::{Origin, Program};
 
-/// The server, a Python program.
+/// The Python program of the tools' process.
 const SERVER: &str = include_str!("server.py");
-/// Environments of hubs, a Python module that other processes load.
+/// Python module for environments from hubs, which several processes load.
 pub(super) const ENVIRONMENTS: &str = include_str!("environments.py");
 /// Longest result of one call in characters.
 const MAX_RESULT_CHARS: usize = 1 << 20;
-/// Longest reply in bytes: of the results of all calls of a turn.
+/// Largest size of a reply in bytes; it contains the results of all calls of a turn.
 const MAX_REPLY_BYTES: usize = 64 << 20;
-/// Bytes that the server adds to a reply of its processes.
+/// Bytes that the tools' process adds to the reply of a forked process.
 const SPARE_BYTES: usize = 1 << 10;
 
-/// The server's first reply: what it loaded, or why it could not.
+/// The first reply of the tools' process: what it loaded, or why loading failed.
 #[derive(Debug, Deserialize)]
 struct LoadReply {
     #[serde(default)]
@@ -51,42 +51,42 @@ struct LoadedEnvironment {
 #[derive(Debug)]
 pub(super) struct EnvironmentClass {
     pub name: String,
-    /// Folder of its file; empty for a module.
+    /// Folder of the file with the class; empty for an installed module.
     pub folder: String,
     has_reward: bool,
 }
 
-/// The settings of an environment with the text of the module that opens it.
+/// Adds the source of the Python module to the settings of an environment from a hub.
 fn with_source(mut settings: Value) -> Value {
     settings["source"] = ENVIRONMENTS.into();
     settings
 }
 
-/// The processes of this rank's tools. Dropping them ends all that they started.
+/// The processes of this rank's tools. Dropping this ends them and all processes that they started.
 pub struct ToolProcess {
-    /// The process of functions and environments.
+    /// The process of Python functions and environments.
     pub(super) functions: ToolWorker,
-    /// The process of interpreters, with the tool `python`.
+    /// The process of interpreters, if the tool `python` is configured.
     interpreters: Option<ToolWorker>,
-    /// Turns that both answer.
+    /// Turns with calls in both processes, by request number.
     shared: HashMap<u64, SharedTurn>,
     schemas: ToolSchemas,
     environments: BTreeMap<String, EnvironmentClass>,
-    /// The name of the agent, where one plays episodes.
+    /// Name of the agent that plays episodes, if there is one.
     pub(super) agent: Option<String>,
-    /// Whether states of environments are asked for.
+    /// Whether the states of environments are requested when they end.
     wants_states: bool,
     next_id: u64,
 }
 
-/// A turn with calls of `python` and of others.
+/// A turn with calls of `python` and of other tools.
 #[derive(Debug)]
 struct SharedTurn {
-    /// Whether each of its calls is one of `python`.
+    /// For each call, whether it is one of `python`.
     is_python: Vec<bool>,
-    /// Whether its trajectory has an environment, which a failure of the others' process takes along.
+    /// Whether the trajectory has an environment, which is lost if the functions' process fails.
     has_environment: bool,
-    /// The reply that came first, and whether it is the interpreter's.
+    /// The first of the two replies, and whether it is from the interpreters' process.
     first: Option<(bool, ToolReply)>,
 }
 
@@ -97,11 +97,11 @@ impl fmt::Debug for ToolProcess {
 }
 
 impl ToolProcess {
-    /// Loads the tools that `config` names; `None` if it names none. Best called before there is a GPU context in this process.
+    /// Starts the processes and loads the tools in `config`; `None` if there are none. Best called before this process has a GPU context.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`] for a tool that cannot be loaded, or whose signature or docstring says too little;
-    /// [`Error::Environment`] where the sandbox of `python` cannot be built.
+    /// [`Error::InvalidValue`] for a tool that cannot be loaded, or whose signature or docstring is incomplete;
+    /// [`Error::Environment`] if the sandbox of `python` cannot be set up.
     pub fn start(config: &Config) -> Result<Option<Self>> {
         let tools = &config.tools;
         if !tools.takes_turns() {
@@ -193,7 +193,7 @@ impl ToolProcess {
         &self.schemas
     }
 
-    /// Names of the classes of environments that give a reward by themselves, or of the agent.
+    /// Names of the environment classes that return a reward themselves, or of the agent.
     pub fn rewarding_classes(&self) -> Vec<String> {
         let mut classes: Vec<String> = self.agent.iter().cloned().collect();
         for class in self.environments.values().filter(|class| class.has_reward) {
@@ -209,18 +209,18 @@ impl ToolProcess {
         &self.environments[environment]
     }
 
-    /// Begins an episode of an environment for a trajectory and returns the request's number.
+    /// Begins an episode of an environment for a trajectory. Returns the request's number.
     pub(super) fn open(&mut self, trajectory: u64, environment: &str, row: &Map<String, Value>) -> u64 {
         self.ask_of(Some(trajectory), json!({"environment": environment, "row": row}))
     }
 
-    /// Asks for the reward and the state of a trajectory's environment, which ends, and returns the request's number.
+    /// Ends a trajectory's environment and requests its reward and state. Returns the request's number.
     pub(super) fn close(&mut self, trajectory: u64, environment: &str) -> u64 {
         let wants_state = self.wants_states;
         self.ask_of(Some(trajectory), json!({"environment": environment, "wants_state": wants_state}))
     }
 
-    /// Ends what is kept for a trajectory that nobody goes on with: its environment and its interpreter.
+    /// Discards a trajectory that is not continued: ends its environment and its interpreter.
     pub(super) fn forget(&mut self, trajectory: u64) {
         let functions = std::iter::once(&mut self.functions).filter(|_| self.schemas.has_environments());
         for worker in functions.chain(&mut self.interpreters) {
@@ -229,8 +229,8 @@ impl ToolProcess {
         }
     }
 
-    /// Begins the calls of a turn, objects with a `name` and `arguments`, and returns the request's number. `has_environment` says whether
-    /// the trajectory has one.
+    /// Begins the calls of a turn, given as objects with `name` and `arguments`. Returns the request's number. `has_environment` says whether the
+    /// trajectory has an environment.
     pub(super) fn call(&mut self, trajectory: u64, has_environment: bool, calls: &[Value]) -> u64 {
         let is_python = |call: &&Value| call["name"] == INTERPRETER;
         let (ours, others): (Vec<&Value>, Vec<&Value>) = match &self.interpreters {
@@ -252,19 +252,19 @@ impl ToolProcess {
         self.ask_of(has_environment.then_some(trajectory), json!({"calls": others}))
     }
 
-    /// Begins an episode of the agent with the columns of a row, against the server at `base_url`, and returns the request's number.
+    /// Begins an episode of the agent with the columns of a row, against the server at `base_url`. Returns the request's number.
     pub(super) fn play(&mut self, row: &Map<String, Value>, base_url: &str) -> u64 {
         let wants_state = self.wants_states;
         self.ask_of(None, json!({"row": row, "base_url": base_url, "wants_state": wants_state}))
     }
 
-    /// Ends an episode of the agent, running or not begun yet, which is not replied to then.
+    /// Cancels an episode of the agent, whether it is running or queued. It gets no reply.
     pub(super) fn give_up(&mut self, id: u64) {
         self.functions.give_up(id);
         self.functions.tell(&json!({"give_up": id}));
     }
 
-    /// Sends a request to the functions' process, for the trajectory of an environment if it is one of that.
+    /// Sends a request to the functions' process. `trajectory` is the one with an environment in that process to which the request belongs.
     fn ask_of(&mut self, trajectory: Option<u64>, mut request: Value) -> u64 {
         let id = self.next_id;
         self.next_id += 1;
@@ -273,7 +273,7 @@ impl ToolProcess {
         id
     }
 
-    /// The replies that have come; if there are none, the next ones that come within `wait`.
+    /// The replies that have arrived. If there are none, waits up to `wait` for the next ones.
     ///
     /// # Errors
     /// The errors of [`ToolWorker::received`].
@@ -294,7 +294,7 @@ impl ToolProcess {
         }
     }
 
-    /// The reply to all calls of a turn, once each process that answers some has replied.
+    /// Returns the reply for a complete turn, once both processes have replied if the turn has calls in both.
     fn whole(&mut self, is_python: bool, reply: ToolReply) -> Option<ToolReply> {
         let Some(turn) = self.shared.get_mut(&reply.id) else { return Some(reply) };
         let Some((first_is_python, first)) = turn.first.take() else {
@@ -308,7 +308,7 @@ impl ToolProcess {
 }
 
 impl SharedTurn {
-    /// Results of all calls in their order. Where the functions' process has failed, so has each call of it, or the whole trajectory.
+    /// Merges two replies: the results of all calls in order. If the functions' process has failed, each of its calls has, or the whole trajectory.
     fn merged(self, python: ToolReply, others: ToolReply) -> ToolReply {
         if python.is_lost() {
             return python;
@@ -331,7 +331,7 @@ impl SharedTurn {
 }
 
 impl LoadReply {
-    /// Adds a tool at its place among those of all rows.
+    /// Adds a tool at index `place` to the schemas of all rows.
     fn add(&mut self, place: usize, schema: &Value) -> Result<(), String> {
         let of_environments = self.environments.values_mut().map(|environment| &mut environment.tools);
         for tools in std::iter::once(&mut self.tools).chain(of_environments) {
@@ -345,7 +345,7 @@ impl LoadReply {
     }
 }
 
-/// The process of the tool `python`, whose sandbox stands.
+/// Starts the process of the tool `python` and checks that its sandbox can be set up.
 fn start_interpreters(config: &Config) -> Result<ToolWorker> {
     let refuse = |cause: &str| Error::Environment { message: format!("tool 'python': {cause}") };
     let settings = InterpreterSettings {

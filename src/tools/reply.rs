@@ -1,33 +1,33 @@
-//! The replies of the processes of tools.
+//! Replies of the tools' processes.
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-/// The kind of a failed request whose process is gone.
+/// The kind of a request that failed because its process ended.
 const LOST: &str = "lost";
 
-/// The reply to a request: a fresh environment's, the results of calls, or the end of an environment.
+/// The reply to a request: from opening an environment, from tool calls, or from the end of an environment.
 #[derive(Debug, Default, Deserialize)]
 pub(super) struct ToolReply {
-    /// The request's number.
+    /// Number of the request.
     pub id: u64,
-    /// One for each call, in their order.
+    /// One result per call, in order.
     #[serde(default)]
     pub results: Vec<CallResult>,
-    /// Text that a fresh environment adds to the prompt.
+    /// Text that a new environment adds to the prompt.
     pub observation: Option<String>,
-    /// The environment's own reward: a number, or the name of what is none.
+    /// The environment's own reward: a number, or the name of a non-finite value.
     #[serde(default)]
     pub reward: Value,
-    /// Why it has given none.
+    /// Why the environment returned no reward.
     pub failure: Option<String>,
-    /// The environment's state.
+    /// The state of the environment.
     pub state: Option<String>,
     /// Why the request failed.
     pub error: Option<String>,
-    /// `timeout` where that was the time, [`LOST`] where the process of all tools was.
+    /// `timeout` if the time limit was exceeded, [`LOST`] if the tools' process ended.
     pub kind: Option<String>,
-    /// Seconds from the beginning of the first call.
+    /// Duration in seconds, from the start of the first call.
     #[serde(default)]
     pub seconds: f64,
 }
@@ -40,29 +40,29 @@ pub(super) struct CallResult {
 }
 
 impl CallResult {
-    /// The answer to a call that was not served, in TRL's form.
+    /// The result of a call that could not be executed, in TRL's format.
     pub fn error(error: &str) -> Self {
         Self { content: format!("{{'error': '{error}'}}"), failed: true }
     }
 }
 
 impl ToolReply {
-    /// The reply to a request whose process is gone, or what it kept for the request's trajectory.
+    /// The reply to a request whose process, or the state of whose trajectory, was lost.
     pub fn lost(id: u64, reason: String) -> Self {
         Self { id, error: Some(reason), kind: Some(LOST.to_owned()), ..Self::default() }
     }
 
-    /// Whether it says that the process is gone: no fault of the model's, so that the trajectory is masked.
+    /// Whether the process was lost. This is not the model's fault, so the trajectory is masked.
     pub fn is_lost(&self) -> bool {
         self.kind.as_deref() == Some(LOST)
     }
 
-    /// Whether the time was over.
+    /// Whether the time limit was exceeded.
     pub fn is_late(&self) -> bool {
         self.kind.as_deref() == Some("timeout")
     }
 
-    /// The environment's own reward, if it has one.
+    /// The environment's own reward, if it returned one.
     pub fn reward(&mut self) -> Option<Result<f32, String>> {
         match (self.failure.take(), std::mem::take(&mut self.reward)) {
             (Some(failure), _) => Some(Err(failure)),

@@ -27,7 +27,7 @@ fn replies(process: &mut ToolProcess, num_replies: usize) -> Vec<ToolReply> {
     all
 }
 
-/// Processes beyond the number of workers end with their trajectories; those that are left serve the next ones.
+/// If there are more processes than workers, surplus ones end with their trajectories; the rest serve later trajectories.
 #[test]
 fn more_environments_than_workers_can_be_open() {
     let folder = tempfile::tempdir().unwrap();
@@ -52,7 +52,7 @@ fn more_environments_than_workers_can_be_open() {
     }
 }
 
-/// A class of a file that was loaded twice could not be pickled.
+/// If a file were loaded twice, its class could not be pickled.
 #[test]
 fn a_file_is_loaded_once_however_its_path_is_spelled() {
     let folder = tempfile::tempdir().unwrap();
@@ -74,7 +74,7 @@ fn a_file_is_loaded_once_however_its_path_is_spelled() {
     }
 }
 
-/// A process that ends nothing any more, as it is stopped, is waited for no longer than for the longest request.
+/// A stopped process, which enforces no time limits any more, is waited for only as long as the longest request may take.
 #[test]
 fn a_silent_tool_process_is_named_with_its_state() {
     let folder = tempfile::tempdir().unwrap();
@@ -107,7 +107,7 @@ fn a_silent_tool_process_is_named_with_its_state() {
     assert_eq!(replies(&mut process, 1)[0].id, 1, "it goes on where it stopped");
 }
 
-/// An episode that is given up leaves its worker to the next one, and one that waits for a worker is not begun.
+/// A cancelled episode frees its worker for the next one. A cancelled episode that waits for a worker is not begun.
 #[test]
 fn cancelled_episodes_free_their_slots() {
     let folder = tempfile::tempdir().unwrap();
@@ -137,7 +137,7 @@ class Slotted:
         return self.score
 "#;
 
-/// Attributes that cannot be pickled are left out of an environment's state, in slots as elsewhere.
+/// Attributes that cannot be pickled are left out of an environment's state, also if they are in slots.
 #[test]
 fn environments_with_slots_are_supported() {
     let folder = tempfile::tempdir().unwrap();

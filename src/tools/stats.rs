@@ -1,52 +1,52 @@
-//! Counts of trajectories with tools.
+//! Statistics of trajectories with tools.
 
 use std::ops::AddAssign;
 use std::time::Duration;
 
-/// Counts over trajectories that have ended, on one rank.
+/// Statistics of ended trajectories on one rank.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct ToolStats {
-    /// Trajectories.
+    /// Number of trajectories.
     pub num_trajectories: usize,
-    /// Turns of all of them.
+    /// Number of their turns.
     pub num_turns: usize,
-    /// Turns of the one with the most.
+    /// Largest number of turns in a trajectory.
     pub max_turns: usize,
-    /// Calls that were answered; one that cannot be read counts, too.
+    /// Number of calls with a result, including calls that could not be parsed.
     pub num_calls: usize,
-    /// Calls that were answered with an error.
+    /// Number of calls whose result was an error.
     pub num_failures: usize,
-    /// Turns with what looks like a call and cannot be read.
+    /// Number of turns with text that looks like a call and cannot be parsed.
     pub num_unreadable: usize,
-    /// Turns whose tools ran out of time.
+    /// Number of turns whose tools exceeded the time limit.
     pub num_timeouts: usize,
-    /// Trajectories that ended as an answer did not fit.
+    /// Number of trajectories that ended because a tool result did not fit.
     pub num_overlong: usize,
-    /// Answers that had a part cut out.
+    /// Number of tool results that were shortened.
     pub num_cut: usize,
-    /// Trajectories whose environment or interpreter was lost, or the process of all tools during a call: they are masked.
+    /// Number of masked trajectories: their environment, their interpreter or, during a call, the tools' process was lost.
     pub num_failed: usize,
-    /// Turns whose tools ran.
+    /// Number of turns whose tools ran.
     pub num_answers: usize,
-    /// Seconds that their tools took, added up.
+    /// Total duration of these tool runs in seconds.
     pub seconds: f64,
-    /// Seconds of the slowest.
+    /// Longest duration of a turn's tool run in seconds.
     pub max_seconds: f64,
-    /// Counts of the sessions.
+    /// Costs of the engine sessions.
     pub sessions: SessionCosts,
 }
 
-/// Costs of turns in the engine's sessions.
+/// Costs of multi-turn trajectories in engine sessions.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct SessionCosts {
-    /// Tokens of earlier turns that the engine still had keys and values of when the next turn began, on the first of the ranks that share
-    /// it.
+    /// Tokens of earlier turns that were still in the KV cache when the next turn began, counted on the first of the ranks that share an
+    /// engine.
     pub num_kept_tokens: usize,
-    /// Tokens of earlier turns that were computed again when the next turn began, on the first of the ranks that share an engine.
+    /// Tokens of earlier turns that were recomputed when the next turn began, counted on the first of the ranks that share an engine.
     pub num_recomputed_tokens: usize,
-    /// Time in which nothing was decoded, as every trajectory waited for whoever takes turns with the model.
+    /// Time in which nothing was decoded because every trajectory waited for tools, environments, agents or clients.
     pub idle: Duration,
-    /// Time of all sessions.
+    /// Duration of all sessions.
     pub total: Duration,
 }
 

@@ -131,7 +131,7 @@ fn tools_file(folder: &tempfile::TempDir) -> PathBuf {
     file
 }
 
-/// Conversations with the tools above, by a tokenizer of bytes.
+/// Conversations with the tools above and a tokenizer with one token per byte.
 struct PlayedConversations {
     conversations: Conversations,
     tokenizer: Arc<Tokenizer>,
@@ -155,7 +155,7 @@ impl PlayedConversations {
         Self { conversations, tokenizer, eos, _folder: folder }
     }
 
-    /// A turn of `text` behind `trajectory`, ended by the model.
+    /// Appends a turn of `text` to `trajectory`, ended by the model.
     fn say(&self, trajectory: &mut Trajectory, text: &str) {
         for id in self.tokenizer.encode(text, false).unwrap().into_iter().chain([self.eos]) {
             trajectory.push_sampled(id, -1.0, 3);
@@ -197,7 +197,7 @@ fn answered(content: &str) -> String {
     format!("<|im_start|>tool\n{content}<|im_end|>\n")
 }
 
-/// An episode with the row's columns: what opening it and each of the turns led to, up to the end.
+/// Plays an episode with the row's columns. Returns the outcome of opening it and of each turn, up to its end.
 fn episode(
     played: &mut PlayedConversations,
     columns: Value,
@@ -288,7 +288,7 @@ fn a_crashed_environment_masks_only_its_own_trajectory() {
     assert_eq!(played.conversations.take_stats().num_failed, 3);
 }
 
-/// scripts/golden_tools.py writes what transformers makes of the same functions.
+/// The expected schemas are those of transformers for the same functions, recorded by scripts/golden_tools.py.
 #[test]
 fn tool_schemas_equal_transformers() {
     let file = Path::new(GOLDEN).join("functions.py");
@@ -356,7 +356,7 @@ fn tool_results_are_appended_in_call_order() {
     assert_eq!((stats.num_trajectories, stats.num_turns, stats.num_calls, stats.num_failures), (1, 2, 3, 0));
 }
 
-/// A thought is told from a call in the first turn, whose prompt may have opened it, and in later ones, whose context may have.
+/// A thought is distinguished from a call in the first turn, where the prompt may have opened it, and in later ones, where the context may have.
 #[test]
 fn tool_calls_inside_reasoning_are_not_executed() {
     let mut played = PlayedConversations::new(&[]);

@@ -1,4 +1,4 @@
-//! A process that answers for tools, how long it may be silent, and another in its place when it ends.
+//! The connection to a process that serves tool requests: enforces its time limits and replaces it if it ends.
 
 use std::collections::{HashMap, HashSet};
 use std::fs;
@@ -12,49 +12,49 @@ use crate::error::{Error, Result};
 use crate::phase;
 use crate::reward::{FailureKind, Program, RewardFailure, RewardWorker, frame};
 
-/// Longest time until all tools are loaded: a file may import much.
+/// Time limit for loading all tools. Importing Python packages may take long.
 const START: Duration = Duration::from_secs(120);
-/// Longest time between two heartbeats.
+/// Longest interval between two heartbeats.
 const BEAT: Duration = Duration::from_millis(200);
-/// How long a process may be silent beyond the time that any request takes.
+/// How long a process may be silent beyond the time limit of a request.
 const GRACE: Duration = Duration::from_secs(60);
-/// Ends of the process, one after the other with no answer in between, that end the run.
+/// Number of times in a row that the process may end without a reply before the run ends.
 const MAX_ENDS: usize = 3;
 
-/// A process that answers requests in any order, each within a time. It ends by itself what takes longer; whether it does is watched here.
-/// One that ends is replaced: requests that it had, and later ones of trajectories that it kept something for, are answered as lost.
+/// A process that answers requests in any order and enforces their time limit itself; this side checks that it does.
+/// If it ends, a new one replaces it. Its open requests, and later ones for trajectories whose state it kept, are answered as lost.
 #[derive(Debug)]
 pub(super) struct ToolWorker {
     program: Program,
     worker: RewardWorker,
-    /// The worker's answer to the first request, which another one must repeat.
+    /// The process's answer to the first request. A replacement must give the same answer.
     loaded: Vec<u8>,
-    /// The worker's service, for errors, and the key that bounds the time of a request.
+    /// Name of the service for error messages. `key` is the configuration key with the time limit of a request.
     name: &'static str,
     key: &'static str,
     timeout: Duration,
     pub grace: Duration,
-    /// Requests that are not answered, each with the trajectory that it is of, if it has one.
+    /// Open requests, each with the trajectory to which it belongs, if any.
     asked: HashMap<u64, Option<u64>>,
-    /// Trajectories that the process may keep something for.
+    /// Trajectories whose state the process may keep.
     kept: HashSet<u64>,
-    /// Those whose process has ended, with the reason.
+    /// Trajectories whose process has ended, with the reason.
     lost: HashMap<u64, String>,
-    /// Requests that are answered as lost, with the reason.
+    /// Requests to be answered as lost, with the reason.
     unserved: Vec<(u64, String)>,
-    /// Ends of the process since its last answer.
+    /// Number of times that the process ended since its last reply.
     num_ends: usize,
-    /// How long the process has answered none of them while it was looked for replies, and when it last was.
+    /// How long the process has not replied while replies were awaited. `polled` is when it was last polled.
     silence: Duration,
     polled: Instant,
     _parent: Sender<()>, // of the thread that started the process, with which it would die
 }
 
 impl ToolWorker {
-    /// Starts a process that serves `name`, whose requests take as long as the key says, in seconds, and loads its tools.
+    /// Starts a process that serves `name` and loads its tools. A request may take `timeout_s` seconds, the value of configuration key `key`.
     ///
     /// # Errors
-    /// The error that `refuse` makes of a cause; [`Error::StoppedEarly`] if a stop was asked for.
+    /// The error that `refuse` creates for a cause; [`Error::StoppedEarly`] if a stop was requested.
     pub fn start(
         program: Program,
         name: &'static str,
@@ -83,22 +83,22 @@ impl ToolWorker {
         })
     }
 
-    /// The worker's description of its tools.
+    /// The process's description of its tools.
     pub fn loaded(&self) -> &[u8] {
         &self.loaded
     }
 
-    /// The process's number.
+    /// The process id.
     pub fn pid(&self) -> u32 {
         self.worker.pid()
     }
 
-    /// Sends what has no answer.
+    /// Sends a message that gets no reply.
     pub fn tell(&mut self, message: &Value) {
         self.worker.send(&frame(message));
     }
 
-    /// Sends a request with its number `id`, for a trajectory if it is one of that.
+    /// Sends a request with number `id`. `trajectory` is the one to which it belongs, if any.
     pub fn ask(&mut self, id: u64, trajectory: Option<u64>, request: &Value) {
         if let Some(reason) = trajectory.and_then(|trajectory| self.lost.get(&trajectory)) {
             self.unserved.push((id, reason.clone()));
@@ -109,24 +109,24 @@ impl ToolWorker {
         self.worker.send(&frame(request));
     }
 
-    /// Expects no answer to a request any more.
+    /// Cancels a request: its reply is not expected any more.
     pub fn give_up(&mut self, id: u64) {
         self.asked.remove(&id);
         self.unserved.retain(|(unserved, _)| *unserved != id);
     }
 
-    /// Expects no answer to requests of a trajectory any more.
+    /// Discards a trajectory: replies to its requests are not expected any more.
     pub fn forget(&mut self, trajectory: u64) {
         self.asked.retain(|_, of| *of != Some(trajectory));
         self.kept.remove(&trajectory);
         self.lost.remove(&trajectory);
     }
 
-    /// The replies that have come, those for what is lost among them.
+    /// The replies that have arrived, including those for lost requests.
     ///
     /// # Errors
-    /// [`Error::ToolService`] if the process, and others in its place, have ended again and again; [`Error::Silent`] if it answers
-    /// nothing for longer than any request takes.
+    /// [`Error::ToolService`] if the process and its replacements have ended repeatedly; [`Error::Silent`] if it replies to
+    /// nothing for longer than any request may take.
     pub fn received(&mut self) -> Result<Vec<ToolReply>> {
         let mut replies: Vec<ToolReply> = Vec::new();
         let mut next = self.worker.poll();
@@ -153,7 +153,7 @@ impl ToolWorker {
         Ok(replies)
     }
 
-    /// Starts another process in place of one that is gone with this cause.
+    /// Replaces a process that ended because of `cause`.
     fn replace(&mut self, mut cause: String) -> Result<()> {
         let reason = format!("{} has ended: {cause}", self.name);
         self.unserved.extend(self.asked.drain().map(|(id, _)| (id, reason.clone())));
@@ -185,7 +185,7 @@ impl ToolWorker {
         }
     }
 
-    /// Counts the time in which replies are looked for. That between two looks counts up to a heartbeat: nobody reads them while the trainer
+    /// Counts the time without replies. The time between two calls counts only up to two heartbeats, because nobody reads replies while the trainer
     /// computes, or while this process is stopped.
     fn watch(&mut self, has_replied: bool) -> Result<()> {
         let now = Instant::now();
@@ -208,14 +208,14 @@ impl ToolWorker {
         })
     }
 
-    /// Waits until one of `workers` can move bytes, for `limit` or a heartbeat at most.
+    /// Waits until one of `workers` can read or write, at most for `limit` or a heartbeat.
     pub fn wait_any(workers: &[&Self], limit: Duration) {
         let workers: Vec<&RewardWorker> = workers.iter().map(|worker| &worker.worker).collect();
         RewardWorker::wait_any(&workers, limit.min(BEAT));
     }
 }
 
-/// A process of a thread that lives as long as the sender, since the process would die with it.
+/// Starts the process on a thread that lives until the returned sender is dropped; the process would end with its parent thread.
 fn started(program: &Program) -> Result<(RewardWorker, Sender<()>), RewardFailure> {
     let (parent, end) = channel::<()>();
     let (started, worker) = channel();
@@ -231,7 +231,7 @@ fn started(program: &Program) -> Result<(RewardWorker, Sender<()>), RewardFailur
     Ok((worker, parent))
 }
 
-/// The answer to the first request, which loads tools.
+/// Waits for the answer to the first request, which loads tools.
 fn first_reply(worker: &mut RewardWorker, refuse: &dyn Fn(&str) -> Error) -> Result<Vec<u8>> {
     worker.send(&frame(&json!({"id": 0})));
     let end = Instant::now() + START;
@@ -247,7 +247,7 @@ fn first_reply(worker: &mut RewardWorker, refuse: &dyn Fn(&str) -> Error) -> Res
     }
 }
 
-/// The state of a process as the kernel names it.
+/// The state of a process according to the kernel, such as `S (sleeping)`.
 fn state(pid: u32) -> String {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let state = status.lines().find_map(|line| line.strip_prefix("State:"));

@@ -1,4 +1,4 @@
-//! Replies of tools and environments: the context of a next turn, or the end of the trajectory.
+//! Handles replies of tools and environments: they become the context of the next turn, or end the trajectory.
 
 use std::sync::Arc;
 
@@ -10,11 +10,11 @@ use crate::error::{Error, Result};
 use crate::tools::reply::{CallResult, ToolReply};
 use crate::types::{EnvironmentEnd, Prompt, Trajectory};
 
-/// Characters of an answer that a warning shows.
+/// Characters of a result that a warning shows.
 const SHOWN_CHARS: usize = 1000;
 
 impl Conversations {
-    /// Takes in what a process has replied.
+    /// Handles a reply from the tools' process.
     pub(super) fn take(&mut self, reply: ToolReply) -> Result<()> {
         match self.asked.remove(&reply.id) {
             Some(Asked::Open(key)) => self.take_opened(key, reply),
@@ -27,7 +27,7 @@ impl Conversations {
         }
     }
 
-    /// Books that an environment is open, or lost; once all of the group are, whether they add to the prompt.
+    /// Records that an environment is open or has failed. After the last environment of a group, reports whether they added text to the prompt.
     fn take_opened(&mut self, key: TrajectoryKey, reply: ToolReply) -> Result<()> {
         let (Some(conversation), Some(opening)) = (self.open.get_mut(&key), self.opening.get_mut(&key.group)) else {
             return Ok(());
@@ -64,7 +64,7 @@ impl Conversations {
         Ok(())
     }
 
-    /// Refuses a prompt after which no completion of `max_completion_length` tokens fits the sequences that the run plans for.
+    /// Returns an error if a completion of `max_completion_length` tokens does not fit after the prompt in the run's longest sequence.
     fn check_room(&self, num_tokens: usize) -> Result<()> {
         let TurnLimits { max_completion_length, max_model_length } = self.limits;
         let longest = max_model_length.saturating_sub(max_completion_length);
@@ -78,7 +78,7 @@ impl Conversations {
         Err(Error::invalid_value("max_prompt_length", longest, expected))
     }
 
-    /// Ends a trajectory whose environment has given its reward and state.
+    /// Ends a trajectory after its environment has returned its reward and state.
     fn take_closed(&mut self, key: TrajectoryKey, mut reply: ToolReply) {
         let Some(OpenTrajectory { number, messages, environment: Some(name), .. }) = self.open.remove(&key) else {
             return;
@@ -135,7 +135,7 @@ impl Conversations {
         self.answer(key, conversation, trajectory, &answers)
     }
 
-    /// Appends answers, each with the name of its tool. Where they do not fit they are dropped, and the trajectory ends.
+    /// Appends tool results, each with the name of its tool. If they do not fit they are dropped, and the trajectory ends.
     pub(super) fn answer(
         &mut self,
         key: TrajectoryKey,
@@ -170,7 +170,7 @@ impl Conversations {
         Ok(())
     }
 
-    /// The answer, without its middle if it is too long.
+    /// The result; if it is too long, its middle is cut out.
     fn cut(&mut self, content: &str) -> String {
         let num_chars = content.chars().count();
         if num_chars <= self.max_response_length {
@@ -214,7 +214,7 @@ impl Conversations {
     }
 }
 
-/// The observation of `reset`, as an error shows it.
+/// The observation that `reset` returned, for an error message.
 fn quoted(observation: Option<&String>) -> String {
     observation.map_or_else(|| "nothing".to_owned(), |text| format!("{text:?}"))
 }

@@ -1,16 +1,16 @@
-//! Trajectories between two rollouts: their tools run on and their environments live, until the rollout that goes on with them.
+//! Trajectories between two rollouts: their tools and environments keep running until a later rollout continues them.
 
 use super::{Conversations, EpisodeEnd, GroupKey, TrajectoryKey, TurnOutcome};
 use crate::error::{Error, Result};
 use crate::types::{Prompt, Trajectory};
 
 impl Conversations {
-    /// Forgets all trajectories, and ends their environments.
+    /// Discards all trajectories and closes their environments.
     pub fn reset(&mut self) {
         self.forget_where(|_| true);
     }
 
-    /// Forgets the trajectories of a group, and ends their environments.
+    /// Discards the trajectories of a group and closes their environments.
     pub fn forget(&mut self, group: GroupKey) {
         self.forget_where(|key| *key == group);
     }
@@ -25,25 +25,25 @@ impl Conversations {
         self.observed.retain(|group, _| !is_lost(group));
     }
 
-    /// Keeps the prompt of a group that goes on in a later rollout.
+    /// Keeps the prompt of a group that a later rollout continues.
     pub fn keep_prompt(&mut self, group: GroupKey, prompt: Prompt) {
         self.observed.insert(group, prompt);
     }
 
-    /// The prompt of a group that an earlier rollout has begun.
+    /// Removes and returns the prompt of a group that an earlier rollout began.
     pub fn take_prompt(&mut self, group: GroupKey) -> Option<Prompt> {
         self.observed.remove(&group)
     }
 
-    /// Keeps the end of a trajectory whose group goes on in a later rollout.
+    /// Keeps the end of a trajectory whose group a later rollout continues.
     pub fn keep_end(&mut self, key: TrajectoryKey, end: EpisodeEnd) {
         self.ended.insert(key, end);
     }
 
-    /// Goes on with a trajectory whose newest turn an earlier rollout has ended: [`Conversations::poll`] has, or will have, the outcome.
+    /// Continues a trajectory whose newest turn ended in an earlier rollout. [`Conversations::poll`] returns the outcome of that turn.
     ///
     /// # Errors
-    /// [`Error::Environment`] for a trajectory that nothing is known of.
+    /// [`Error::Environment`] for an unknown trajectory.
     pub fn resume(&mut self, key: TrajectoryKey) -> Result<()> {
         if let Some(end) = self.ended.remove(&key) {
             self.done.push((key, TurnOutcome::Ended(end)));
@@ -55,7 +55,7 @@ impl Conversations {
         Ok(())
     }
 
-    /// Ends a trajectory that has no room for another turn behind the context that it got.
+    /// Ends a trajectory that has no room for another turn after its context.
     pub fn cut_off(&mut self, key: TrajectoryKey, trajectory: &Trajectory) {
         let conversation = self.open.remove(&key).unwrap_or_else(|| self.fresh());
         self.end(key, conversation, trajectory);

@@ -1,4 +1,4 @@
-//! Limits of turns, results and completions.
+//! Tests of limits on turns, results and completions.
 
 use super::*;
 
@@ -40,7 +40,7 @@ fn length_limits_end_a_trajectory_as_in_trl() {
     assert_eq!(played.conversations.take_stats().num_calls, 0);
 }
 
-/// Text that cannot fit is not tokenized to know that: the work is bounded by what could fit, however much a tool says.
+/// Text that cannot fit is not tokenized: the work is limited by what could fit, however long a tool's result is.
 #[test]
 fn a_huge_tool_result_is_not_tokenized_completely() {
     for words in [20_000, 200_000] {

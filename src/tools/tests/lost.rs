@@ -3,8 +3,8 @@ use std::process::Command;
 use super::*;
 use crate::error::ExitCode;
 
-/// The process of all tools is killed while it answers: another one takes its place, and what was under way is masked. One that ends again
-/// and again ends the run.
+/// If the tools' process is killed during a call, a new one replaces it and open trajectories are masked. If it ends repeatedly, the run
+/// ends.
 #[test]
 fn a_killed_tool_process_is_replaced_and_its_trajectories_masked() {
     let mut played = PlayedConversations::new(&["environment"]);
