@@ -1,4 +1,4 @@
-//! Harnesses that play episodes against the policy's own server, in runs of the program with the calculator's model.
+//! Agents that play episodes against the policy's own server, in runs of the program with the calculator's model.
 
 use std::fs;
 
@@ -9,7 +9,7 @@ use crate::program::{metrics, run};
 const CALCULATOR: &str = "--config configs/calculator.toml tools=[] eval_steps=none eval_file=none max_steps=1 log_completions=true \
     save_steps=none max_train_samples=64";
 
-/// A harness of its own making, without any client: it keeps the ids that the server says it prompted with and sampled.
+/// An agent without an HTTP client library. It records the prompt ids and sampled ids that the server reports.
 const HARNESS: &str = r#"
 import json, time, urllib.error, urllib.request
 
@@ -79,8 +79,8 @@ def failing(row, base_url):
         return 0.25
 "#;
 
-/// The ids that are trained on are those that the harness was told of, its mask says which were sampled, and the trainer's
-/// log-probabilities are the sampler's. Branches count once.
+/// The trained token ids are those reported to the agent, the loss mask marks the sampled ones, and the trainer's log-probabilities equal
+/// the sampler's. Each branch is trained on once.
 #[test]
 fn agent_conversations_are_trained_with_their_sampled_tokens() {
     let folder = tempfile::tempdir().unwrap();
@@ -107,8 +107,8 @@ fn agent_conversations_are_trained_with_their_sampled_tokens() {
     assert!(lines.iter().any(|line| line["eval_rewards/sampled/mean"].is_number()), "{lines:?}");
 }
 
-/// With ranks that share an engine, groups that go on in the next step, are dropped or replaced, and engines apart from the trainers: what
-/// is trained on are the ids that the harness saw, and the trainer's log-probabilities are the sampler's.
+/// Checks ranks that share an engine, groups that continue in the next step, are dropped or replaced, and engines on other ranks than the trainers:
+/// the trained ids are those that the agent saw, and the trainer's log-probabilities equal the sampler's.
 #[test]
 fn agent_episodes_work_with_every_way_of_sampling_groups() {
     let folder = tempfile::tempdir().unwrap();
@@ -183,7 +183,7 @@ fn a_failed_episode_masks_only_its_own_completion() {
     assert!(told == 1 && ended.stderr.contains("refused: temperature: "), "{}", ended.stderr);
 }
 
-/// The command evaluates with the run's agent, by one rank and by two that share the model.
+/// The command evaluates with the run's agent, on one rank and on two ranks that share the model.
 #[test]
 fn eval_runs_agent_episodes_like_training() {
     let folder = tempfile::tempdir().unwrap();

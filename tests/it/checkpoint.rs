@@ -1,4 +1,4 @@
-//! Runs of the program that are cut short and go on: bit for bit in the same layout, up to rounding in another.
+//! Interrupted and resumed runs equal uninterrupted ones: bit for bit in the same layout, up to rounding in another.
 
 mod curriculum;
 mod files;
@@ -15,9 +15,9 @@ use colo_grpo::internal::checkpoint::claim;
 use colo_grpo::internal::metrics::{CompletionRow, MetricLine, read_completions, read_metrics};
 use colo_grpo::internal::ranks::World;
 
-/// Metrics of the clock, and of how much a layout moves.
+/// Prefixes of metrics that depend on time or on the layout.
 const TIMES: [&str; 5] = ["step_time", "timing_s/", "perf/", "transition/", "pipeline/"];
-/// Two ranks train 32 completions a step; the learning rate falls, so that a wrong step would show.
+/// Settings of all runs: two ranks train 32 completions per step. The learning rate falls, so that a wrong step number changes the result.
 const COMMON: [&str; 8] = [
     "eval_file=none",
     "eval_steps=none",
@@ -34,7 +34,7 @@ pub struct Runs {
     root: tempfile::TempDir,
 }
 
-/// How a run ended.
+/// Result of a run.
 pub struct Ended {
     pub code: Option<i32>,
     pub output: String,
@@ -49,7 +49,7 @@ impl Runs {
         self.root.path().join(run)
     }
 
-    /// The flag that resumes from another run's checkpoint.
+    /// The argument that resumes from a checkpoint of the run `run`.
     pub fn resume(&self, run: &str, step: u64) -> String {
         format!("resume_from_checkpoint={}", self.path(run).join(format!("checkpoint-{step}")).display())
     }
@@ -76,7 +76,7 @@ impl Runs {
         ended
     }
 
-    /// Lines by step and by whether they are an evaluation's.
+    /// The lines of metrics.jsonl by step and by whether they belong to an evaluation.
     pub fn metrics(&self, run: &str) -> BTreeMap<(u64, bool), MetricLine> {
         let lines = read_metrics(&self.path(run).join("metrics.jsonl")).unwrap();
         let num_lines = lines.len();
@@ -96,7 +96,7 @@ impl Runs {
         std::fs::read(weights.iter().find(|path| path.exists()).unwrap()).unwrap()
     }
 
-    /// Both runs did the same from `steps` on, to the last bit.
+    /// Asserts that both runs are equal in `steps`, bit for bit.
     pub fn assert_same(&self, run: &str, straight: &str, steps: &[u64]) {
         assert!(self.final_weights(run) == self.final_weights(straight), "{run}: other weights than {straight}");
         let (own, expected) = (self.metrics(run), self.metrics(straight));
@@ -110,7 +110,7 @@ impl Runs {
         }
     }
 
-    /// Both runs sampled the same in `step`, and their metrics differ by rounding alone.
+    /// Asserts that both runs sampled the same in `step`, and that their metrics differ only by rounding.
     pub fn assert_close(&self, run: &str, straight: &str, step: u64) {
         let texts = |run| -> Vec<_> {
             let rows = self.completions(run, step).into_iter();
@@ -148,7 +148,7 @@ fn cut_short(path: &Path) {
     file.set_len(file.metadata().unwrap().len() - 1).unwrap();
 }
 
-/// ZeRO-2, one tensor-parallel engine over both ranks, optimizer state swapped.
+/// With ZeRO-2, one tensor-parallel engine on both ranks, and swapped optimizer state.
 #[test]
 fn a_killed_and_resumed_run_equals_an_uninterrupted_one() {
     let runs = Runs::new();
@@ -197,8 +197,8 @@ fn a_rank_that_fails_while_saving_leaves_no_partial_checkpoint() {
     assert_eq!(files::names(&runs.path("failed")).iter().filter(|name| name.contains("checkpoint-")).count(), 1);
 }
 
-/// The learning rate falls over all 20 steps, and prompts are drawn from shuffled epochs: nothing but a full resume ends the
-/// same. On one rank, the next steps are the same up to rounding.
+/// The learning rate falls over all 20 steps, and prompts come from shuffled epochs, so that only a complete resume gives the same result.
+/// On one rank, the next steps are the same up to rounding.
 #[test]
 fn ten_steps_and_ten_resumed_steps_equal_twenty() {
     let runs = Runs::new();
@@ -215,8 +215,8 @@ fn ten_steps_and_ten_resumed_steps_equal_twenty() {
     (11..=13).for_each(|step| runs.assert_close("alone", "straight", step));
 }
 
-/// ZeRO-3 with a reference model, an entropy bonus that rises, and four updates a generation batch, of which the last has two. What
-/// was evaluated before the checkpoint is not evaluated again.
+/// With ZeRO-3, a reference model, a growing entropy bonus, and four updates per generation batch (the last batch has only two).
+/// An evaluation made before the checkpoint is not repeated.
 #[test]
 fn a_resumed_sharded_run_with_several_updates_equals_an_uninterrupted_one() {
     let runs = Runs::new();
@@ -245,7 +245,7 @@ fn a_resumed_sharded_run_with_several_updates_equals_an_uninterrupted_one() {
     assert!(rewards(&resumed).is_some() && rewards(&resumed) == rewards(&straight), "{}", resumed.output);
 }
 
-/// A line averages the steps since the line before it, those of the run that was cut short too.
+/// A line has averages over the steps since the previous line, including steps before the interruption.
 #[test]
 fn a_logging_interval_may_span_a_resume() {
     let runs = Runs::new();
@@ -255,7 +255,7 @@ fn a_logging_interval_may_span_a_resume() {
     runs.assert_same("resumed", "straight", &[4, 6]);
 }
 
-/// Adapters under dropout: only theirs is saved, and the masks go on where they were.
+/// With LoRA adapters and dropout: only the adapters are saved, and dropout masks continue as without interruption.
 #[test]
 fn a_resumed_lora_run_equals_an_uninterrupted_one() {
     let runs = Runs::new();

@@ -1,4 +1,4 @@
-//! The commands of the program, and how it takes what users write.
+//! The program's commands, and how they parse user input.
 
 mod faults;
 mod import;
@@ -87,7 +87,7 @@ fn a_supervised_run_lowers_the_loss_and_leaves_a_model_that_generates() {
     assert_eq!(json_lines(&line).len(), 1);
 }
 
-/// Near the numbers of float32 throughout, and not those of a stream in bfloat16.
+/// Metrics are close to those of a float32 run, and differ from those with a bfloat16 residual stream.
 #[test]
 fn residual_dtype_applies_to_supervised_runs_and_samplers() {
     let folder = tempfile::tempdir().unwrap();
@@ -182,8 +182,8 @@ fn plan_needs_neither_gpus_nor_weights() {
     refused.assert_error("too small for the weights", 4, &["are available; set lora.r = 16 and quantization = nf4"]);
 }
 
-/// Micro-batches of 262,144 tokens on four GPUs of 79 GiB: two share each, or a GPU has one with kept tensors on the host. A sequence that is
-/// longer than the budget counts, too.
+/// Micro-batches of 262,144 tokens on four GPUs of 79 GiB: either two GPUs share a micro-batch, or each has its own with kept tensors offloaded to
+/// the host. A sequence longer than the token budget counts, too.
 #[test]
 fn plan_chooses_sequence_parallel_size() {
     let long = "plan --nproc 4 --model_preset qwen2.5-7b --gpu_memory_gib 79 --host_memory_gib 1000 zero.stage=3 max_num_seqs=8 \
@@ -214,7 +214,7 @@ fn plan_chooses_sequence_parallel_size() {
     assert!(stdout_of(&format!("{longest} activation_offload=true")).contains("x 251024"));
 }
 
-/// What is planned for another model is a file's run, its rewards apart.
+/// A plan with another model's shape uses the file's run, except for its rewards.
 #[test]
 fn plan_accepts_another_model_shape() {
     let said = stdout_of(
@@ -223,7 +223,7 @@ fn plan_accepts_another_model_shape() {
     assert!(said.contains("of 79.0 GiB available"), "{said}");
 }
 
-/// What is advised where the engine's weights are too large, taken, makes the run fit.
+/// If the engine's weights do not fit, following the advice makes the run fit.
 #[test]
 fn plan_advises_tensor_parallelism_for_large_models() {
     let command = "plan --nproc 8 --gpu_memory_gib 60 --model_preset qwen2.5-32b zero.stage=3 lora.r=16";
@@ -235,7 +235,7 @@ fn plan_advises_tensor_parallelism_for_large_models() {
     assert!(stdout_of(&format!("{command} tensor_parallel_size=2")).contains("of 60.0 GiB available"));
 }
 
-/// Of tensor parallelism and stages of layers, and what cannot be.
+/// Lists tensor parallelism and pipeline stages, including combinations that are impossible.
 #[test]
 fn plan_compare_lists_kv_blocks_of_engines() {
     let shape = "--model_preset qwen2.5-7b --config configs/tiny-cpu.toml dtype=bfloat16 tensor_parallel_size=1";
@@ -304,7 +304,7 @@ fn plan_compare_lists_kv_blocks_of_engines() {
     }
 }
 
-/// What depends on the number of processes is told with its line, beside all else that is wrong.
+/// Errors that depend on the number of processes are reported with their line, together with all other errors.
 #[test]
 fn too_few_ranks_are_reported_together_with_other_errors() {
     let ended = run(
@@ -380,7 +380,7 @@ fn each_benchmark_prints_one_json_line() {
     assert_eq!(collectives["results"].as_array().unwrap().len(), 2 * 5);
 }
 
-/// TOML and YAML, `--a.b c`, `a.b=c`, the launchers' spellings and hyphens: all reach the run.
+/// TOML and YAML, `--a.b c`, `a.b=c`, the spellings of other launchers and hyphens all work.
 #[test]
 fn every_notation_of_a_key_reaches_the_run() {
     let folder = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! Collectives between real processes.
+//! Tests of collectives between real processes.
 
 use std::net::UdpSocket;
 use std::time::Duration;
@@ -9,16 +9,16 @@ use tch::{Device, Kind, Tensor};
 
 use crate::ranks;
 
-/// One rank's part: the whole is longer than half a slot of the default size, so that operations come in pieces.
+/// Elements per rank: the whole is longer than half a slot of the default size, so that operations are split.
 const LEN: i64 = 70_001;
 
-/// One rank's values: their sums depend on the order of adding.
+/// One rank's values, whose sums depend on the order of addition.
 fn values(rank: usize, len: i64, kind: Kind) -> Tensor {
     let index = Tensor::arange(len, (Kind::Double, Device::Cpu));
     ((index * 0.61 + rank as f64 * 2.3).sin() * 4096.0).to_kind(kind)
 }
 
-/// What one process alone computes over all ranks' values, in rank order.
+/// The result that one process computes from all ranks' values, in rank order.
 fn reference(num_ranks: usize, len: i64, kind: Kind, op: ReduceOp) -> Tensor {
     let wide = if kind == Kind::BFloat16 { Kind::Float } else { kind };
     let own = |rank| values(rank, len, kind).to_kind(wide);
@@ -166,7 +166,7 @@ fn a_posted_failure_wakes_peers_and_agreement_restores_the_groups() {
     });
 }
 
-/// Processor time that this process has used, in milliseconds.
+/// CPU time that this process has used, in milliseconds.
 fn processor_ms() -> f64 {
     let stat = std::fs::read_to_string("/proc/self/stat").unwrap();
     let fields = stat.rsplit(") ").next().unwrap().split(' ').skip(11).take(2);

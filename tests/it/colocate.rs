@@ -1,4 +1,4 @@
-//! The rollout scope over real ranks: what it gives back, how it ends when a rank fails, and that what it generates does
+//! The scope of a rollout on real ranks: which memory it frees, and how it ends if a rank fails. Generated tokens do
 //! not depend on ZeRO stage, tensor-parallel degree or world size.
 
 mod kept;
@@ -88,7 +88,7 @@ fn a_thousand_rollout_scopes_leak_no_memory() {
     scopes_leave_memory_flat("colocate::a_thousand_rollout_scopes_leak_no_memory", 1000);
 }
 
-/// Enters and leaves `num_scopes` times, generating and swapping; the first half fills the caches of libraries.
+/// Enters and leaves `num_scopes` scopes with generation and swapping. The first half only fills the caches of libraries.
 fn scopes_leave_memory_flat(test: &str, num_scopes: usize) {
     ranks::run(1, test, |world: World| {
         let (world, mesh) = with_mesh(world, 1);
@@ -110,7 +110,7 @@ fn missing(from: &[Pages], others: &[Pages]) -> Vec<Pages> {
     from.iter().filter(|pages| !others.contains(pages)).copied().collect()
 }
 
-/// Rank 1 fails at work of its own while its peer waits for it in the engine's collectives.
+/// Rank 1 fails in its own code while its peer waits for it in a collective of the engine.
 fn fail_inside(colocated: &mut Colocated, world: &World) {
     let failing = world.rank() == 1;
     fails(colocated, "first column: nothing is left", |rollout, prompts| match failing {
@@ -131,7 +131,7 @@ fn fail_inside(colocated: &mut Colocated, world: &World) {
     });
 }
 
-/// Makes rank 1 fail at the start of `phase`; returns what it will say of the scope.
+/// Makes rank 1 fail at the start of `phase`. Returns the error message that it will report for the scope.
 fn arm_fault(phase: Phase, kind: FaultKind, scope: &str, world: &World) -> String {
     phase::arm_fault(Some(Fault { rank: 1, step: 0, repeats: false, phase, kind }), world.rank());
     match kind {
@@ -140,7 +140,7 @@ fn arm_fault(phase: Phase, kind: FaultKind, scope: &str, world: &World) -> Strin
     }
 }
 
-/// Runs a scope that fails on rank 1 with `message`, and checks what each rank gets and keeps.
+/// Runs a scope that fails on rank 1 with `message`, and checks each rank's error and memory.
 fn fails(
     colocated: &mut Colocated,
     message: &str,
@@ -157,8 +157,8 @@ fn fails(
     assert!(!Ledger::report().iter().any(|account| gone.contains(&account.owner)));
 }
 
-/// Runs a scope that fails on rank 1 with `message`, and checks what each rank gets: one that is left waiting gets the time limit
-/// of its collective instead.
+/// Runs a scope that fails on rank 1 with `message`, and checks each rank's error. A rank that still waits in a collective gets the collective's
+/// timeout error instead.
 fn scope_fails(colocated: &mut Colocated, message: &str, scope: impl FnOnce(&mut Colocated) -> Result<()>) {
     let outcome = catch_unwind(AssertUnwindSafe(|| scope(colocated)));
     let is_panic = outcome.is_err();
@@ -202,11 +202,11 @@ fn four_ranks_generate_and_train_like_one() {
     });
 }
 
-/// Two scopes with an update between them, on this rank's prompts.
+/// The results of two rollouts with an update between them, for this rank's prompts.
 struct Cycle {
     before: Vec<RolloutGroup>,
     after: Vec<RolloutGroup>,
-    /// Mean difference of the sampler's and the trainer's log-probabilities of the sampled tokens, before and after.
+    /// Mean difference of the sampler's and the trainer's log-probabilities of sampled tokens, before and after the update.
     gaps: [f64; 2],
 }
 
@@ -223,7 +223,7 @@ impl Cycle {
         Self { before, after, gaps }
     }
 
-    /// Holds this rank's tokens to those of one process.
+    /// Compares this rank's tokens with those of a single process.
     fn check(&self, expected: &Self, world: &World) {
         let own = share(world, NUM_PROMPTS);
         for (got, expected) in [(&self.before, &expected.before), (&self.after, &expected.after)] {
@@ -253,7 +253,7 @@ fn sampled() -> SamplingParams {
     }
 }
 
-/// Greedy groups, then sampled ones.
+/// Generates greedy groups, then sampled groups.
 fn generate(rollout: &mut RolloutEngine<'_>, prompts: &[Prompt]) -> Result<Vec<RolloutGroup>> {
     let greedy = SamplingParams { num_generations: 1, temperature: 0.0, ..sampled() };
     let mut groups = rollout.generate(prompts, &greedy, |_| ())?;
@@ -261,7 +261,7 @@ fn generate(rollout: &mut RolloutEngine<'_>, prompts: &[Prompt]) -> Result<Vec<R
     Ok(groups)
 }
 
-/// The sampled half of what [`generate`] returns, with advantages by place.
+/// Sequences of the sampled half of [`generate`]'s groups, with an advantage by index.
 fn sequences(groups: &[RolloutGroup]) -> Vec<Sequence> {
     let sequence = |(group, sample): (&RolloutGroup, usize)| Sequence {
         advantage: sample as f32 - 1.5,

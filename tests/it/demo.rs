@@ -1,10 +1,10 @@
-//! The demo: two processes train the tiny model, and the mean reward on held-out problems rises.
+//! The demo: two processes train the tiny model, and the mean reward on held-out problems increases.
 
 use std::path::Path;
 
 use crate::program::{json_lines, metrics, run, stdout_of};
 
-/// Whether a metric is in `text`; of names that begin alike a row of a table writes out the first alone.
+/// Whether `text` mentions a metric. In a table row with several names of the same prefix, only the first is written out.
 fn is_told(text: &str, name: &str) -> bool {
     let is_in_row = |(prefix, last): (&str, &str)| {
         let has_both = |row: &str| row.contains(&format!("`{prefix}/")) && row.contains(&format!("`{last}`"));

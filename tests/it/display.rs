@@ -1,11 +1,11 @@
-//! What a person sees on a terminal, and what a file has of it.
+//! Checks the output of the program on a terminal and in a file.
 
 use std::process::Command;
 
 use crate::program::{SMALL_RUN, command};
 
-/// Runs its arguments on a terminal of 24 rows and as many columns as the first one says, and passes on all that they write there. When
-/// `step 1/` has been written, the terminal gets the second number of columns.
+/// Runs a command on a pseudo-terminal with 24 rows, and prints everything that it writes there. The first argument is the number of columns. When
+/// `step 1/` appears, the terminal is resized to the second argument.
 const TERMINAL: &str = "
 import fcntl, os, pty, struct, sys, termios
 columns, later = int(sys.argv[1]), int(sys.argv[2])
@@ -27,11 +27,11 @@ except OSError:
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 ";
 
-/// Stands in the output where the terminal was resized.
+/// Marks in the output the moment of the resize.
 const RESIZED: &str = "<resized>";
 
-/// The lines that a terminal shows in the end, scrolled ones included, and every line that it has ever shown. Knows what the program
-/// may send: line ends, colours, `up`, `delete lines` and `erase to the end`.
+/// Emulates a terminal. Returns the final lines, including scrolled ones, and every line that was ever visible. Supports the control codes that the
+/// program may send: line ends, colors, cursor up and erase to the end.
 fn shown(output: &str) -> (Vec<String>, Vec<String>) {
     let (mut lines, mut row, mut column, mut ever) = (vec![String::new()], 0, 0, Vec::new());
     let mut rest = output.chars();
@@ -75,12 +75,12 @@ fn shown(output: &str) -> (Vec<String>, Vec<String>) {
     (lines, ever)
 }
 
-/// What the program writes to a terminal of 80 columns; it has to end with `code`.
+/// The program's output on a terminal of 80 columns; its exit code must be `code`.
 fn on_terminal(line: &str, code: i32) -> String {
     on_terminal_of((80, 80), line, code)
 }
 
-/// What the program writes to a terminal of so many columns, in the beginning and after its first step.
+/// The program's output on a terminal with the given columns at the start and after its first step.
 fn on_terminal_of(columns: (usize, usize), line: &str, code: i32) -> String {
     let output = terminal(columns, &[], line).output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -88,7 +88,7 @@ fn on_terminal_of(columns: (usize, usize), line: &str, code: i32) -> String {
     text
 }
 
-/// The program on a terminal, behind the words of a `shell`.
+/// A command that runs the program on a terminal, through the `shell` command.
 fn terminal((columns, later): (usize, usize), shell: &[&str], line: &str) -> Command {
     let own = command(line);
     let mut terminal = Command::new("python3");

@@ -1,11 +1,13 @@
-//! On-policy distillation from a teacher.
+//! On-policy distillation from a teacher model.
 
 use std::path::Path;
 
 use crate::checkpoint::Runs;
 use crate::program::{MODEL, run};
 
-/// A teacher that is the policy gives no gradient at all; another one is approached, and a resumed run approaches it by the same bits.
+/// With the policy as teacher the gradient is zero. With another teacher the policy moves towards it, and a resumed run equals an uninterrupted one
+/// bit
+/// for bit.
 #[test]
 fn distillation_moves_the_policy_towards_another_teacher_only() {
     let runs = Runs::new();
@@ -44,7 +46,7 @@ fn distillation_moves_the_policy_towards_another_teacher_only() {
     runs.assert_same("resumed", "student", &[5, 6, 7, 8]);
 }
 
-/// A teacher of another shape, on the rank that trains adapters; a rank that generates has none of it.
+/// A teacher of another shape on the training rank, which trains adapters. The generating rank does not load it.
 #[test]
 fn a_larger_teacher_trains_adapters_in_split_mode() {
     let runs = Runs::new();

@@ -1,4 +1,4 @@
-//! Checks README.md and docs/: links and anchors lead somewhere, files that are named exist, every page is linked. Commands are
+//! Checks README.md and docs/: links and anchors have targets, named files exist, every page is linked. Commands are
 //! checked by `cli::documented_tests`.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -8,7 +8,7 @@ fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// Names and texts of the pages.
+/// Names and texts of all pages.
 fn pages() -> BTreeMap<String, String> {
     let mut pages = BTreeMap::from([("README.md".to_owned(), read("README.md"))]);
     for folder in ["docs", "docs/benchmarks"] {
@@ -27,7 +27,7 @@ fn read(path: &str) -> String {
     std::fs::read_to_string(root().join(path)).unwrap()
 }
 
-/// The lines of a page that are not within a fenced block.
+/// The lines of a page outside of fenced blocks.
 fn prose(text: &str) -> String {
     let mut is_fenced = false;
     let mut outside = |line: &&str| {
@@ -38,7 +38,7 @@ fn prose(text: &str) -> String {
     text.lines().filter(|line| outside(line)).collect::<Vec<_>>().join("\n")
 }
 
-/// The anchors of a page, as GitHub makes them of its headings.
+/// The anchors of a page, derived from its headings like on GitHub.
 fn anchors(text: &str) -> BTreeSet<String> {
     let link = regex::Regex::new(r"\[([^\]]*)\]\([^)]*\)").unwrap();
     let mut counts: BTreeMap<String, usize> = BTreeMap::new();
@@ -76,7 +76,7 @@ fn links(page: &str, text: &str) -> Vec<(String, String)> {
     targets.into_iter().filter(|target| !target.starts_with("http")).map(from_root).collect()
 }
 
-/// Links of a page that lead nowhere.
+/// Links of a page without a target.
 fn broken_links(page: &str, text: &str) -> Vec<String> {
     let is_broken = |(path, anchor): &(String, String)| {
         let exists = root().join(path).exists();
@@ -115,7 +115,7 @@ fn every_page_of_docs_is_linked() {
     assert!(alone.is_empty(), "{alone:?}");
 }
 
-/// Files of the repository that a page names and that do not exist. NAME and `*` stand for any.
+/// Names of repository files on a page that do not exist. NAME and `*` are placeholders.
 fn missing_files(page: &str, text: &str) -> Vec<String> {
     let path = r"(?:^|[\s`(])((?:scripts|configs|tests|src|examples|fuzz)/[\w./*{},-]+|(?:[a-z0-9_]+/)+[a-z0-9_]+\.(?:rs|cuh?))";
     let path = regex::Regex::new(path).unwrap();

@@ -1,4 +1,4 @@
-//! Signals that come before the program has handlers for them.
+//! Signals that arrive before the program has installed its handlers.
 #![allow(unsafe_code)]
 
 use std::os::unix::process::{CommandExt, ExitStatusExt};
@@ -6,13 +6,13 @@ use std::process::{Command, Stdio};
 
 use colo_grpo::internal::launch::hold_signals;
 
-/// Arguments, variables, and the exit code; none of a program that ends by the signal.
+/// Arguments, environment variables and expected exit code; `None` if the signal ends the program.
 type Case<'a> = (Vec<&'a str>, &'a [(&'a str, &'a str)], Option<i32>);
 
 const TRAIN: [&str; 4] = ["--config", "configs/tiny-cpu.toml", "max_steps=1", "eval_steps=none"];
 
-/// The signal is pending as the program is loaded, so that it arrives at the first moment at which it can. Where the program computes,
-/// it is loaded twice.
+/// The signal is pending when the program is loaded, so it arrives at the earliest possible moment. Commands that compute load the program
+/// twice.
 #[test]
 fn a_signal_during_startup_ends_as_documented() {
     let folder = tempfile::tempdir().unwrap();

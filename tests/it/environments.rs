@@ -1,4 +1,4 @@
-//! Environments of hubs in runs of the program, with stand-ins for the packages: scripts/environments.sh has the packages themselves.
+//! Runs with environments from hubs, with fake Python packages. scripts/environments.sh tests the real packages.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -9,7 +9,7 @@ use colo_grpo::internal::metrics::read_completions;
 
 use crate::program::{SMALL_RUN, metrics, run, wait_until};
 
-/// The calls of reasoning-gym that there are: a generator of problems that know their seed, and its scorer.
+/// A fake of reasoning-gym: a generator of problems from a seed, and its scorer.
 const REASONING_GYM: &str = r#"
 import random, types
 
@@ -54,7 +54,7 @@ def create_dataset(name, **config):
     return Sums(**config)
 "#;
 
-/// OpenEnv's client of a server with an MCP tool, without the server.
+/// A fake of OpenEnv's client for a server with an MCP tool, without the server.
 const OPENENV: &str = r#"
 import types
 
@@ -87,7 +87,7 @@ class GenericEnvClient:
         return self.result({"tool_name": "add", "result": {"data": str(total)}, "error": None}, float(str(total) == self.row["answer"]), True)
 "#;
 
-/// A Python that finds a stand-in package.
+/// A Python interpreter that finds a fake package.
 fn python(folder: &Path, package: &str, text: &str) -> PathBuf {
     let place = folder.join(package);
     fs::create_dir_all(&place).unwrap();
@@ -98,7 +98,7 @@ fn python(folder: &Path, package: &str, text: &str) -> PathBuf {
     python
 }
 
-/// Rows and rewards are the generator's: held-out rows are no training rows, and each reward is the scorer's of the text.
+/// Rows and rewards come from the generator: held-out rows differ from training rows, and each reward is the scorer's.
 #[test]
 fn a_reasoning_gym_environment_makes_rows_and_scores_completions() {
     let folder = tempfile::tempdir().unwrap();
@@ -136,13 +136,13 @@ fn a_reasoning_gym_environment_makes_rows_and_scores_completions() {
     }
 }
 
-/// A number's word, as a prompt has it among other texts.
+/// The number in a prompt's word; `None` for other words.
 fn number(word: &str) -> Option<usize> {
     let words = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"];
     words.iter().position(|known| word.ends_with(known))
 }
 
-/// A server for static files, which ends with this.
+/// An HTTP server for static files, which is stopped when this is dropped.
 struct Files(Child);
 
 impl Drop for Files {
@@ -152,7 +152,7 @@ impl Drop for Files {
     }
 }
 
-/// The tools of a server become the model's, rows reach `reset`, and the sum of what steps gave is the reward.
+/// The model gets the server's tools, `reset` receives the rows, and the reward is the sum of the steps' rewards.
 #[test]
 fn an_openenv_servers_tools_and_rewards_are_used() {
     let folder = tempfile::tempdir().unwrap();

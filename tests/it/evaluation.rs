@@ -1,4 +1,4 @@
-//! Evaluations that decide when a run ends and which weights it leaves, and that are made again from its configuration.
+//! Evaluations that determine when a run ends and which weights it saves, and their repetition with the command `eval`.
 
 use std::fs;
 use std::path::Path;
@@ -66,7 +66,7 @@ fn early_stopping_keeps_the_best_weights() {
     }
 }
 
-/// Both the evaluation of a run, and the one that `eval` repeats from its configuration.
+/// Holds for the evaluation in a run and for its repetition with `eval`.
 #[test]
 fn greedy_evaluations_do_not_depend_on_the_seed() {
     let folder = tempfile::tempdir().unwrap();
@@ -142,7 +142,7 @@ fn evaluations_with_invalid_settings_are_refused() {
     );
 }
 
-/// Without `max_prompt_length` the longest prompt of the rows counts, not the model's whole context.
+/// Without `max_prompt_length`, the plan uses the longest prompt of the rows instead of the model's whole context.
 #[test]
 fn the_plan_uses_the_longest_prompt_of_the_rows() {
     let plan = |more: &str| {

@@ -1,4 +1,4 @@
-//! Runs with `exact`: the trainer's log-probabilities are the sampler's, whatever is packed, shared, recomputed, sharded or carried over.
+//! Runs with `exact`: the trainer's log-probabilities equal the sampler's, with packing, shared prompts, recomputation, sharding and carried groups.
 
 use serde_json::Value;
 
@@ -6,7 +6,7 @@ use crate::program::{SMALL_RUN, metrics, run};
 
 const MAX: &str = "sampling/sampling_logp_difference/max";
 
-/// The metrics of the steps of a run, which must end well.
+/// The metrics of all steps of a run, which must succeed.
 fn steps(keys: &str) -> Vec<Value> {
     let folder = tempfile::tempdir().unwrap();
     let line = format!("{SMALL_RUN} max_steps=3 learning_rate=1e-3 {keys} output_dir={}", folder.path().display());
@@ -23,7 +23,7 @@ fn assert_exact(keys: &str) -> Vec<Value> {
     steps
 }
 
-/// Two ranks, shared prompts and packing, with everything recomputed and optimizer state that goes to the host.
+/// Two ranks with shared prompts, packing, full recomputation and optimizer state that is swapped to the host.
 #[test]
 fn exact_sampler_and_trainer_agree_in_float32() {
     assert_exact("--nproc 2 zero.stage=2 gradient_checkpointing=full share_prompts=true");
@@ -31,7 +31,7 @@ fn exact_sampler_and_trainer_agree_in_float32() {
     assert!(without.iter().any(|step| step[MAX].as_f64() > Some(0.0)), "else equality would show nothing");
 }
 
-/// Weights that are gathered unit by unit, one sequence a micro-batch, chunked prompts, and a wider residual stream.
+/// Weights gathered unit by unit, one sequence per micro-batch, chunked prompts, and a float32 residual stream.
 #[test]
 fn exact_sampler_and_trainer_agree_in_bfloat16() {
     assert_exact(
@@ -40,7 +40,7 @@ fn exact_sampler_and_trainer_agree_in_bfloat16() {
     );
 }
 
-/// Adapters, beside trainers and engines on ranks of their own.
+/// Adapters, with trainers and engines on separate ranks.
 #[test]
 fn exact_sampler_and_trainer_agree_with_adapters() {
     assert_exact("--nproc 2 zero.stage=2 lora.r=4 lora.target_modules=all-linear beta=0.04");
@@ -49,7 +49,7 @@ fn exact_sampler_and_trainer_agree_with_adapters() {
     );
 }
 
-/// Tokens of older weights are in the batch: those of the newest are equal, and ratios of the others are not 1.
+/// The batch contains tokens of older weights: log-probabilities of the newest tokens are equal, and ratios of the others differ from 1.
 #[test]
 fn exact_sampler_and_trainer_agree_with_carried_groups() {
     let steps = assert_exact("--nproc 2 max_steps=5 oversample=1.0 partial_rollout=true max_completion_length=24");
@@ -57,7 +57,7 @@ fn exact_sampler_and_trainer_agree_with_carried_groups() {
     assert!(steps.iter().any(|step| continued(step) > 0.0), "nothing was carried over");
 }
 
-/// Several updates from one batch: the sampler's log-probabilities are the old ones of all of them, and no pass computes them.
+/// Several updates per batch use the sampler's log-probabilities as old ones, so that no forward pass computes them.
 #[test]
 fn exact_runs_use_the_samplers_log_probabilities_as_old_ones() {
     for step in assert_exact("max_steps=12 num_iterations=2 steps_per_generation=2 gradient_accumulation_steps=1") {
@@ -65,7 +65,7 @@ fn exact_runs_use_the_samplers_log_probabilities_as_old_ones() {
     }
 }
 
-/// A product that adds up in another order, in one rank and one step.
+/// A GEMM with another summation order in one step on one rank.
 #[test]
 fn an_exact_run_ends_when_a_gemm_differs() {
     let folder = tempfile::tempdir().unwrap();
@@ -82,7 +82,7 @@ fn an_exact_run_ends_when_a_gemm_differs() {
     );
 }
 
-/// From a checkpoint of a run without it and back, which the run says.
+/// A run without `exact` is resumed with it and vice versa; a message says so.
 #[test]
 fn a_run_can_be_resumed_with_and_without_exact() {
     let folder = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! Whole runs of a tiny model with experts: adapters beside them, and recorded routes on all their ways.
+//! Whole runs of a tiny mixture-of-experts model: adapters of experts, and recorded routes.
 
 use std::path::{Path, PathBuf};
 
@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use crate::checkpoint::Runs;
 use crate::program::{json_lines, random_model_of, run, stdout_of};
 
-/// Some of the random model's completions have a reward.
+/// A reward that some of the random model's completions get.
 const REWARD: [&str; 4] = [
     "reward_funcs=[\"format\"]",
     "reward_weights=[1.0]",
@@ -15,13 +15,13 @@ const REWARD: [&str; 4] = [
     "learning_rate=2e-2",
 ];
 
-/// Writes a random model of two layers, four experts in each, with the demo's tokenizer.
+/// Writes a random model with two layers of four experts each, and the demo's tokenizer.
 fn random_model(folder: &Path) -> PathBuf {
     let sizes = json!({"num_hidden_layers": 2, "hidden_size": 64, "moe_intermediate_size": 64, "num_experts": 4, "head_dim": 16});
     random_model_of(folder, "configs/arithmetic/config-moe.json", &sizes)
 }
 
-/// Greedy completions of a folder with their log-probabilities.
+/// Greedy completions of a model folder with their log-probabilities.
 fn generate(model: &Path, more: &str) -> Vec<(Value, f64)> {
     let prompt = "--prompt what --prompt five --prompt plus";
     let model = model.display();
@@ -30,8 +30,8 @@ fn generate(model: &Path, more: &str) -> Vec<(Value, f64)> {
     json_lines(&lines).iter().map(|line| (line["completion"].clone(), line["logprob"].as_f64().unwrap())).collect()
 }
 
-/// Two ranks of an engine share every expert's width, or the experts; their base is sharded, or in 4 bits. What is saved gives the
-/// same merged as beside the base.
+/// Two ranks of an engine split each expert or distribute the experts. The base is sharded, or in 4 bits. The saved adapters give the
+/// same results merged and unmerged.
 #[test]
 fn lora_adapters_of_experts_are_trained_saved_and_served() {
     let runs = Runs::new();
@@ -74,8 +74,8 @@ fn lora_adapters_of_experts_are_trained_saved_and_served() {
     );
 }
 
-/// Gated delta nets and experts, one of which every token goes to, in whole runs: two ranks share an engine, all weights train in shards or
-/// adapters beside a base in 4 bits, and the trainer takes the routes that were sampled.
+/// Whole runs with gated delta nets and experts including a shared one: two ranks share an engine; sharded full training, or
+/// adapters on a 4-bit base. The trainer replays the sampler's routes.
 #[test]
 fn hybrids_with_experts_sample_and_train() {
     let runs = Runs::new();
@@ -104,7 +104,7 @@ fn hybrids_with_experts_sample_and_train() {
     }
 }
 
-/// The resumed run makes what the uninterrupted one did, adapters' shards included.
+/// The resumed run, including the adapters' optimizer shards, equals the uninterrupted one.
 #[test]
 fn a_resumed_run_with_adapters_of_experts_equals_an_uninterrupted_one() {
     let runs = Runs::new();
@@ -119,8 +119,8 @@ fn differing(runs: &Runs, run: &str, step: u64) -> f64 {
     runs.metrics(run)[&(step, false)].values["router_replay/differing_share"]
 }
 
-/// Trajectories under way take their routes with them, through checkpoints too: those that older weights chose, which are others than
-/// the trainer's own. Without carried groups there are none such.
+/// Unfinished trajectories keep their routes, also in checkpoints. Routes of older weights differ from the trainer's own; without carried groups
+/// there are none.
 #[test]
 fn recorded_routes_survive_carrying_and_resuming() {
     let runs = Runs::new();
@@ -145,8 +145,8 @@ fn recorded_routes_survive_carrying_and_resuming() {
     assert!(share("plain").iter().all(|share| *share < 1e-3), "{:?}", share("plain"));
 }
 
-/// Each of the updates of a generation batch has the routes of its own sequences, whoever sampled them: weights hardly move, so that the
-/// trainer alone would choose the same. Engines of their own, so that sequences and routes change ranks.
+/// Each update of a generation batch replays the routes of its own sequences, on whichever rank they were sampled. Weights hardly change, so
+/// that the trainer would choose the same routes. Engines are on separate ranks, so that sequences and routes are moved between ranks.
 #[test]
 fn every_update_replays_the_routes_of_its_sequences() {
     let runs = Runs::new();
@@ -159,7 +159,7 @@ fn every_update_replays_the_routes_of_its_sequences() {
     assert!(!shares.is_empty() && shares.iter().all(|share| *share < 1e-3), "{shares:?}");
 }
 
-/// Routes cross from the engines' ranks to the trainers'. Batches that are sampled ahead have those of the weights that sampled them.
+/// Routes are sent from the engines' ranks to the trainers'. Batches that were sampled ahead have the routes of the weights that sampled them.
 #[test]
 fn split_mode_engines_record_routes() {
     let runs = Runs::new();

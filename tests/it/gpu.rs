@@ -1,5 +1,5 @@
-//! On GPUs, against the CPU backend: attention, greedy tokens, log-probabilities. Ignored where there is none;
-//! scripts/gpu_check.sh runs them. Those of collectives and training stand beside their CPU twins.
+//! Compares GPUs with the CPU backend: attention, greedy tokens, log-probabilities. Ignored without a GPU;
+//! scripts/gpu_check.sh runs these tests. Tests of collectives and training on GPUs are next to the CPU ones.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -22,11 +22,11 @@ use tch::{Device, Kind, Tensor};
 
 use crate::ranks;
 
-/// The demo's model, warmed up: its distributions are neither flat nor certain.
+/// The demo's model after warm-up: its distributions are neither flat nor nearly certain.
 const MODEL: &str = "configs/arithmetic/model";
 
-/// Separate sequences and shared prompts, of any length (flash), of one (cuDNN) and of long and short ones (both); cuDNN's kernels
-/// serve from the second time on.
+/// Separate sequences and shared prompts with any lengths (flash), with one length (cuDNN) and with long and short ones (both). cuDNN's kernels
+/// are used from the second call on.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_attention_equals_the_cpus() {
@@ -78,7 +78,7 @@ fn gpu_attention_equals_the_cpus() {
     }
 }
 
-/// Long enough that the kernels' sums over blocks of keys would otherwise race.
+/// Sequences are so long that the kernels' sums over blocks of keys would be in random order without the deterministic mode.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_deterministic_attention_is_repeatable_bit_for_bit() {
@@ -118,17 +118,17 @@ fn gpu_four_ranks_sample_what_the_cpu_does() {
     ranks::run_on_gpus(4, "gpu::gpu_four_ranks_sample_what_the_cpu_does", |world| samples_what_the_cpu_does(world, 4));
 }
 
-/// Two engines of four ranks.
+/// Two engines of four tensor-parallel ranks each.
 #[test]
 #[ignore = "needs eight GPUs"]
 fn gpu_eight_ranks_sample_what_the_cpu_does() {
     ranks::run_on_gpus(8, "gpu::gpu_eight_ranks_sample_what_the_cpu_does", |world| samples_what_the_cpu_does(world, 4));
 }
 
-/// An engine whose layers are in two stages of one rank each.
+/// An engine with two pipeline stages of one rank each.
 const IN_TWO_STAGES: EngineShape = EngineShape { tensor_parallel_size: 1, pipeline_parallel_size: 2 };
 
-/// Layers in two stages, one on each GPU.
+/// Two pipeline stages, one on each GPU.
 #[test]
 #[ignore = "needs two GPUs"]
 fn gpu_two_ranks_in_stages_sample_what_the_cpu_does() {
@@ -137,7 +137,7 @@ fn gpu_two_ranks_in_stages_sample_what_the_cpu_does() {
     });
 }
 
-/// Two stages of two ranks.
+/// Two pipeline stages of two tensor-parallel ranks each.
 #[test]
 #[ignore = "needs four GPUs"]
 fn gpu_four_ranks_in_stages_sample_what_the_cpu_does() {
@@ -152,7 +152,7 @@ fn samples_what_the_cpu_does(world: World, shape: impl Into<EngineShape>) {
     assert_eq!(got, if first { expected } else { vec![Vec::new(); sampling().len()] });
 }
 
-/// Greedy, and all that is done to logits before a token is drawn.
+/// Sampling parameters: greedy, and every kind of logits processing.
 fn sampling() -> [SamplingParams; 5] {
     let base = SamplingParams { num_generations: 2, max_completion_length: 24, ..SamplingParams::default() };
     [
@@ -164,10 +164,10 @@ fn sampling() -> [SamplingParams; 5] {
     ]
 }
 
-/// Kinds of the residual stream beside bfloat16.
+/// Data types of the residual stream in runs with bfloat16 weights.
 const STREAMS: [Kind; 2] = [Kind::BFloat16, Kind::Float];
 
-/// The sampler's log-probabilities in bfloat16, and the trainer's of the same tokens, against float32 on the CPU.
+/// Log-probabilities of the sampler in bfloat16, and of the trainer for the same tokens, are compared with float32 on the CPU.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_bfloat16_logprobs_are_near_the_cpus() {
@@ -181,7 +181,7 @@ fn gpu_bfloat16_logprobs_are_near_the_cpus() {
     }
 }
 
-/// Sums over the ranks' own memory, which bfloat16 takes.
+/// Sums are made through the ranks' own GPU memory, which supports bfloat16.
 #[test]
 #[ignore = "needs two GPUs"]
 fn gpu_two_ranks_bfloat16_logprobs_are_near_the_cpus() {
@@ -212,7 +212,7 @@ fn ranks_sample_near_the_cpus(world: World, shape: impl Into<EngineShape>) {
     STREAMS.iter().for_each(|&residual| drop(sampled_near_the_cpus(&world, &mesh, residual)));
 }
 
-/// This rank's groups, sampled in bfloat16 with such a residual stream.
+/// This rank's groups, sampled in bfloat16 with a residual stream of data type `residual`.
 fn sampled_near_the_cpus(world: &Arc<World>, mesh: &Mesh, residual: Kind) -> Vec<RolloutGroup> {
     let params = SamplingParams { num_generations: 4, max_completion_length: 24, ..SamplingParams::default() };
     let groups = generate(world, mesh, (Kind::BFloat16, residual), &[params]).remove(0);
@@ -224,7 +224,7 @@ fn sampled_near_the_cpus(world: &Arc<World>, mesh: &Mesh, residual: Kind) -> Vec
     groups
 }
 
-/// Log-probabilities on average within `most` of float32 on the CPU.
+/// Asserts that log-probabilities differ on average by at most `most` from float32 on the CPU.
 fn near(what: &str, got: &[f32], exact: &[f32], most: f64) {
     assert_eq!(got.len(), exact.len());
     let mean = got.iter().zip(exact).map(|(a, b)| f64::from((a - b).abs())).sum::<f64>() / exact.len() as f64;
@@ -242,7 +242,7 @@ fn cu_seqlens(first: i64, lens: &[i64]) -> Vec<i64> {
     bounds
 }
 
-/// Completions by each of the parameters.
+/// Token ids of completions with each of the sampling parameters.
 fn tokens(world: &Arc<World>, shape: impl Into<EngineShape>) -> Vec<Vec<Vec<u32>>> {
     let of_groups = |groups: Vec<RolloutGroup>| {
         groups.into_iter().flat_map(|group| group.completions).map(|completion| completion.token_ids).collect()
@@ -256,7 +256,7 @@ fn spec() -> Arc<ModelSpec> {
     Arc::new(ModelSpec { eos_token_ids: Vec::new(), ..spec })
 }
 
-/// Completions of the first rows of the demo's data, all of them on every rank, by each of the parameters.
+/// Completions of the first rows of the demo's data with each of the sampling parameters; every rank gets all.
 fn generate(
     world: &Arc<World>,
     mesh: &Mesh,

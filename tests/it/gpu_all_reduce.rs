@@ -1,4 +1,4 @@
-//! Tensor-parallel sums through memory that GPUs map of one another: real processes, one GPU each. Ignored where there are none.
+//! Tensor-parallel sums through GPU memory that ranks map from each other: real processes, one GPU each. Ignored without GPUs.
 #![allow(unsafe_code)]
 
 use std::sync::{Arc, Barrier};
@@ -57,7 +57,7 @@ fn gpu_eight_ranks_replay_all_reduce_graphs_at_different_speeds() {
     });
 }
 
-/// Eight ranks as threads of one process, each on a stream of its own: the kernels of eight GPUs find the right parts and rows on one.
+/// Eight ranks are threads of one process on one GPU, each with its own stream: the kernels for eight GPUs use the right parts and rows.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_one_process_sums_rows_as_eight_ranks() {
@@ -102,7 +102,7 @@ fn gpu_one_process_sums_rows_as_eight_ranks() {
     }
 }
 
-/// A rank that never comes: the others' kernels end with its failure, and after agreeing all sum again.
+/// If a rank does not take part, the others' kernels end when it fails. After the ranks agree on the failure, all can sum again.
 #[test]
 #[ignore = "needs two GPUs"]
 fn gpu_two_ranks_end_an_all_reduce_when_one_fails() {
@@ -143,7 +143,7 @@ fn sums_in_rank_order(world: &World) {
     }
 }
 
-/// Many replays of one recording over new numbers each time, every rank slow at other times.
+/// Replays one captured graph many times on new data, with random delays of every rank.
 fn replays_at_any_pace(world: &World) {
     const CALLS: usize = 6;
     const REPLAYS: usize = 1000;
@@ -188,7 +188,7 @@ fn replays_at_any_pace(world: &World) {
     }
 }
 
-/// Random parts of all ranks, the same on every rank.
+/// Random summands of all ranks, the same on every rank.
 struct Case {
     context: Arc<Context>,
     rank: usize,
@@ -200,7 +200,7 @@ struct Case {
 }
 
 impl Case {
-    /// With x of `kind`.
+    /// A case with `x` of data type `kind`.
     fn new(group: &dyn Collective, (rows, dim): (usize, usize), kind: Kind) -> Self {
         let most = RowSums::bytes(1024, 8192);
         let memory = group.peer_memory(most).unwrap().expect("GPUs that map one another's memory");
@@ -247,13 +247,13 @@ impl Case {
         self.sums.add_rms_norm(way, turn, x, &self.weight, NormOptions::plain(EPS), leaves).unwrap();
     }
 
-    /// Both where the chip has e4m3, so that one sum shows all that there is.
+    /// Which norms a sum writes: plain and rounded ones if the GPU supports e4m3, so that one sum checks both.
     fn leaves(&self) -> NormedRows {
         let has_fp8 = self.context.compute_capability().unwrap() >= Capability::new(8, 9);
         if has_fp8 { NormedRows::Both } else { NormedRows::Plain }
     }
 
-    /// Rows of `x` [.., T, D] that this rank has after a sum.
+    /// The rows of `x` [.., T, D] that this rank has after a sum.
     fn own_rows(&self, way: AllReduceMethod, x: &Tensor) -> Tensor {
         let step = if way == AllReduceMethod::Share { self.parts.len() as i64 } else { 1 };
         let first = if way == AllReduceMethod::Share { self.rank as i64 } else { 0 };
@@ -267,7 +267,7 @@ impl Case {
         self.check((way, turn), &x, &self.expected());
     }
 
-    /// Rounded norms alone leave the place of the plain ones as it is.
+    /// A sum that writes only rounded norms leaves the buffer of the plain ones unchanged.
     fn compare_rounded(&self, way: AllReduceMethod) {
         if self.leaves() == NormedRows::Plain {
             return;
@@ -295,7 +295,7 @@ impl Case {
         assert!(got.scales.equal(&expected.scales), "scales of {what}");
     }
 
-    /// x and the norms, by sums one after the other and the norm kernel.
+    /// `x` and the norms, computed with separate sums and the norm kernel.
     fn expected(&self) -> (Tensor, Tensor) {
         let wide = |tensor: &Tensor| tensor.to_kind(Kind::Float);
         let sum = self.parts[1..].iter().fold(wide(&self.parts[0]), |sum, part| sum + wide(part));
@@ -305,7 +305,7 @@ impl Case {
         (expected, normed)
     }
 
-    /// Fails unless `x` and the norms after a sum have the expected bits.
+    /// Asserts that `x` and the norms after a sum have the expected bits.
     fn check(&self, (way, turn): (AllReduceMethod, usize), x: &Tensor, (expected, normed): &(Tensor, Tensor)) {
         let what = format!("{way:?} {turn} {:?} of {:?} on rank {}", x.size(), x.kind(), self.rank);
         assert!(self.own_rows(way, x).equal(&self.own_rows(way, expected)), "x of {what}");

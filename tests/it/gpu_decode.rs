@@ -1,4 +1,4 @@
-//! The decode step's kernels against the CPU's operations in float64. Ignored where there is no GPU.
+//! Compares the kernels of decode steps with the CPU's operations in float64. Ignored without a GPU.
 
 use colo_grpo::internal::cuda::kernels::{
     self, AttentionPlan, AttentionShape, HeadTransform, KvBlocks, NormOptions, QkvViews, SharedPrefixes,
@@ -13,7 +13,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::on_gpu::{GPU, double, gpu, ints, is_small, poison, rand, random_ints, random_permutation, relative_error};
 
-/// Of the residual stream and of all else, with the error of one rounding of the latter.
+/// Data types of the residual stream and of everything else, with the error of one rounding to the latter.
 const KINDS: [(Kind, Kind, f64); 3] =
     [(Kind::Float, Kind::Float, 2e-6), (Kind::BFloat16, Kind::BFloat16, 5e-3), (Kind::Float, Kind::BFloat16, 5e-3)];
 
@@ -155,7 +155,7 @@ fn gpu_norms_over_all_heads_equal_the_cpus() {
     }
 }
 
-/// Rows of random contexts in a cache, some of whose leading blocks they share.
+/// Rows with random contexts in a paged KV cache. Some rows share their first blocks.
 pub struct Contexts {
     pub lens: Vec<i64>,
     pub groups: Vec<i64>,
@@ -166,7 +166,7 @@ pub struct Contexts {
 }
 
 impl Contexts {
-    /// `group` rows share each prefix; 0: none.
+    /// Random contexts. Each prefix is shared by `group` rows; 0 means no sharing.
     pub fn random(rows: i64, longest: i64, block_size: i64, group: i64) -> Self {
         let mut lens = random_ints(1, longest, rows);
         for (len, special) in lens.iter_mut().zip([0, 1, 15, 16, 17, longest]) {
@@ -303,7 +303,7 @@ fn compare_attention(
     }
 }
 
-/// Entries that no context reaches may hold anything.
+/// Sets cache entries that belong to no context to NaN.
 fn poison_unused(cache: Tensor, contexts: &Contexts, block_size: i64) -> Tensor {
     let poisoned = cache.full_like(f64::NAN);
     for (row, &len) in contexts.lens.iter().enumerate() {

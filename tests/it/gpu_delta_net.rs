@@ -1,5 +1,5 @@
-//! The engine's kernels of gated delta nets, and of attention beside them, against the CPU's operations in float64. Ignored where there
-//! is no GPU.
+//! Compares the engine's kernels for gated delta nets, and for attention in such models, with the CPU's operations in float64. Ignored without a
+//! GPU.
 
 use colo_grpo::internal::cuda::kernels::{
     self, AttentionPlan, AttentionShape, DeltaPages, DeltaRuns, HeadTransform, KvBlocks, NormOptions, QkvViews,
@@ -15,9 +15,9 @@ use tch::{Device, Kind, Tensor};
 use crate::on_gpu::{GPU, double, gpu, ints, is_small, poison, rand, random_ints, random_permutation, relative_error};
 
 const EPS: f64 = 1e-6;
-/// Steps of one token have two more rows, of no sequence.
+/// Number of padding rows, which belong to no sequence, in decode steps.
 const PADDING: i64 = 2;
-/// Kinds with the error of one rounding.
+/// Data types with the error of one rounding.
 const KINDS: [(Kind, f64); 2] = [(Kind::Float, 5e-6), (Kind::BFloat16, 5e-3)];
 
 #[test]
@@ -48,7 +48,8 @@ fn gpu_gated_delta_nets_equal_the_cpus() {
     }
 }
 
-/// One by one, in pieces and whole: the same bits. So a prompt may be computed in any steps, and a preempted sequence again.
+/// Tokens processed one by one, in chunks and all at once give the same bits. A prompt may thus be split arbitrarily, and a preempted sequence
+/// recomputed.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_delta_nets_are_independent_of_chunk_boundaries() {
@@ -85,7 +86,7 @@ fn gpu_delta_nets_are_independent_of_chunk_boundaries() {
     }
 }
 
-/// A gated delta net's sizes and weights.
+/// Sizes and weights of a gated delta net.
 struct Net {
     options: DeltaOptions,
     weights: DeltaWeights,
@@ -117,7 +118,7 @@ impl Net {
         self.map(&gpu)
     }
 
-    /// Views of one product.
+    /// Inputs that are views of one GEMM's output.
     fn rows(&self, tokens: i64) -> DeltaRows {
         let (channels, heads) = (self.options.heads.channels() as i64, self.options.heads.num_value_heads as i64);
         let columns = [channels, self.values(), heads, heads];
@@ -127,7 +128,7 @@ impl Net {
         DeltaRows { qkv: next(), z: next(), b: next(), a: next() }
     }
 
-    /// Pages of a GPU that no sequence has been in.
+    /// Pages for states on the GPU, unused so far.
     fn pages(&self, num_pages: i64, states: Kind) -> DeltaState {
         let DeltaHeads { num_value_heads, key_dim, value_dim, conv_width, .. } = self.options.heads;
         let [heads, keys, values, width] = [num_value_heads, key_dim, value_dim, conv_width].map(|size| size as i64);
@@ -135,7 +136,8 @@ impl Net {
         DeltaState { conv, rule: poison(&[num_pages, heads, keys, values], states) }
     }
 
-    /// Runs of such lengths, of which every third begins its sequence; states are stored in `states`.
+    /// Compares sequences of the given lengths, of which every third starts at position 0 and the others continue from a state. States are stored in
+    /// data type `states`.
     fn compare(&self, lens: &[i64], is_decode: bool, states: Kind, bound: f64) {
         let (count, width) = (lens.len() as i64, self.options.heads.conv_width as i64);
         let what = format!(
@@ -209,7 +211,7 @@ impl Net {
     }
 }
 
-/// Heads of which a part is turned, with gates beside the queries and norms around 0.
+/// Heads with partial rotation, output gates next to the queries, and norms with weights around 0.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_heads_with_gates_equal_the_cpus() {
@@ -265,7 +267,7 @@ fn gpu_heads_with_gates_equal_the_cpus() {
     }
 }
 
-/// Attention of heads of 256 columns in bfloat16 on tensor cores, in pieces and whole.
+/// Attention with heads of 256 columns in bfloat16 on tensor cores, in chunks and all at once.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_attention_of_wide_heads_equals_the_cpus() {

@@ -1,5 +1,5 @@
-//! The engine's recorded steps on shapes of real models, random weights: against the trainer, against a float32 forward, and
-//! against themselves in another batch.
+//! Compares the engine's captured steps on shapes of real models with random weights with the trainer, with a float32 forward pass, and
+//! with themselves in another batch.
 
 mod delta_net;
 mod fp8;
@@ -34,8 +34,8 @@ const SMALL: &str = "qwen2.5-0.5b";
 const LARGE: &str = "qwen2.5-7b";
 const SEED: u64 = 7;
 
-/// To what bf16 leaves of them: with a residual stream of it the trainer's own differ from float32 as much, and random weights
-/// spread every error over a distribution that is nearly flat.
+/// Log-probabilities agree as far as bf16 permits. With a bf16 residual stream, the trainer's own differ from float32 as much, and random weights
+/// spread every error over a nearly flat distribution.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_sampled_logprobs_match_the_trainer() {
@@ -43,8 +43,7 @@ fn gpu_sampled_logprobs_match_the_trainer() {
     assert!(float32 < 0.01, "{float32} apart with a residual stream of float32");
 }
 
-/// Two roundings that know nothing of one another are sqrt(2) of one apart; with a residual stream of bfloat16 1.18 was measured
-/// here, 1.01 without adapters.
+/// Two independent roundings differ by sqrt(2) of one. With a bfloat16 residual stream 1.18 was measured, 1.01 without adapters.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_sampled_logprobs_with_adapters_match_the_trainer() {
@@ -52,7 +51,7 @@ fn gpu_sampled_logprobs_with_adapters_match_the_trainer() {
     assert!(float32 < 0.8 * bfloat16, "{float32} apart with a residual stream of float32, {bfloat16} without");
 }
 
-/// OLMo 2: norms behind the sublayers and over all heads.
+/// OLMo 2: norms after sublayers and over all heads.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_sampled_logprobs_with_post_norms_match_the_trainer() {
@@ -61,8 +60,9 @@ fn gpu_sampled_logprobs_with_post_norms_match_the_trainer() {
     assert!(float32 < bfloat16, "{float32} apart with a residual stream of float32, {bfloat16} without");
 }
 
-/// SmolLM3, of which a layer in four turns nothing; Granite 3, with factors of the embedding, scores, sublayers and logits; Gemma 3, with
-/// two rotations, windows, four norms a layer and GELU.
+/// SmolLM3, in which every fourth layer has no rotary embedding; Granite 3, with multipliers of embedding, scores, sublayers and logits; Gemma 3,
+/// with
+/// two rotary bases, windows, four norms per layer and GELU.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_sampled_logprobs_of_mixed_layers_match_the_trainer() {
@@ -72,8 +72,8 @@ fn gpu_sampled_logprobs_of_mixed_layers_match_the_trainer() {
     }
 }
 
-/// Mean distances with residual streams of bfloat16 and float32, each at most its bound times as far as bf16 leaves the trainer
-/// from float32.
+/// Mean distances between sampler and trainer with residual streams of bfloat16 and float32. Asserts that each is at most `bounds` times the
+/// distance between the trainer in bf16 and in float32.
 pub fn sampled_as_trained(model: &Model, name: &str, bounds: [f64; 2]) -> [f64; 2] {
     let streams = [(Kind::BFloat16, bounds[0]), (Kind::Float, bounds[1])];
     streams.map(|(residual, bound)| of_one_stream(model, name, residual, bound))
@@ -103,8 +103,8 @@ fn of_one_stream(model: &Model, name: &str, residual: Kind, bound: f64) -> f64 {
     mean
 }
 
-/// Each sequence up to its first token that a float32 forward over the same tokens would not have taken. There the logits of
-/// both have to be a near tie, no further apart than bf16 rounds them.
+/// Checks each sequence up to its first token that is not greedy in a float32 forward pass over the same tokens. There the logits of
+/// both tokens must be as close as bf16 rounding.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_greedy_tokens_equal_a_float32_forward() {
@@ -134,7 +134,7 @@ fn gpu_greedy_tokens_equal_a_float32_forward() {
     assert!(apart * 100 <= compared, "{apart} of {compared} positions");
 }
 
-/// Chunked prompts, few slots, other neighbours, another order, preemption: the same bits.
+/// Chunked prompts, few slots, other batches, another order and preemption give the same bits.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_strict_steps_are_independent_of_the_batch() {
@@ -151,7 +151,7 @@ fn gpu_strict_steps_with_adapters_are_independent_of_the_batch() {
     steps_do_not_see_their_batch(&Model::adapted(SMALL), &|options| options, &[(256, 170, 80, 50)]);
 }
 
-/// For each (longest sequence, longest prompt, tokens sampled, KV blocks that are too few).
+/// The numbers are: longest sequence, longest prompt, sampled tokens, and a number of KV blocks that forces preemption.
 fn steps_do_not_see_their_batch(
     model: &Model,
     of: &dyn Fn(EngineOptions) -> EngineOptions,
@@ -188,8 +188,8 @@ fn steps_do_not_see_their_batch(
     }
 }
 
-/// Top-k of one, and a top-p that one token fills, are greedy; filters that keep everything change nothing; a penalty that
-/// forbids what was seen lets nothing come twice.
+/// Top-k of one, and a top-p that one token fills, are greedy; filters that keep everything change nothing; a large penalty on
+/// seen tokens prevents every repetition.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_logits_are_filtered_on_the_device() {
@@ -220,7 +220,7 @@ fn gpu_logits_are_filtered_on_the_device() {
     }
 }
 
-/// Sleep after every call: graphs stay, tokens stay.
+/// The engine sleeps after every call: captured graphs are kept, and tokens do not change.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_captured_graphs_survive_sleep() {
@@ -234,15 +234,15 @@ fn gpu_captured_graphs_survive_sleep() {
     }
 }
 
-/// A preset that never ends a completion early, with random weights in bf16. As in trained models every block adds little to
-/// what it is given: embeddings have a deviation of 1, o and down the 0.02 / sqrt(2 layers) of GPT-2. (With 0.02 everywhere the
-/// first blocks' outputs bury the embedding, and each later one magnifies what bf16 has rounded away. So it stays where the head
+/// A model preset that never ends a completion early, with random weights in bf16. As in trained models, every block adds little to
+/// its input: embeddings have a standard deviation of 1, the projections o and down have GPT-2's 0.02 / sqrt(2 layers). (With 0.02 everywhere, the
+/// first blocks' outputs would dominate the embedding, and each later block would magnify bf16 rounding errors. It stays 0.02 if the head
 /// is tied to the embedding.)
 pub struct Model {
     world: Arc<World>,
     spec: Arc<ModelSpec>,
     lora: Option<LoraSpec>,
-    /// Two channels of what products read are 100 times as large, as in trained models, and the weights that multiply them as much
+    /// Whether two channels of the inputs of GEMMs are 100 times as large, as in trained models, and the weights for them 100 times
     /// smaller.
     has_outliers: bool,
 }
@@ -266,7 +266,7 @@ impl Model {
         Self::new(preset).with_adapters()
     }
 
-    /// With adapters beside every projection that change what it gives.
+    /// Adds adapters to every projection, which change its output.
     pub fn with_adapters(self) -> Self {
         let lora = LoraSpec { r: 16, alpha: 32.0, dropout: 0.0, targets: TargetModule::ALL.to_vec() };
         Self { lora: Some(lora), ..self }
@@ -352,7 +352,7 @@ impl Model {
         generate(&mut self.served(options), prompts, params)
     }
 
-    /// With the number of preemptions.
+    /// Like `generate`, but also returns the number of preemptions.
     fn generate_counted(
         &self,
         options: &EngineOptions,
@@ -418,8 +418,8 @@ impl Model {
         Vec::try_from(scores.logprobs.to_device(Device::Cpu)).unwrap()
     }
 
-    /// For every token of each group's completion: how far its logit lies below the highest of a float32 forward, and how far
-    /// apart two logits of that size may be rounded in bf16.
+    /// For every completion token of each group: the distance of its logit from the highest one in a float32 forward pass, and the
+    /// possible bf16 rounding difference between two logits of that size.
     fn greedy_gaps(&self, groups: &[RolloutGroup]) -> Vec<Vec<(f64, f64)>> {
         let (spec, table, device) = (&*self.spec, self.table(), self.world.device());
         let wide = |unit| self.unit(table.unit(unit)).unwrap().to_kind(Kind::Float);
@@ -468,7 +468,7 @@ fn generate(served: &mut Served, prompts: &[Prompt], params: &SamplingParams) ->
     served.with_engine(|rollout| rollout.generate(prompts, params, |_| ())).unwrap()
 }
 
-/// Prompts of different lengths up to `longest`.
+/// Prompts of different lengths, of at most `longest` tokens.
 fn prompts(count: usize, longest: usize) -> Vec<Prompt> {
     let prompt = |id: usize| {
         let len = longest - id * longest / (2 * count);

@@ -1,4 +1,4 @@
-//! Exact products on a GPU, and runs whose sampler and trainer are equal. Ignored where there is no GPU; findings are printed as one
+//! Exact GEMMs on a GPU, and runs in which sampler and trainer are equal. Ignored without a GPU; results are printed as one
 //! JSON line each.
 
 use colo_grpo::internal::cuda::kernels::{self, AttentionBlocks, AttentionPlan, KvBlocks};
@@ -14,12 +14,12 @@ use crate::program::{SMALL_RUN, metrics, run};
 
 const MAX: &str = "sampling/sampling_logp_difference/max";
 
-/// A matrix of normal numbers in bfloat16.
+/// A matrix of standard normal numbers in bfloat16.
 fn rand(rows: i64, columns: i64) -> Tensor {
     Tensor::randn([rows, columns], (Kind::BFloat16, GPU))
 }
 
-/// The reference is a product: its sums are those of float64 up to rounding.
+/// The reference GEMM equals float64 up to rounding.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_exact_reference_gemm_matches_float64() {
@@ -39,7 +39,7 @@ fn gpu_exact_reference_gemm_matches_float64() {
     }
 }
 
-/// For the products of Qwen2.5-7B some algorithms are of the class for every number of rows. Prints which.
+/// For the GEMMs of Qwen2.5-7B, some cuBLASLt algorithms have the reference's bits for every number of rows. Prints them.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_some_cublaslt_algorithms_match_the_reference_for_all_row_counts() {
@@ -76,7 +76,7 @@ fn gpu_some_cublaslt_algorithms_match_the_reference_for_all_row_counts() {
     println!("{}", json!({"product": "head, float32", "rows": 256, "num_equal": num_equal, "num": verdicts.len()}));
 }
 
-/// A row's bits are the same for every number of rows, and the reference's: of a long K those of its halves, added.
+/// A row's bits are the same for every number of rows and equal the reference's. A long K is split in halves, whose results are added.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_exact_rows_are_independent_of_the_batch() {
@@ -105,7 +105,7 @@ fn gpu_exact_rows_are_independent_of_the_batch() {
     torch::release_memory(GPU).unwrap();
 }
 
-/// Attention of the last `q.size()[0]` tokens of a sequence, one by one by the kernel of decode steps.
+/// Attention of the last `q.size()[0]` tokens of a sequence, one by one with the kernel of decode steps.
 fn by_row([q, k, v]: [&Tensor; 3], window: Option<usize>, scale: f64) -> Tensor {
     let ([rows, heads, hd], [len, kv_heads, _]) = (q.size()[..].try_into().unwrap(), k.size()[..].try_into().unwrap());
     let (rows, heads, hd, len, kv_heads): (i64, i64, i64, i64, i64) = (rows, heads, hd, len, kv_heads);
@@ -141,8 +141,8 @@ fn by_row([q, k, v]: [&Tensor; 3], window: Option<usize>, scale: f64) -> Tensor 
     o
 }
 
-/// A row's attention has the bits of a decode step, whatever stands beside it and wherever its context ends or begins; the log-sum-exp is
-/// what a backward expects.
+/// A row's attention has the bits of a decode step, for any neighboring rows and any context. The log-sum-exp is as the backward pass
+/// expects.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_tiled_attention_equals_decode_bit_for_bit() {
@@ -205,7 +205,7 @@ fn gpu_tiled_attention_equals_decode_bit_for_bit() {
     }
 }
 
-/// Prompts over a paged cache, and what is left of them behind tokens that are there already.
+/// Prompts over a paged KV cache, and rests of prompts whose first tokens are already in the cache.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_tiled_prefill_equals_decode_bit_for_bit() {
@@ -257,7 +257,7 @@ fn gpu_tiled_prefill_equals_decode_bit_for_bit() {
     }
 }
 
-/// The metrics of the steps of a run, which must end well.
+/// The metrics of all steps of a run, which must succeed.
 fn steps(keys: &str) -> Vec<serde_json::Value> {
     let folder = tempfile::tempdir().unwrap();
     let line = format!("{SMALL_RUN} device=cuda learning_rate=1e-3 {keys} output_dir={}", folder.path().display());
@@ -304,7 +304,7 @@ fn gpu_an_exact_run_ends_when_a_gemm_differs() {
     );
 }
 
-/// Before the first step, with the values that would do.
+/// The error comes before the first step and contains the supported values.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_exact_refuses_unsupported_models() {

@@ -1,5 +1,5 @@
-//! Adapters of experts, and experts that every token goes to, on a GPU: kernels against float64, requests of one batch, log-probabilities
-//! against the trainer's.
+//! Adapters of experts and shared experts on a GPU: compares kernels with float64, requests of one batch with single ones, and log-probabilities
+//! with the trainer's.
 
 use colo_grpo::internal::cuda::kernels::{
     self, ExpertAdapter, ExpertTile, LowRows, RouteOptions, RoutedTokens, SharedExpertRows, experts_combine,
@@ -15,7 +15,7 @@ use crate::gpu_experts::{Case, case};
 use crate::on_gpu::{double, gpu, poison, rand, relative_error};
 use crate::rollout::{adapters, options};
 
-/// A matrix of experts, and adapters beside it.
+/// A matrix of each expert, with its adapters.
 struct Adapted {
     w: Tensor, // [E, N, K]
     a: Tensor, // [E, r, K]
@@ -29,7 +29,7 @@ impl Adapted {
         Self { w, a, b }
     }
 
-    /// Rows of one expert in float64, with the inner products of `is_own` alone.
+    /// Multiplies rows of one expert in float64, using only the adapter columns in `is_own`.
     fn apply(&self, expert: i64, rows: &Tensor, is_own: &Tensor) -> Tensor {
         let [w, a, b] = [&self.w, &self.a, &self.b].map(|all| double(&all.get(expert)));
         let low = rows.matmul(&a.tr()) * is_own;
@@ -37,7 +37,7 @@ impl Adapted {
     }
 }
 
-/// With every tile, with two adapters of which tokens choose one or none, and beside a shared expert.
+/// With every tile size, with two adapters of which each token uses one or none, and with a shared expert.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_experts_with_adapters_equal_the_cpus() {
@@ -87,7 +87,7 @@ fn gpu_experts_with_adapters_equal_the_cpus() {
     }
 }
 
-/// The weighted sum of the choices that the GPU has made, in float64.
+/// The weighted sum over the experts that the GPU has chosen, in float64.
 fn of_choices(
     case: &Case,
     x: &Tensor,

@@ -1,5 +1,5 @@
-//! Training of models with experts: gradients in bfloat16 against float64 from the same weights and routes, on the CPU and on a GPU, so
-//! that a fault is told from rounding; the memory that a policy holds.
+//! Training of mixture-of-experts models: compares gradients in bfloat16 with float64 for equal weights and routes, on the CPU and on a GPU, to
+//! distinguish faults from rounding. Also checks the memory of a policy.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -27,15 +27,15 @@ use crate::gpu_experts::case;
 use crate::gpu_lora::{SCALE, sequences};
 use crate::on_gpu::{GPU, double, gpu, poison, rand, relative_error};
 
-/// Most that the gradient of a tensor in bfloat16 may be from that in float64, as a part of its norm: on a CPU it is up to 0.023. With one of
-/// 86 scored tokens at another expert it is 0.08 to 0.14 for the experts' matrices.
+/// Largest relative error of a tensor's gradient in bfloat16 compared with float64. It is up to 0.023 on a CPU. If one of
+/// 86 scored tokens goes to another expert, it is 0.08 to 0.14 for the experts' matrices.
 const BOUND: f64 = 0.03;
-/// And how much more than on a CPU, whose sums are rounded as often.
+/// Largest ratio of the error on a GPU to the one on a CPU, which rounds sums as often.
 const MORE: f64 = 1.5;
 
 const ADAM: AdamOptions = AdamOptions { beta1: 0.9, beta2: 0.99, eps: 1e-5, weight_decay: 0.0 };
 
-/// A model of one block, so that what is compared has no roundings of other blocks to carry on.
+/// A model with one block, so that errors are not propagated through other blocks.
 struct Case {
     name: &'static str,
     spec: ModelSpec,
@@ -64,18 +64,18 @@ fn cases() -> Vec<Case> {
 }
 
 impl Case {
-    /// The base's weights, which bfloat16 has exactly.
+    /// Weights of the base, rounded to bfloat16.
     fn base(&self, layout: &UnitLayout) -> Tensor {
         (init_unit(layout, 1, Kind::Float).unwrap() * SCALE).to_kind(Kind::BFloat16)
     }
 
-    /// Adapters of which neither matrix is zero, exact too.
+    /// Adapters with non-zero matrices, rounded to bfloat16.
     fn adapters(layout: &UnitLayout) -> Tensor {
         let position = Tensor::arange(layout.len as i64, (Kind::Double, Device::Cpu));
         ((position * 12.9898).sin() * 43_758.545_3).frac().to_kind(Kind::BFloat16) * 0.1
     }
 
-    /// The gradient of every tensor that trains, of the likelihood of `all`.
+    /// Gradients of the likelihood of `all` for every trained tensor.
     fn gradients(
         &self,
         (device, kind): (Device, Kind),
@@ -121,7 +121,7 @@ impl Case {
         (policy.export_state().map(|shard| gradient(shard.unwrap())).collect(), policy)
     }
 
-    /// The base as NF4 of one device gives it back.
+    /// The base's weights after NF4 quantization on `device`.
     fn stored(&self, device: Device) -> BTreeMap<String, Tensor> {
         let table = ParamTable::new(Arc::new(self.spec.clone()), 1);
         let encoder = Nf4.encoder(device).unwrap();
@@ -135,7 +135,7 @@ impl Case {
         stored.collect()
     }
 
-    /// By tensor, how far the gradient in bfloat16 on `device` is from that in float64 on the CPU, of the same weights and `all`'s experts.
+    /// For each tensor, the relative error of the gradient in bfloat16 on `device` compared with float64 on the CPU, with equal weights and routes.
     fn errors(&self, device: Device, all: &[Sequence], reference: &[Sequence]) -> BTreeMap<String, f64> {
         let stored = if self.quantization == Quantization::Nf4 { self.stored(device) } else { BTreeMap::new() };
         let exact = |layout: &UnitLayout| {
@@ -148,7 +148,7 @@ impl Case {
         got.iter().map(|(name, got)| (name.clone(), relative_error(got, &expected[name]))).collect()
     }
 
-    /// The root mean square of [`Case::errors`] over all tensors.
+    /// Root mean square of [`Case::errors`] over all tensors.
     fn mean_error(&self, device: Device) -> f64 {
         let all = sequences(&self.spec, true);
         let errors = self.errors(device, &all, &all);
@@ -156,8 +156,8 @@ impl Case {
     }
 }
 
-/// In bfloat16 no tensor's gradient is further off than its bound, and one token that goes to another expert is. Over four blocks
-/// of tiny-moe rounding alone is as far off as that, 11 to 16 %, so that steps of whole models tell less.
+/// In bfloat16 every tensor's gradient is within its bound, unless one token goes to another expert. In four blocks
+/// of tiny-moe rounding alone gives such errors (11 to 16 %), so tests with whole models detect less.
 #[test]
 fn tolerances_for_expert_gradients_detect_a_wrong_route() {
     const TOKEN: usize = 15; // of a completion
@@ -182,7 +182,7 @@ fn tolerances_for_expert_gradients_detect_a_wrong_route() {
     }
 }
 
-/// The GPU rounds no more than a CPU does, tensor by tensor; and over four blocks on NF4, which carry roundings on as far on both.
+/// The GPU's rounding errors are not larger than a CPU's, for each tensor; and over four blocks with NF4, where errors propagate on both.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_expert_gradients_round_like_the_cpus() {
@@ -211,7 +211,7 @@ fn gpu_expert_gradients_round_like_the_cpus() {
     assert!(faults.is_empty(), "{faults:#?}");
 }
 
-/// Numbers of one token are in no other's output, and it has experts that exist.
+/// A token's NaN does not reach other tokens' outputs, and such a token is routed to existing experts.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_a_nan_row_of_experts_affects_no_other_row() {
@@ -257,8 +257,8 @@ fn gpu_a_nan_row_of_experts_affects_no_other_row() {
     }
 }
 
-/// Weights are not cut from memory that a float32 copy of them had on its way to the host: what is left of that would stay with libtorch for
-/// good.
+/// Weights are not allocated from memory that held a float32 copy, because libtorch would never free the rest of
+/// that memory.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_loading_a_policy_needs_no_memory_beyond_its_weights() {

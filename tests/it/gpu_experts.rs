@@ -1,5 +1,5 @@
-//! Experts on a GPU: routing and products against the CPU's operations, tokens of small models against the CPU's engine, log-probabilities
-//! against the trainer's, and times on the shapes of Qwen3-30B-A3B.
+//! Experts on a GPU: compares routing and GEMMs with the CPU's operations, tokens of small models with the CPU's engine, log-probabilities
+//! with the trainer's; and measures times for the shapes of Qwen3-30B-A3B.
 
 use std::ops::Range;
 use std::path::PathBuf;
@@ -25,7 +25,7 @@ use crate::on_gpu::{GPU, double, gpu, ints, is_small, poison, rand, relative_err
 use crate::ranks;
 use crate::rollout::words;
 
-/// Sizes of one case.
+/// Sizes of one test case.
 #[derive(Debug, Clone)]
 pub struct Case {
     pub tokens: i64,
@@ -87,7 +87,7 @@ fn cases() -> Vec<Case> {
     cases
 }
 
-/// Choices, weights, records and tiles of every token. Where two probabilities are closer than rounding, either may be chosen.
+/// Chosen experts, weights, recorded routes and tiles of every token. If two probabilities are closer than rounding, either expert is accepted.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_expert_routing_equals_the_cpus() {
@@ -143,7 +143,7 @@ fn replayed_rows(recorded: &Tensor) -> Vec<i64> {
     torch::i64_vec(&recorded.to_device(Device::Cpu).to_kind(Kind::Int64)).unwrap()
 }
 
-/// Every choice of an expert of this rank is in one tile of that expert, in order.
+/// Asserts that every choice of one of this rank's experts is in one tile of that expert, in order.
 fn check_tiles(case: &Case, routed: &RoutedTokens, chosen: &Tensor) {
     let list = |t: &Tensor| torch::i64_vec(&t.to_device(Device::Cpu).to_kind(Kind::Int64).reshape([-1])).unwrap();
     let (chosen, order, tiles) = (list(chosen), list(&routed.order), list(&routed.tiles));
@@ -161,7 +161,7 @@ fn check_tiles(case: &Case, routed: &RoutedTokens, chosen: &Tensor) {
     assert_eq!(routed.counters.ne(0).any().int64_value(&[]), 0, "{case:?}: counters");
 }
 
-/// Gate and up, down and the weighted sum with every tile, of slices of wider weights, against float64; the same bits with any tile.
+/// Compares gate and up, down, and the weighted sum with float64, for slices of wider weights. All tile sizes give the same bits.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_experts_equal_the_cpus() {
@@ -212,7 +212,7 @@ fn gpu_experts_equal_the_cpus() {
     }
 }
 
-/// All tokens on one expert, which another rank may have; and experts of which none is this rank's.
+/// All tokens go to one expert, possibly of another rank; and no expert belongs to this rank.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_experts_without_rows_are_supported() {
@@ -250,7 +250,7 @@ fn gpu_experts_without_rows_are_supported() {
     }
 }
 
-/// The sum of the own experts' outputs in float64, with the choices that the GPU has made.
+/// The sum of this rank's experts' outputs in float64, for the experts that the GPU has chosen.
 fn expected(case: &Case, x: &Tensor, (gate_up, down): (&Tensor, &Tensor), routed: &RoutedTokens) -> Tensor {
     let (x, weights) = (double(x), double(&routed.weights));
     let chosen = routed.experts.to_device(Device::Cpu).to_kind(Kind::Int64);
@@ -268,7 +268,7 @@ fn expected(case: &Case, x: &Tensor, (gate_up, down): (&Tensor, &Tensor), routed
     y
 }
 
-/// A token's output does not depend on the tokens beside it.
+/// A token's output does not depend on the other tokens in the batch.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_experts_are_independent_of_the_batch_bit_for_bit() {
@@ -319,10 +319,10 @@ fn gpu_two_ranks_of_experts_sample_what_the_cpu_does() {
     });
 }
 
-/// What a GPU's memory is mapped in at least.
+/// Smallest unit in which GPU memory is mapped, in bytes.
 const PAGE_BYTES: usize = 2 << 20;
 
-/// Greedy tokens in float32 are transformers', in chunks and after preemption, too, and recorded experts those of the CPU's engine.
+/// Greedy tokens in float32 equal those of transformers, also with chunked prompts and after preemption; recorded experts equal the CPU engine's.
 fn samples_what_transformers_does((world, mesh): (&Arc<World>, &Mesh), is_parallel: bool, name: &str) {
     let tp_size = mesh.tp.size();
     let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name);
@@ -398,7 +398,7 @@ fn samples_what_transformers_does((world, mesh): (&Arc<World>, &Mesh), is_parall
     }
 }
 
-/// With the sampler's experts the trainer's log-probabilities are as near as those of models without.
+/// With the sampler's routes, the trainer's log-probabilities are as close as for dense models.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_sampled_logprobs_of_experts_match_the_trainer() {
@@ -407,7 +407,7 @@ fn gpu_sampled_logprobs_of_experts_match_the_trainer() {
     sampled_as_trained(&model, "qwen3-30b-a3b, 2 layers", [1.5, 1.5]);
 }
 
-/// Times of one layer of Qwen3-30B-A3B with every tile: microseconds, and the bytes of weights that are hit a second.
+/// Measures one layer of Qwen3-30B-A3B with every tile size: microseconds, and bytes of used weights per second.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_experts_read_weights_at_memory_bandwidth() {

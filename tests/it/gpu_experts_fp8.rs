@@ -1,5 +1,6 @@
-//! Experts in FP8 on a GPU: products against float64 of the values that are rounded, with adapters beside them, and the same bits in any batch;
-//! products of training.
+//! Experts in FP8 on a GPU: compares GEMMs with float64 on the rounded values, with and without adapters; checks that bits do not depend on the
+//! batch;
+//! tests the GEMMs of training.
 
 use colo_grpo::internal::cuda::kernels::{
     self, ExpertAdapter, ExpertTile, GroupTiles, LowRows, RouteOptions, RoutedTokens, ScaledRows, experts_down_fp8,
@@ -15,7 +16,7 @@ use crate::gpu_fp8_training::assert_same;
 use crate::gpu_products::products;
 use crate::on_gpu::{GPU, double, gpu, ints, is_small, poison, rand, relative_error, seconds};
 
-/// Rounded on the GPU.
+/// Rounds to FP8 on the GPU.
 fn rounded(x: &Tensor /* [R, K] */) -> ScaledRows {
     let values = Tensor::zeros(x.size(), (Kind::Float8e4m3fn, GPU));
     let to = ScaledRows { values, scales: poison(&[x.size()[0]], Kind::Float) };
@@ -23,7 +24,7 @@ fn rounded(x: &Tensor /* [R, K] */) -> ScaledRows {
     to
 }
 
-/// What rounding leaves, in float64.
+/// The rounded values in float64.
 fn whole(rows: &ScaledRows) -> Tensor {
     double(&rows.values.to_kind(Kind::Float)) * double(&rows.scales).unsqueeze(1)
 }
@@ -36,7 +37,7 @@ fn routed(case: &Case, x: &Tensor, router: &Tensor, tile: ExpertTile) -> RoutedT
     routed
 }
 
-/// Sorted rows [T k, N] times the matrices of their experts [E N, K], in float64; rows of other ranks' experts are left out.
+/// Multiplies sorted rows [T k, N] by their experts' matrices [E N, K] in float64. Rows of other ranks' experts are left out.
 fn product(case: &Case, routed: &RoutedTokens, rows: &Tensor, w: &Tensor) -> Tensor {
     let list = |t: &Tensor| t.to_device(Device::Cpu).to_kind(Kind::Int64).reshape([-1]);
     let experts = list(&routed.experts).index_select(0, &list(&routed.order)); // of sorted rows
@@ -51,7 +52,7 @@ fn product(case: &Case, routed: &RoutedTokens, rows: &Tensor, w: &Tensor) -> Ten
     y
 }
 
-/// Of every tile, with adapters and without.
+/// With every tile size, with and without adapters.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_experts_in_fp8_equal_the_cpus() {
@@ -101,7 +102,7 @@ fn gpu_experts_in_fp8_equal_the_cpus() {
     }
 }
 
-/// A token's row does not depend on the tokens beside it.
+/// A token's row does not depend on the other tokens in the batch.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_fp8_experts_are_independent_of_the_batch_bit_for_bit() {
@@ -124,8 +125,8 @@ fn gpu_fp8_experts_are_independent_of_the_batch_bit_for_bit() {
     }
 }
 
-/// Weights that stream past few rows give the bits of the other kernels: experts without a row, with one and with several tiles, and a
-/// rank's share of them. Half of the experts are chosen more often, so that what was copied early is sometimes wrong.
+/// The kernel that streams weights for few rows gives the bits of the other kernels: for experts with no rows, one row and several tiles, and a
+/// rank's share of experts. Half of the experts are chosen more often, so that prefetched weights are sometimes the wrong ones.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_streamed_experts_equal_tiled_ones_bit_for_bit() {
@@ -171,8 +172,8 @@ fn gpu_streamed_experts_equal_tiled_ones_bit_for_bit() {
     assert!(!streamed_down_serves(ExpertTile::SCALED[1], &wide, &routed).unwrap(), "another tile");
 }
 
-/// Of rows sorted by expert: columns of every matrix are rounded as on a CPU, and the grouped product is that of the rounded rows, forward and for
-/// the gradient of what they read. Some experts have no rows.
+/// For rows sorted by expert: columns of every matrix are rounded as on a CPU, and the grouped GEMM is that of the rounded rows, in forward and for
+/// the gradient of the input. Some experts have no rows.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_fp8_grouped_gemms_equal_gemms_of_rounded_rows() {

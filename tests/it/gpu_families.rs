@@ -1,5 +1,5 @@
-//! What single families need on a GPU: routers with biases and with sigmoid scores, and experts with biases, against the CPU's operations;
-//! log-probabilities of their engines against the trainer's.
+//! GPU kernels for single model families: routers with biases and with sigmoid scores, and experts with biases, compared with the CPU's operations;
+//! log-probabilities of their engines compared with the trainer's.
 
 use colo_grpo::internal::cuda::kernels::{
     self, ExpertTile, RouteOptions, RouteScores, experts_combine, experts_down_biased, experts_gate_up_clamped, route,
@@ -12,7 +12,7 @@ use crate::gpu_engine::{Model, sampled_as_trained};
 use crate::gpu_experts::{Case, case};
 use crate::on_gpu::{double, gpu, poison, rand, relative_error};
 
-/// Tokens, experts, groups, the groups and the experts of a token.
+/// Numbers of tokens, experts and groups, and of chosen groups and experts per token.
 const GROUPED: [[i64; 5]; 6] =
     [[1, 8, 1, 1, 2], [33, 128, 1, 1, 8], [70, 160, 8, 3, 6], [40, 12, 6, 2, 3], [17, 8, 8, 3, 3], [50, 512, 32, 4, 8]];
 
@@ -57,7 +57,7 @@ fn gpu_routing_with_biases_equals_the_cpus() {
     }
 }
 
-/// Experts and weights of every token. Where what is compared is closer than rounding, either expert may be chosen.
+/// Chosen experts and weights of every token. If the compared scores are closer than rounding, either expert is accepted.
 fn routes_equal(
     case: &Case,
     (x, w): (&Tensor, &Tensor),
@@ -81,7 +81,7 @@ fn routes_equal(
     assert!(relative_error(&routed.weights, &weights) < 1e-5, "{case:?}, {options:?}: weights");
 }
 
-/// gpt-oss's experts with every tile, of slices of wider weights, against float64; the same bits with any tile.
+/// gpt-oss's experts with every tile size and slices of wider weights, compared with float64. All tile sizes give the same bits.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_experts_with_biases_equal_the_cpus() {
@@ -133,8 +133,8 @@ fn gpu_experts_with_biases_equal_the_cpus() {
     }
 }
 
-/// gpt-oss: sinks, a layer with a window and one without, experts with biases; GLM-4.5: a layer without experts, then one whose router has sigmoid scores
-/// and a correction, beside an expert that every token goes to. With the sampler's experts the trainer's log-probabilities are as near as those of other
+/// gpt-oss: sinks, a layer with and one without a window, experts with biases. GLM-4.5: a dense layer, then one whose router has sigmoid scores
+/// and a correction bias, with a shared expert. With the sampler's routes, the trainer's log-probabilities are as close as for other
 /// models.
 #[test]
 #[ignore = "needs a GPU"]

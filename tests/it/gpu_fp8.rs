@@ -1,4 +1,4 @@
-//! Rounding to FP8 on a GPU: bit for bit as on a CPU, alone and within other kernels; and products of what was rounded.
+//! FP8 rounding on a GPU equals the CPU's bit for bit, alone and inside other kernels; GEMMs of rounded operands.
 
 mod cache;
 
@@ -18,7 +18,7 @@ fn on_gpu(shape: [i64; 2]) -> ScaledRows {
     fp8::empty(shape, GPU).unwrap()
 }
 
-/// Rounded by the kernel.
+/// Rounds to FP8 with the kernel.
 fn rounded(x: &Tensor) -> ScaledRows {
     let rows = on_gpu(x.size2().map(|(rows, columns)| [rows, columns]).unwrap());
     fp8_rows(x, &rows).unwrap();
@@ -54,7 +54,7 @@ fn gpu_fp8_row_rounding_equals_the_cpus() {
     assert_eq!(scales.isfinite().any().int64_value(&[]), 0);
 }
 
-/// The norm and SwiGLU round as they would write, and then as the kernel that does nothing else.
+/// The kernels of norm and SwiGLU round to FP8 like the separate rounding kernel applied to their unrounded outputs.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_fused_fp8_rounding_equals_separate_rounding_bit_for_bit() {
@@ -95,13 +95,13 @@ fn gpu_fused_fp8_rounding_equals_separate_rounding_bit_for_bit() {
     }
 }
 
-/// The product of two quantised matrices, in float64 on the CPU.
+/// The product of two quantized matrices, in float64 on the CPU.
 fn exact(x: &ScaledRows, w: &ScaledRows) -> Tensor {
     let rows = |rows: &ScaledRows| double(&rows.values.to_kind(Kind::Float)) * double(&rows.scales).unsqueeze(1);
     rows(x).mm(&rows(w).tr())
 }
 
-/// Rows of different sizes, so that a scale in the wrong place shows.
+/// Operands whose rows have different sizes, so that a wrong scale is noticed.
 fn factors(rows: i64, features: i64, k: i64) -> (ScaledRows, ScaledRows) {
     let rand = |rows: i64| {
         let sizes = Tensor::randn([rows, 1], (Kind::Float, GPU)).exp();
@@ -110,7 +110,7 @@ fn factors(rows: i64, features: i64, k: i64) -> (ScaledRows, ScaledRows) {
     (rand(rows), rand(features))
 }
 
-/// As near as bfloat16 and sums on the tensor cores, which keep 14 bits of those of e4m3, leave it.
+/// Asserts that the output is as close as permitted by bfloat16 and by tensor-core sums, which keep 14 bits for e4m3.
 fn assert_written(expected: &Tensor, what: &str, write: impl Fn(&Tensor)) {
     let error = written(expected, what, write);
     println!("{what}: {error:.1e}");
@@ -147,7 +147,7 @@ fn gpu_fp8_gemms_equal_gemms_of_rounded_rows() {
     }
 }
 
-/// The kernels for few rows and for up to eight, with and without SwiGLU; a row's bits do not depend on the rows beside it.
+/// The kernels for few rows and for up to eight rows, with and without SwiGLU. A row's bits do not depend on the other rows.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_own_fp8_gemm_kernels_equal_gemms_of_rounded_rows() {
@@ -191,7 +191,7 @@ fn gpu_own_fp8_gemm_kernels_equal_gemms_of_rounded_rows() {
     }
 }
 
-/// Gate and up with SwiGLU of 256 and 512 rows, and of a few less.
+/// Gate and up with SwiGLU, for 256 and 512 rows and for slightly fewer.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_fp8_gate_up_kernel_equals_gemms_of_rounded_rows() {
@@ -220,7 +220,7 @@ fn gpu_fp8_gate_up_kernel_equals_gemms_of_rounded_rows() {
     }
 }
 
-/// The kernel for more rows, in all of its cuts; a row's bits do not depend on the rows beside it.
+/// The kernel for more rows, with all its tilings. A row's bits do not depend on the other rows.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_wide_fp8_gemms_equal_gemms_of_rounded_rows() {
@@ -287,7 +287,7 @@ fn gpu_wide_fp8_gemms_equal_gemms_of_rounded_rows() {
     }
 }
 
-/// Gate and up with SwiGLU of a slice that is too narrow for `gate_up.cu`.
+/// Gate and up with SwiGLU, for a tensor-parallel slice that is too narrow for `gate_up.cu`.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_narrow_fp8_gate_up_equals_gemms_of_rounded_rows() {

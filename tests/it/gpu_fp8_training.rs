@@ -1,5 +1,5 @@
-//! Training in FP8 on a GPU: what its kernels round, bit for bit as on a CPU; its products; and steps of a small model beside those that a CPU
-//! simulates.
+//! FP8 training on a GPU: rounding of its kernels, bit for bit as on a CPU; its GEMMs; and training steps of a small model compared with the CPU's
+//! simulation.
 
 use std::sync::Arc;
 
@@ -22,7 +22,7 @@ use tch::{Device, Kind, Tensor};
 use crate::gpu_products::products;
 use crate::on_gpu::{GPU, double, gpu, is_small, relative_error};
 
-/// Codes of e4m3; those of NaN as the one without a sign, which rounding does not define.
+/// Codes of e4m3. The sign of NaN is removed, because rounding does not define it.
 fn codes(rows: &ScaledRows) -> Tensor {
     let codes = rows.values.view_dtype(Kind::Uint8).to_device(Device::Cpu);
     let is_nan = codes.bitwise_and(0x7f).eq(0x7f);
@@ -36,7 +36,7 @@ pub fn assert_same(got: &ScaledRows, expected: &ScaledRows, what: &str) {
     assert_eq!(codes(got).ne_tensor(&codes(expected)).sum(Kind::Int64).int64_value(&[]), 0, "codes of {what}");
 }
 
-/// Columns of all magnitudes, with zeros, numbers below bfloat16's normal ones, and what is not finite.
+/// Columns of all magnitudes, with zeros, subnormal bfloat16 numbers, and values that are not finite.
 fn hard([rows, columns]: [i64; 2]) -> Tensor {
     let sizes = (Tensor::randn([1, columns], (Kind::Float, Device::Cpu)) * 12.0).exp();
     let x = (Tensor::randn([rows, columns], (Kind::Float, Device::Cpu)) * sizes).to_kind(Kind::BFloat16);
@@ -92,7 +92,7 @@ fn gpu_fp8_rounding_of_columns_and_long_rows_equals_the_cpus() {
     assert!(refused([16, 24]) && refused([24, 16]) && refused([16, 65_552]) && !refused([65_552, 16]));
 }
 
-/// The gradients are those of the kernel that does nothing else, and are rounded to what the kernel of rows makes of them.
+/// The gradients equal those of the unfused kernel, and are rounded like the kernel that rounds rows.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_fused_swiglu_backward_rounds_to_the_same_fp8_bits() {
@@ -115,7 +115,7 @@ fn gpu_fused_swiglu_backward_rounds_to_the_same_fp8_bits() {
     }
 }
 
-/// The norm gives the bits of the one that backward computes again, and SwiGLU those of its own forward, both of many rows.
+/// The fused norm has the same bits when backward recomputes it, and SwiGLU the same as its separate forward kernel, for many rows.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_fused_norm_and_swiglu_round_to_the_same_fp8_bits() {
@@ -161,7 +161,7 @@ fn gpu_fused_norm_and_swiglu_round_to_the_same_fp8_bits() {
     }
 }
 
-/// As near to the product of the rounded factors, in float64, as bfloat16 and sums on the tensor cores, which keep 14 bits, leave it.
+/// The output is as close to the float64 product of the rounded operands as permitted by bfloat16 and by tensor-core sums, which keep 14 bits.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_fp8_training_gemms_equal_gemms_of_rounded_operands() {
@@ -207,7 +207,7 @@ fn gpu_fp8_training_gemms_equal_gemms_of_rounded_operands() {
     }
 }
 
-/// For any number of tokens: written to memory of any values and added to a sum, and near what the CPU's reference makes.
+/// For any number of tokens, the output overwrites arbitrary memory or is added to a sum, and is close to the CPU's reference.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_fp8_weight_gradients_equal_gemms_of_rounded_columns() {
@@ -241,7 +241,7 @@ fn gpu_fp8_weight_gradients_equal_gemms_of_rounded_columns() {
     }
 }
 
-/// The least that `Format::check` lets pass: each side of 16 beside others, and a token, or none.
+/// The smallest sizes that `Format::check` accepts: each dimension is 16 while others are larger, and there is one token or none.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_fp8_gemms_support_the_smallest_dimensions() {
@@ -265,7 +265,7 @@ fn gpu_fp8_gemms_support_the_smallest_dimensions() {
     }
 }
 
-/// A model whose blocks add enough to show, in training.
+/// A training step of a model whose blocks have a large effect.
 #[derive(Debug, Clone, Copy)]
 struct Step {
     device: Device,
@@ -276,7 +276,7 @@ struct Step {
     recompute: GradientCheckpointing,
 }
 
-/// Log-probabilities, their loss, the norm of the gradient, and the gradient: Adam's first moment where it forgets at once.
+/// Results of a step: log-probabilities, their loss, the gradient's norm, and the gradient (Adam's first moment with beta1 = 0).
 struct Outcome {
     logprobs: Tensor, // [C]
     loss: f64,
@@ -347,7 +347,7 @@ impl Step {
     }
 }
 
-/// The mean negative log-likelihood's gradients.
+/// Gradients of the mean negative log-likelihood.
 fn loss(logprobs: &mut Option<Tensor>) -> impl FnMut(&Scores) -> colo_grpo::Result<TokenGradients> + '_ {
     |scores| {
         *logprobs = Some(scores.logprobs.shallow_clone());
@@ -356,20 +356,19 @@ fn loss(logprobs: &mut Option<Tensor>) -> impl FnMut(&Scores) -> colo_grpo::Resu
     }
 }
 
-/// How far something has gone from `exact` along the way to `simulated`: 1 there, 0 where it stays.
+/// How far `own` is from `exact` in the direction of `simulated`: 1 at `simulated`, 0 at `exact`.
 fn along(own: &Tensor, simulated: &Tensor, exact: &Tensor) -> f64 {
     let (went, way) = (own - exact, simulated - exact);
     (went * &way).sum(Kind::Double).double_value(&[]) / way.square().sum(Kind::Double).double_value(&[])
 }
 
-/// What rounding moves: log-probabilities, and the gradient.
+/// The shares (see [`along`]) of the FP8 simulation's effect on log-probabilities and on the gradient.
 fn shares(own: &Outcome, simulated: &Outcome, exact: &Outcome) -> [f64; 2] {
     let of = |part: fn(&Outcome) -> &Tensor| along(part(own), part(simulated), part(exact));
     [of(|it| &it.logprobs), of(|it| &it.gradient)]
 }
 
-/// The difference of two losses over the standard error of the mean of what their log-probabilities differ by: codes that fall to the other side
-/// have no preferred direction.
+/// Difference of two losses, divided by the standard error of the mean difference of their log-probabilities.
 fn standard_errors(own: &Outcome, simulated: &Outcome) -> f64 {
     let apart = &own.logprobs - &simulated.logprobs;
     let error = apart.square().mean(Kind::Double).double_value(&[]).sqrt() / (apart.numel() as f64).sqrt();
@@ -384,17 +383,18 @@ const FLOAT: Step = Step {
     adapts: false,
     recompute: GradientCheckpointing::None,
 };
-/// Rounding to FP8 moves log-probabilities and gradients some way from those of float32, in a direction that depends on every code. What rounds
-/// alike goes nearly all of that way, but for the codes of values that bfloat16 rounds to its other side; what does not round goes nowhere.
+/// Rounding to FP8 moves log-probabilities and gradients away from float32, in a direction that depends on every code. An implementation with the
+/// same rounding moves almost as far in this direction, except for a few differing codes; one without rounding does not.
 const LEAST_ALONG: f64 = 0.5;
 const MOST_WITHOUT: f64 = 0.2;
-/// Over eight seeds on a CPU, FP8 in float32 was at most 2.2 standard errors away, and products that are not rounded to bfloat16 before a float32
-/// residual stream takes them in, as on a GPU, 1.4: 5.7e-4 of the loss, of which FP8 moved 0.5 to 2.4e-3.
+/// Over eight seeds on a CPU, FP8 in float32 was at most 2.2 standard errors away. GEMMs whose outputs are not rounded to bfloat16 before they are
+/// added
+/// to a float32 residual stream, as on a GPU, were at most 1.4 away: 5.7e-4 of the loss, of which FP8 moved 0.5 to 2.4e-3.
 const MOST_STANDARD_ERRORS: f64 = 4.0;
-/// Over those seeds, that one rounding less moved the norm of the gradient by up to 2.2e-3.
+/// Over these seeds, leaving out this one rounding changed the norm of the gradient by up to 2.2e-3.
 const MOST_OFF_NORM: f64 = 5e-3;
 
-/// The two bounds part what rounds from what does not: even FP8 in float32, none of whose intermediates are those of bfloat16, goes the way.
+/// The two bounds separate implementations that round from those that do not. Even FP8 in float32, without bfloat16 intermediates, passes.
 #[test]
 fn an_fp8_training_step_differs_only_by_its_rounding() {
     let (exact, simulated) = (FLOAT.run(), Step::on(Device::Cpu).run());
@@ -439,7 +439,7 @@ fn gpu_an_fp8_training_step_equals_the_cpu_simulation() {
     }
 }
 
-/// Forward's products and the gradients of their inputs, four matrices a block, are in FP8, and no others are.
+/// The GEMMs of forward and of input gradients, for four matrices per block, are in FP8, and no others.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_every_gemm_of_a_block_trains_in_fp8() {

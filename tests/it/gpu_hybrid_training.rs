@@ -1,5 +1,5 @@
-//! Gated delta nets in training on a GPU: the operation against the CPU's in float64, which unit tests hold to autograd through the
-//! recurrence, and steps of small hybrid models against the CPU's. Ignored where there is no GPU.
+//! Training of gated delta nets on a GPU: compares the operation with the CPU's in float64, which unit tests compare with autograd through the
+//! recurrence, and training steps of small hybrid models with the CPU's. Ignored without a GPU.
 
 use std::path::Path;
 
@@ -13,7 +13,7 @@ use tch::{Device, Kind, Tensor};
 use crate::gpu_lora::{SCALE, Training, assert_trains_as_on_the_cpu};
 use crate::on_gpu::{GPU, rand, relative_error};
 
-/// Heads that the kernels serve, and others, which libtorch's operations serve.
+/// Heads that the kernels support, and others, for which libtorch's operations are used.
 const WIDE: DeltaHeads =
     DeltaHeads { num_key_heads: 2, num_value_heads: 4, key_dim: 128, value_dim: 128, conv_width: 4 };
 const NARROW: DeltaHeads = DeltaHeads { key_dim: 16, value_dim: 32, ..WIDE };
@@ -44,7 +44,7 @@ impl Inputs {
         Self { rows, weights, d_output: rand(&[tokens, value_heads * value_dim], kind) }
     }
 
-    /// Some of the tokens.
+    /// The `len` tokens from `start` on.
     fn narrow(&self, start: i64, len: i64) -> Self {
         let own = |t: &Tensor| t.narrow(0, start, len);
         let (DeltaRows { qkv, z, b, a }, DeltaWeights { conv, a_log, dt_bias, norm }) = (&self.rows, &self.weights);
@@ -56,12 +56,12 @@ impl Inputs {
         }
     }
 
-    /// Outputs and all gradients.
+    /// Runs forward and backward. Returns outputs and all gradients.
     fn run(&self, bounds: &Bounds, heads: DeltaHeads, kind: Kind, device: Device) -> Vec<(&'static str, Tensor)> {
         self.run_keeping(bounds, heads, (kind, device), false)
     }
 
-    /// Outputs and all gradients, from chunks that the forward kept or the backward computes again.
+    /// Runs forward and backward with chunks that the forward pass kept or that the backward pass recomputes. Returns outputs and all gradients.
     fn run_keeping(
         &self,
         bounds: &Bounds,
@@ -90,8 +90,8 @@ impl Inputs {
     }
 }
 
-/// Packed sequences of odd lengths; and two prompts with completions that begin with forks of their states, beside a prompt of which
-/// nothing is sampled.
+/// Packed sequences of odd lengths; and two prompts whose completions begin with copies of their states, next to a prompt without
+/// completions.
 fn layouts() -> [(i64, Bounds); 2] {
     let shared = SharedBounds {
         prompts: vec![0, 65, 70, 72],
@@ -147,7 +147,7 @@ fn gpu_kept_chunks_of_delta_nets_change_no_bit() {
     }
 }
 
-/// Many sequences, whose heads' states are split among blocks in another way than those of one.
+/// Many sequences, whose heads' states are distributed over blocks differently than those of a single sequence.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_packed_delta_nets_equal_separate_ones_bit_for_bit() {
@@ -171,7 +171,7 @@ fn gpu_packed_delta_nets_equal_separate_ones_bit_for_bit() {
     }
 }
 
-/// A hybrid with heads that the kernels serve: attention with heads of 256, of which a quarter is turned.
+/// A hybrid with heads that the kernels support: attention heads of 256 columns, a quarter of which is rotated.
 fn wide_hybrid() -> ModelSpec {
     let spec = ModelSpec::preset("tiny-hybrid").unwrap();
     spec.map_blocks(|_, block| match &mut block.mixer {
@@ -183,7 +183,7 @@ fn wide_hybrid() -> ModelSpec {
     })
 }
 
-/// With experts, one of which every token goes to.
+/// The wide hybrid with experts, including a shared one.
 fn wide_hybrid_with_experts() -> ModelSpec {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/qwen3_5_moe");
     let mut experts = ModelSpec::from_folder(folder).unwrap().experts().unwrap();

@@ -1,4 +1,4 @@
-//! Every kernel against its reference on the CPU, in float64 or float32. Ignored where there is no GPU; times are printed as
+//! Compares every kernel with its reference on the CPU, in float64 or float32. Ignored without a GPU; times are printed as
 //! one JSON line each.
 
 use std::ops::Range;
@@ -62,7 +62,7 @@ fn compare_adamw(n: i64, decayed: &[Range<i64>], grad_kind: Kind, weight_kind: O
     }
 }
 
-/// Both round alike but for single operations of libtorch, so that a moment near the middle between two levels may get the other code.
+/// Both round alike except in single libtorch operations, so a moment near the middle between two levels may get the other code.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_adamw8bit_equals_the_cpus_to_rounding() {
@@ -232,8 +232,8 @@ fn gpu_swiglu_equals_the_cpus() {
     }
 }
 
-/// Tokens sorted by expert and grouped products against one product a group in float64; expert 2 has no rows, all tokens are one
-/// expert's, or nearly all of 512 have none.
+/// Tokens sorted by expert and grouped GEMMs, compared with one GEMM per group in float64. Expert 2 has no rows; all tokens go to one
+/// expert; or nearly all of 512 experts have no rows.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_grouped_gemms_equal_the_cpus() {
@@ -288,8 +288,8 @@ fn gpu_grouped_gemms_equal_the_cpus() {
     }
 }
 
-/// What is added to a gradient is not rounded before, whatever row a group begins at; groups without rows add nothing, and what lies
-/// beside a slice stays.
+/// The contribution is added to a gradient without rounding, for any first row of a group. Groups without rows add nothing, and elements outside
+/// a slice are unchanged.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_grouped_weight_gradients_are_summed_in_float32() {
@@ -321,7 +321,7 @@ fn gpu_grouped_weight_gradients_are_summed_in_float32() {
     }
 }
 
-/// Times on shapes of Qwen2.5-7B, 16,384 tokens, beside the bytes that must move.
+/// Times for shapes of Qwen2.5-7B with 16,384 tokens, and the bytes that must be moved.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_kernels_run_near_memory_bandwidth() {
@@ -360,7 +360,7 @@ fn gpu_kernels_run_near_memory_bandwidth() {
     });
 }
 
-/// Prints the time and the bytes a second; fails under a quarter of what a copy reaches.
+/// Prints the time and the bytes per second. Fails below a quarter of the bandwidth of a copy.
 fn report(kernel: &str, bytes: i64, mut run: impl FnMut()) {
     let seconds = seconds(&mut run);
     let (ms, gb_s) = (seconds * 1e3, bytes as f64 / seconds / 1e9);

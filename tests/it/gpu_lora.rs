@@ -1,4 +1,4 @@
-//! Adapters and 4-bit weights on a GPU against the CPU. Ignored where there is no GPU; times are printed as one JSON line each.
+//! Compares adapters and 4-bit weights on a GPU with the CPU. Ignored without a GPU; times are printed as one JSON line each.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -37,7 +37,7 @@ fn gpu_dropout_masks_equal_the_cpus() {
     }
 }
 
-/// Of every row the same bits whatever the rows beside it; nothing else is written.
+/// A row has the same bits regardless of the other rows, and no other memory is written.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_lora_kernels_equal_the_cpus() {
@@ -78,7 +78,7 @@ fn gpu_lora_kernels_equal_the_cpus() {
     }
 }
 
-/// Factors whose sums cancel and span 40 binary orders: what is left of one is how it was rounded.
+/// Operands whose sums cancel and span 40 binary orders of magnitude: the result depends on the rounding of single sums.
 fn hostile([rows, columns]: [i64; 2], sign: f64) -> Tensor {
     let normal = || Tensor::randn([rows, columns / 2], (Kind::Float, GPU));
     let exponents = (normal() * 10.0).clamp(-20.0, 20.0).round();
@@ -88,8 +88,7 @@ fn hostile([rows, columns]: [i64; 2], sign: f64) -> Tensor {
     Tensor::cat(&[first, second], 1)
 }
 
-/// A row's bits are the same in the tiles of few rows and in those of many, which decode steps and training take; and where SiLU follows at
-/// once.
+/// A row's bits are the same in the kernels for few rows (decode steps) and for many rows (training), also with a fused SiLU.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_lora_sums_have_one_order_for_all_batches() {
@@ -175,23 +174,23 @@ fn gpu_nf4_dequantization_runs_near_memory_bandwidth() {
     }
 }
 
-/// A few steps of training on tokens that a small model learns.
+/// A few training steps on tokens that a small model can learn.
 pub struct Training {
     pub spec: ModelSpec,
     pub lora: Option<LoraSpec>,
     pub quantization: Quantization,
     pub gradient_checkpointing: GradientCheckpointing,
     pub share_prompts: bool,
-    /// What the weights are multiplied with.
+    /// Multiplier of the weights.
     pub scale: f64,
 }
 
-/// So that all layers have a part in the gradient. Its norm in bfloat16 is then within 3 % of that in
-/// float32 on a CPU, with 5 in place of 2 anywhere from a third to three times of it.
+/// Chosen so that all layers contribute to the gradient. Its norm in bfloat16 is then within 3 % of float32 on a CPU;
+/// with 5 instead of 2 it is between a third and three times of it.
 pub const SCALE: f64 = 2.0;
 
-/// Below adapters, which all layers have. A thousandth of noise in weights that become NF4, which takes some of them to another of its
-/// values, moves the norm of tiny-moe's gradient by up to 1.2 % on a CPU (six draws); with 2 in place of 1 by up to 12.8 %, as far as a fault would.
+/// Multiplier for a base in NF4 with adapters on all layers. Noise of 0.1 % in weights before NF4 quantization changes some codes. It changes the
+/// norm of tiny-moe's gradient by up to 1.2 % on a CPU (six samples); with 2 instead of 1 by up to 12.8 %, as much as a fault would.
 const SCALE_OF_NF4: f64 = 1.0;
 
 /// Experts of the tokens of the `n`th sequence in all layers.
@@ -205,7 +204,7 @@ fn routes(spec: &ModelSpec, n: usize, len: usize) -> RoutedExperts {
     RoutedExperts { per_token: spec.routed_experts_per_token(), experts: experts.into() }
 }
 
-/// Four sequences, of which neighbours have one prompt of nine tokens; with experts for all tokens, or without.
+/// Four sequences; each pair of neighbors has the same prompt of nine tokens. With routes for all tokens, or without.
 pub fn sequences(spec: &ModelSpec, with_experts: bool) -> Vec<Sequence> {
     let id = |n: usize, at: usize| ((at * 37 + if at < 9 { n / 2 } else { n } * 11) % 64) as u32;
     let sequence = |n: usize| {
@@ -216,7 +215,7 @@ pub fn sequences(spec: &ModelSpec, with_experts: bool) -> Vec<Sequence> {
     (0..4).map(sequence).collect()
 }
 
-/// Negative log-likelihoods of the first steps, which later ones' roundings take apart, and the first gradient's norm.
+/// Negative log-likelihoods of the first steps, before rounding differences accumulate, and the norm of the first gradient.
 pub fn losses(device: Device, (kind, residual): (Kind, Kind), training: &Training) -> (Vec<f64>, f64) {
     let world = if device == GPU { World::single_on(Backend::Nccl).unwrap() } else { World::single() };
     let mesh = world.mesh(1, 1).unwrap();
@@ -283,7 +282,7 @@ fn gpu_adapters_train_as_on_the_cpu() {
     }
 }
 
-/// Every expert with adapters of its own, on a base in 4 bits, too, and with a shared expert; and all weights of such models.
+/// Every expert has its own adapters, on a base in full precision or 4 bits, with and without a shared expert; and full training of such models.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_experts_train_as_on_the_cpu() {
@@ -328,7 +327,7 @@ pub fn assert_trains_as_on_the_cpu(training: &Training, kinds: (Kind, Kind), bou
     assert_steps_are_the_cpus(training, (kinds, bound), 3, what);
 }
 
-/// The first `steps` losses, and the first gradient's norm.
+/// Asserts that the first `steps` losses and the norm of the first gradient equal the CPU's.
 fn assert_steps_are_the_cpus(training: &Training, (kinds, bound): ((Kind, Kind), f64), steps: usize, what: &str) {
     let off = |(host, got): (&f64, &f64)| (host - got).abs() / host;
     let (host, host_norm) = losses(Device::Cpu, kinds, training);

@@ -1,4 +1,4 @@
-//! Arena and host pool on a GPU. Ignored where there is none; what is measured is printed as one JSON line each.
+//! Arena and host memory pool on a GPU. Ignored without a GPU; measurements are printed as one JSON line each.
 #![allow(unsafe_code)]
 
 use std::time::{Duration, Instant};
@@ -12,7 +12,7 @@ use tch::{Device, Kind, Tensor};
 
 const GPU: Device = Device::Cuda(0);
 const GIB: usize = 1 << 30;
-/// What the driver takes at most to clear memory that it got back.
+/// Longest time that the driver needs to clear memory that was returned to it.
 const CLEARING_MS_PER_GIB: f64 = 2.5;
 
 #[test]
@@ -137,7 +137,7 @@ fn gpu_host_pool_copies_at_pcie_speed_bit_for_bit() {
     assert!(target.equal(&source));
 }
 
-/// Ids and positions of a batch reach the GPU while an optimizer state is on its way back.
+/// Token ids and positions of a batch are copied to the GPU while an optimizer state is still being copied back.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_short_copies_do_not_wait_for_a_long_one() {
@@ -162,7 +162,7 @@ fn gpu_short_copies_do_not_wait_for_a_long_one() {
     assert!(target.equal(&source));
 }
 
-/// Pieces that leave one by one are the next arena's; the driver gets what that does not take, and not before.
+/// Memory of tensors that are offloaded one by one is reused by the next arena. Only the rest is returned to the driver, and not earlier.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_offloaded_pieces_free_memory_for_the_next_arena() {
@@ -185,7 +185,7 @@ fn gpu_offloaded_pieces_free_memory_for_the_next_arena() {
     assert_eq!(free(), before + 5 * GIB);
 }
 
-/// As micro-batches of ever other sizes do: tensors pile up, others come and go between them, and all die.
+/// Allocates like micro-batches of growing sizes: tensors accumulate, others are allocated and freed in between, and all are freed at the end.
 fn pile_up(rows: i64) {
     let piled: Vec<Tensor> = (0..28)
         .map(|_| {
@@ -223,7 +223,7 @@ fn gpu_tensors_of_all_sizes_are_cut_from_one_block() {
     assert!(reserved() - before < 4 << 20 && torch::lacks_block(GPU, block));
 }
 
-/// What one arena lets go is another's at once, and reads as zero there.
+/// Memory released by one arena is available to another at once, and reads as zero there.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_arenas_pass_physical_memory_on() {
@@ -241,7 +241,7 @@ fn gpu_arenas_pass_physical_memory_on() {
     }
 }
 
-/// A graph over an arena computes the same after the memory was others'.
+/// A captured graph over an arena gives the same results after the memory was used by others.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_graph_outlives_the_sleep_of_its_memory() {
@@ -291,7 +291,7 @@ fn gpu_a_failed_graph_capture_leaves_the_stream_usable() {
     assert_eq!((&tensor + 1.0).sum(Kind::Float).double_value(&[]), 16.0);
 }
 
-/// The overlapped transition as `train::residence` makes it: the host goes on, and libtorch's stream waits for the copy.
+/// An overlapped copy as in `train::residence`: the host continues, and libtorch's stream waits for the copy.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_asynchronous_copies_finish_before_their_use() {
@@ -324,7 +324,7 @@ fn gpu_asynchronous_copies_finish_before_their_use() {
     }
 }
 
-/// Seconds that `work` takes on host and GPU.
+/// Seconds that `work` takes on the host and on the GPU.
 fn timed(work: impl FnOnce()) -> f64 {
     tch::Cuda::synchronize(0);
     let start = Instant::now();

@@ -1,4 +1,4 @@
-//! Kept tensors of blocks in pinned host memory between forward and backward, on a GPU: bits, memory and time. Ignored where there is none.
+//! Offloading of blocks' kept tensors to pinned host memory between forward and backward on a GPU: bits, memory and time. Ignored without a GPU.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -19,7 +19,7 @@ use crate::on_gpu::GPU;
 const TOKENS: usize = 16_384;
 const KIND: Kind = Kind::BFloat16;
 
-/// What two steps leave and take.
+/// Weights after two steps, and the time and memory that they took.
 struct Trained {
     weights: Vec<Tensor>,
     peak_bytes: usize,
@@ -78,8 +78,8 @@ fn train(table: &Arc<ParamTable>, keep: GradientCheckpointing, offloads: bool) -
     }
 }
 
-/// Weights have the same bits where sums have an order; where they do not, and memory is as in a run, the peak is the plan's, and copies are
-/// hidden for the most part.
+/// Weights have the same bits if sums are deterministic. Otherwise, with memory as in a run, the peak is the planned one and most
+/// copies are hidden.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_offloaded_tensors_come_back_bit_for_bit() {

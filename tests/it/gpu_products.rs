@@ -1,4 +1,4 @@
-//! cuBLASLt's products against float64 on the CPU, and their times on the shapes of decode steps.
+//! Compares cuBLASLt's GEMMs with float64 on the CPU, and measures their times for the shapes of decode steps.
 
 use colo_grpo::internal::cuda::kernels::{
     Activation, gate_up, gate_up_serves, product, product_serves, product_silu_mul, silu_mul,
@@ -11,13 +11,13 @@ use crate::on_gpu::is_small;
 
 const GPU: Device = Device::Cuda(0);
 
-/// Products, and their stream as long as it is libtorch's.
+/// A GEMM context, and the guard that makes its stream libtorch's current one.
 pub fn products() -> (Products, CurrentStream) {
     let stream = TorchStream::new(&Context::retain(0).unwrap()).unwrap();
     (Products::new(&stream).unwrap(), stream.make_current().unwrap())
 }
 
-/// silu(gate) * up of pairs [T, 2 F] in bfloat16, gate and up in turn, by its own kernel: [T, F] in float32.
+/// Computes silu(gate) * up of pairs [T, 2 F] in bfloat16, in which gate and up alternate, with its own kernel: [T, F] in float32.
 pub fn swiglu_of(pairs: &Tensor) -> Tensor {
     let size = pairs.size();
     let mut y = Tensor::empty([size[0], size[1] / 2], (Kind::BFloat16, GPU));
@@ -88,7 +88,7 @@ fn assert_written(expected: &Tensor, what: &str, write: impl Fn(&Tensor)) {
     assert!(error < 5e-3, "{what}: {error:e}");
 }
 
-/// How far from what is `expected` `write`, done twice, is, into a slice of a wider matrix; nothing is written beside it.
+/// Calls `write` twice on a slice of a wider matrix. Returns the error relative to `expected`, and asserts that nothing beside the slice is written.
 pub fn written(expected: &Tensor, what: &str, write: impl Fn(&Tensor)) -> f64 {
     let (rows, columns) = expected.size2().unwrap();
     let wide = Tensor::full([rows + 2, columns + 16], 776.0, (Kind::BFloat16, GPU));
@@ -102,8 +102,8 @@ pub fn written(expected: &Tensor, what: &str, write: impl Fn(&Tensor)) -> f64 {
     error
 }
 
-/// The kernel for few rows against float32, with and without SwiGLU, from and to slices of wider matrices; a row's bits do not
-/// depend on the rows beside it, and nothing is written beside the output.
+/// The kernel for few rows compared with float32, with and without SwiGLU, with slices of wider matrices as input and output. A row's bits do not
+/// depend on the other rows, and nothing is written beside the output.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_gemms_with_few_rows_match_float32() {
@@ -143,7 +143,7 @@ fn gpu_gemms_with_few_rows_match_float32() {
     }
 }
 
-/// The kernel for many rows against float32, as above.
+/// The kernel for many rows compared with float32, with slices of wider matrices as input and output.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_fused_gate_up_matches_float32() {
@@ -178,8 +178,9 @@ fn gpu_fused_gate_up_matches_float32() {
     }
 }
 
-/// Microseconds of each product of a decode step of Qwen2.5-7B on one GPU, weights from memory, by how its algorithm is chosen: one
-/// that was timed is not slower than the first that the library names. Best of three, both ways in turn.
+/// Measures each GEMM of a decode step of Qwen2.5-7B on one GPU in microseconds, with weights not in cache. The algorithm chosen by timing must not
+/// be
+/// slower than the library's first suggestion. Best of three, measured alternately.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_timed_gemm_algorithms_are_not_slower() {

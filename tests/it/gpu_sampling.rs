@@ -1,4 +1,4 @@
-//! The sampler's kernels against the definitions on the CPU. Ignored where there is no GPU.
+//! Compares the sampling kernels with their definitions on the CPU. Ignored without a GPU.
 
 use colo_grpo::internal::cuda::kernels::{self, CANDIDATE_WORDS, Draws};
 use colo_grpo::internal::ops::random::RandomKey;
@@ -254,7 +254,7 @@ fn compare_filter(logits: &Tensor, min_p: f32, top_k: i64, top_p: f32) {
     assert!(torch::i64_vec(&token_ids).unwrap().into_iter().all(|id| id >= 0 && is_kept(id as usize)));
 }
 
-/// `rows` copies of one row of logits [1, V], laid out as an all-to-all between `shards` ranks leaves them.
+/// `rows` copies of one row of logits [1, V], in the layout after an all-to-all between `shards` ranks.
 fn whole_rows(logits: &Tensor, shards: i64, rows: i64) -> Tensor {
     let vocab = logits.size()[1];
     let width = (vocab + shards - 1) / shards + 3;
@@ -292,7 +292,7 @@ fn gpu_seen_token_ids_match_the_history() {
     assert_eq!(got.into_iter().map(|word| word & 0xffff_ffff).collect::<Vec<_>>(), expected);
 }
 
-/// What masks leave may be in one part of the vocabulary alone: all others, and other ranks' shards, have nothing to draw.
+/// The allowed tokens may all be in one part of the vocabulary: other parts, and other ranks' shards, have nothing to sample.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_sampling_respects_grammar_masks() {

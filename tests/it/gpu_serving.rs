@@ -1,4 +1,4 @@
-//! What clients of a server ask of an engine on a GPU, against the engine on a CPU. Ignored where there is no GPU.
+//! Compares features for clients of a server on a GPU engine with a CPU engine. Ignored without a GPU.
 
 use std::sync::Arc;
 
@@ -12,11 +12,11 @@ use tch::Kind;
 use crate::ranks;
 use crate::rollout::{adapters, bytes, options, prompts};
 
-/// An end-of-sequence token and the tokens of [`bytes`].
+/// Size of the vocabulary: an end-of-sequence token and the tokens of [`bytes`].
 const VOCAB: usize = 300;
 const EOS: u32 = 299;
 
-/// A completion, with the most probable ids beside each token.
+/// A completion with the most probable token ids at each position.
 struct Sampled {
     completion: Trajectory,
     top: Vec<Vec<TokenLogprob>>,
@@ -34,7 +34,7 @@ fn long() -> EngineOptions {
     EngineOptions { block_size: 16, max_model_length: 256, records_experts: false, ..options() }
 }
 
-/// The completions of all requests, sampled in one batch by an engine in float32 on the world's device.
+/// The completions of all requests, sampled in one batch by a float32 engine on the world's device.
 fn sampled(world: World, requests: &[SamplingParams]) -> Vec<Sampled> {
     let spec = ModelSpec { vocab_size: VOCAB, eos_token_ids: vec![EOS], ..ModelSpec::preset("tiny").unwrap() };
     let (spec, world) = (Arc::new(spec), Arc::new(world));
@@ -81,7 +81,7 @@ fn in_one_batch(rollout: &mut RolloutEngine<'_>, requests: &[SamplingParams]) ->
 
 const SUM: &str = "[1-9][0-9]{0,2}\\+[1-9][0-9]{0,2}=[0-9]{1,4}(, (true|false|null)){0,3}";
 
-/// Structured requests of every kind of processing, requests that ask for the most probable tokens, and plain ones.
+/// Requests with structured output and every kind of logits processing, requests for the most probable tokens, and plain ones.
 fn requests() -> Vec<SamplingParams> {
     let base = SamplingParams { num_generations: 3, max_completion_length: 60, ..SamplingParams::default() };
     let schema = r#"{"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 4}"#;
@@ -98,7 +98,7 @@ fn requests() -> Vec<SamplingParams> {
     ]
 }
 
-/// The texts follow their structures, and up to the first token at which rounding parts two completions their numbers are the CPU's.
+/// Asserts that texts follow their structures, and that completions equal the CPU's up to the first token that rounding changes.
 fn compare(got: &[Sampled], expected: &[Sampled]) {
     assert_eq!(got.len(), expected.len());
     let near = |a: f32, b: f32| (a - b).abs() < 2e-3;
@@ -161,7 +161,7 @@ fn gpu_requests_of_one_batch_use_their_own_adapters() {
     adapters::compare(World::single_on(Backend::Nccl).unwrap(), "tiny", long());
 }
 
-/// The comparison itself, between two engines on the CPU.
+/// Makes the same comparison between two engines on the CPU.
 #[test]
 fn structured_output_and_top_logprobs_are_engine_independent() {
     tch::set_num_threads(1);

@@ -1,4 +1,4 @@
-//! What GPUs and hosts hold after many cycles, and after a rank was killed. Ignored where there is no GPU; what is measured is
+//! Memory of GPUs and hosts after many cycles, and after a rank was killed. Ignored without a GPU; measurements are
 //! printed as one JSON line each.
 
 use std::path::Path;
@@ -18,7 +18,7 @@ use crate::program::{SMALL_RUN, command, end, eventually, metrics, processes_of,
 
 const GPU: Device = Device::Cuda(0);
 const MIB: usize = 1 << 20;
-/// What a driver may keep of a killed rank's GPU for bookkeeping.
+/// Memory that a driver may keep on a killed rank's GPU for bookkeeping.
 const KEPT_BYTES: usize = 64 * MIB;
 
 #[test]
@@ -48,7 +48,7 @@ fn gpu_five_hundred_sleep_cycles_leak_no_memory() {
     assert!(last.0 as f64 <= 1.01 * first.0 as f64 && last.1 as f64 <= 1.01 * first.1 as f64, "{held:?}");
 }
 
-/// Through the program: rank 1 of two is killed in a phase; the others must be gone and both GPUs free soon after.
+/// In a run of the program, rank 1 of two is killed in a phase. The other process must end, and both GPUs must be free, soon after.
 #[test]
 #[ignore = "needs two GPUs"]
 fn gpu_two_ranks_of_which_one_is_killed_leave_both_gpus_free() {
@@ -57,7 +57,7 @@ fn gpu_two_ranks_of_which_one_is_killed_leave_both_gpus_free() {
     }
 }
 
-/// Two engines of four ranks: the killed one's engine waits for its parts, the other engine for the batch.
+/// With two engines of four ranks: the killed rank's engine waits for its part of a sum, the other engine for the batch.
 #[test]
 #[ignore = "needs eight GPUs"]
 fn gpu_eight_ranks_of_which_one_is_killed_leave_all_gpus_free() {
@@ -66,7 +66,7 @@ fn gpu_eight_ranks_of_which_one_is_killed_leave_all_gpus_free() {
     }
 }
 
-/// The same where the other rank's kernels wait for parts of the one that ends or fails.
+/// One rank of an engine is killed or fails while the other rank's kernels wait for its part of a sum.
 #[test]
 #[ignore = "needs two GPUs"]
 fn gpu_two_ranks_of_one_engine_end_together() {
@@ -101,7 +101,7 @@ fn ends_and_frees(num_ranks: usize, fault: &str, keys: &str, code: i32) {
     assert!(free_s < 15.0, "{fault}: {free_s} s");
 }
 
-/// 20: what another process holds is told before anything is started.
+/// Row 20: memory that another process uses is reported before anything is started.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_memory_used_by_others_is_refused_before_the_launch() {
@@ -112,7 +112,7 @@ fn gpu_memory_used_by_others_is_refused_before_the_launch() {
     run(&line).assert_error("in use", 4, &["GPU 0: ", "MiB are in use by", "CUDA_VISIBLE_DEVICES"]);
 }
 
-/// 5, 6: a GPU that another process fills up while the run goes on.
+/// Rows 5 and 6: another process fills a GPU while the run continues.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_out_of_memory_names_the_key_to_lower() {
@@ -138,7 +138,7 @@ fn gpu_out_of_memory_names_the_key_to_lower() {
     ended.assert_error("filled", 11, &["out of memory: ", "held", "to mend: "]);
 }
 
-/// 5, 6: a GPU that is full when a phase begins. What is left ends in the forward, in the backward or at once.
+/// Rows 5 and 6: a GPU is full when a phase begins. The remaining memory runs out in the forward pass, in the backward pass or immediately.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_out_of_memory_in_training_names_the_key_without_restart() {
@@ -163,7 +163,7 @@ fn gpu_out_of_memory_in_training_names_the_key_without_restart() {
     }
 }
 
-/// 5: the engine's own: its cache and buffers when it wakes, prompts, and steps that are recorded.
+/// Row 5: memory of the engine runs out: for its cache and buffers when it wakes, for prompts, and for captured steps.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_out_of_memory_in_the_engine_names_the_key_without_restart() {
@@ -176,7 +176,8 @@ fn gpu_out_of_memory_in_the_engine_names_the_key_without_restart() {
     }
 }
 
-/// Runs with restarts left until the GPU, full from `phase` on but for `left_mib`, has no memory.
+/// Starts a run with restarts in which the GPU is filled at the start of `phase`, except for `left_mib`, and checks that it ends with an
+/// out-of-memory error.
 fn ends_full(keys: &str, phase: &str, left_mib: usize, told: &[&str]) {
     let folder = tempfile::tempdir().unwrap();
     let ended = run(&format!(

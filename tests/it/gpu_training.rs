@@ -1,5 +1,5 @@
-//! The trainer's fused kernels against the operations they replace, in float64 on the CPU; and times on the shapes of a
-//! training step, one JSON line each. Ignored where there is no GPU.
+//! Compares the trainer's fused kernels with the operations that they replace, in float64 on the CPU; and measures times for the shapes of a
+//! training step, one JSON line each. Ignored without a GPU.
 
 use colo_grpo::internal::cuda::{Tuning, kernels};
 use colo_grpo::internal::ops::heads::{self, HeadGradients, HeadNormWeights};
@@ -200,7 +200,7 @@ fn gpu_weight_gradients_are_summed_in_float32() {
     assert!(relative_error(&y, &(expected + product)) < 1e-6);
 }
 
-/// Microseconds of each kernel on 16,384 tokens of Qwen2.5-1.5B and 7B, beside the bytes that must move.
+/// Microseconds of each kernel on 16,384 tokens of Qwen2.5-1.5B and 7B, and the bytes that must be moved.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_training_kernels_run_near_memory_bandwidth() {
@@ -270,8 +270,8 @@ fn gpu_training_kernels_run_near_memory_bandwidth() {
     });
 }
 
-/// TFLOP/s of the products of a training step, through libtorch and through cuBLASLt, by how its algorithm is chosen: libtorch's,
-/// which training uses, are not far behind.
+/// TFLOP/s of the GEMMs of a training step, with libtorch and with cuBLASLt for each way to choose an algorithm. libtorch's,
+/// which training uses, must be nearly as fast.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_training_gemms_are_near_the_fastest_algorithm() {
@@ -326,7 +326,7 @@ fn gpu_training_gemms_are_near_the_fastest_algorithm() {
     }
 }
 
-/// Prints the median time and the bytes a second; fails under a quarter of what a copy reaches.
+/// Prints the median time and the bytes per second. Fails below a quarter of the bandwidth of a copy.
 fn report(model: &str, kernel: &str, bytes: i64, mut run: impl FnMut()) {
     let seconds = seconds(&mut run);
     let gb_s = bytes as f64 / seconds / 1e9;

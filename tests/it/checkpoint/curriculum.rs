@@ -1,10 +1,10 @@
-//! Rows that come less often by their solve rates.
+//! Curriculum: rows that are drawn less often because of their solve rates.
 
 use std::collections::BTreeSet;
 
 use super::Runs;
 
-/// Solve rates go through a checkpoint, and ranks on which prompts lie otherwise draw the same rows.
+/// Solve rates are saved in checkpoints, and a resumed run with another number of ranks draws the same rows.
 #[test]
 fn curriculum_solve_rates_are_resumed_and_equal_for_any_number_of_ranks() {
     let runs = Runs::new();

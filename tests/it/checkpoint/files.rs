@@ -1,4 +1,4 @@
-//! A checkpoint's files on a tiny policy: what is written, what damage does, what a kill leaves behind.
+//! Files of checkpoints of a tiny policy: what is written, the effect of damage, and what a killed process leaves behind.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -36,7 +36,7 @@ fn find_latest(output_dir: &Path) -> Result<Option<PathBuf>> {
     checkpoint::find_latest(output_dir, &mut || ())
 }
 
-/// A policy of one rank whose moments are not zero.
+/// A policy on one rank with non-zero optimizer moments.
 pub(super) fn policy(kind: Kind) -> Policy {
     policy_of(kind, Optim::AdamW)
 }
@@ -113,14 +113,14 @@ pub(super) fn save_step(options: &CheckpointOptions, policy: &Policy, step: u64)
     save(options, policy, step).unwrap()
 }
 
-/// A checkpoint that is complete on return.
+/// Saves a checkpoint and waits until it is complete.
 fn save(options: &CheckpointOptions, policy: &Policy, step: u64) -> Result<PathBuf> {
     let (world, mut saver) = (World::single(), Saver::new(options.clone(), None));
     let folder = saver.save(&world, Some(Models { policy, reference: None }), state(step))?;
     saver.finish(&world).map(|()| folder)
 }
 
-/// Everything in a folder, hidden or not.
+/// Names of all entries in a folder, including hidden ones.
 pub(super) fn names(folder: &Path) -> Vec<String> {
     let name = |entry: fs::DirEntry| entry.file_name().into_string().unwrap();
     let mut names: Vec<String> = fs::read_dir(folder).unwrap().map(|entry| name(entry.unwrap())).collect();
@@ -215,10 +215,10 @@ fn save_total_limit_keeps_the_newest_checkpoints() {
     assert_eq!(find_latest(folder.path()).unwrap(), Some(folder.path().join("checkpoint-10")));
 }
 
-/// Type, shape and bytes by name.
+/// Data type, shape and bytes of tensors by name.
 type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
 
-/// What a case does to good tensors.
+/// A modification of valid tensors by a test case.
 type Change<'a> = &'a dyn Fn(&mut Tensors);
 
 fn read(path: &Path) -> Tensors {
@@ -339,7 +339,7 @@ fn inconsistent_optimizer_files_are_refused_by_name() {
     fs::write(&path, good).unwrap();
 }
 
-/// Each step is saved twice, so that folders are replaced, and old ones go.
+/// Saves each step twice, so that folders are replaced and old ones are removed.
 fn save_until_killed(folder: &Path) -> ! {
     let (options, policy) = (CheckpointOptions { save_total_limit: Some(2), ..options(folder) }, policy(Kind::Float));
     let first =
@@ -363,7 +363,7 @@ fn two_hundred_kills_leave_only_complete_checkpoints() {
     kill_while_saving("two_hundred_kills_leave_only_complete_checkpoints", 200);
 }
 
-/// Kills a process that does nothing but save, `num_kills` times or more, at other moments each time.
+/// Starts processes that only save, and kills at least `num_kills` of them at different moments.
 fn kill_while_saving(test: &str, num_kills: u64) {
     if let Some(folder) = std::env::var_os(KILLED_VARIABLE) {
         save_until_killed(Path::new(&folder));

@@ -1,10 +1,10 @@
-//! Runs that begin more groups than a step takes.
+//! Checkpoints of runs that start more groups than a step uses.
 
 use colo_grpo::internal::metrics::CompletionRow;
 
 use super::Runs;
 
-/// What is under way goes through the checkpoint, to another number of ranks too.
+/// Unfinished groups are saved in the checkpoint, also for a resume on another number of ranks.
 #[test]
 fn a_resumed_run_with_partial_rollouts_equals_an_uninterrupted_one() {
     let runs = Runs::new();
@@ -45,8 +45,8 @@ fn a_resumed_run_with_partial_rollouts_equals_an_uninterrupted_one() {
     assert_eq!(state["carried"], serde_json::json!([]));
 }
 
-/// Two engines keep what they carry, learn with it, and compute nothing again, evaluations or not; a resumed run, whose caches
-/// are empty, does so once.
+/// With two engines that keep the KV cache of unfinished groups, nothing is recomputed, with or without evaluations. A resumed run, whose caches
+/// are empty, recomputes once.
 #[test]
 fn a_kept_kv_cache_is_recomputed_only_after_a_resume() {
     let runs = Runs::new();
@@ -75,7 +75,7 @@ fn a_kept_kv_cache_is_recomputed_only_after_a_resume() {
     assert!((first + 1..=24).all(|step| value(step, "recomputed") == 0.0));
 }
 
-/// Completions of one token, as many at once as a step takes: the surplus is never begun, and its rows come in their turn.
+/// With completions of one token, the surplus groups never begin. Their rows are used later in the usual order.
 #[test]
 fn oversampling_changes_no_data_when_all_lengths_are_equal() {
     let runs = Runs::new();
@@ -95,7 +95,7 @@ fn oversampling_changes_no_data_when_all_lengths_are_equal() {
     assert_eq!(metrics["partial_rollout/discarded_token_share"], 0.0);
 }
 
-/// Without `partial_rollout` nothing that was sampled earlier is trained on.
+/// Without `partial_rollout`, no group sampled in an earlier step is trained on.
 #[test]
 fn surplus_groups_are_dropped_and_counted_without_partial_rollouts() {
     let runs = Runs::new();

@@ -1,4 +1,4 @@
-//! A reference model that follows the policy.
+//! A reference model that is synchronized with the policy.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -11,8 +11,8 @@ fn weights(folder: &Path) -> BTreeMap<String, Tensor> {
     Tensor::read_safetensors(folder.join("model.safetensors")).unwrap().into_iter().collect()
 }
 
-/// The reference is mixed every second update, is in every checkpoint, and a resumed run goes on with it, whether it lives on the host in
-/// slices or on the device.
+/// The reference is mixed with the policy at every second update and saved in every checkpoint. A resumed run continues with it, whether it is on
+/// the host in shards or on the device.
 #[test]
 fn a_synchronized_reference_model_is_saved_and_resumed() {
     let runs = Runs::new();

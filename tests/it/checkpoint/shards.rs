@@ -1,4 +1,4 @@
-//! Optimizer state of another checkpoint.
+//! Optimizer shards that belong to another checkpoint are detected.
 
 use std::fs;
 use std::path::Path;
@@ -11,7 +11,7 @@ use tch::Kind;
 
 use super::files::{SHARD, options, policy, save_step, state};
 
-/// Puts the shard of `donor` into `folder`, and its size and hash into the manifest.
+/// Replaces the shard in `folder` by that of `donor`, and updates its size and hash in the manifest.
 fn transplant(donor: &Path, folder: &Path) {
     fs::copy(donor.join(SHARD), folder.join(SHARD)).unwrap();
     let manifest =
@@ -53,7 +53,7 @@ fn a_shard_of_another_run_is_refused_even_with_a_valid_hash() {
     assert_eq!(run_of(&saved), own);
 }
 
-/// Checkpoints from before shards named their run and step.
+/// Old checkpoints, whose shards contain no run name and step, can still be resumed.
 #[test]
 fn a_checkpoint_without_a_run_name_can_be_resumed() {
     let folder = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! Supervised runs that are cut short and go on.
+//! Interrupted and resumed supervised runs (SFT).
 
 use std::path::Path;
 
@@ -6,7 +6,7 @@ use serde_json::{Map, Value};
 
 use crate::program::{MODEL, metrics, run, stdout_of};
 
-/// Lines of metrics.jsonl without what a clock says.
+/// Lines of metrics.jsonl without times.
 fn lines(output_dir: &Path) -> Vec<Map<String, Value>> {
     let line = |line: Value| {
         let numbers = line.as_object().unwrap().clone().into_iter();
@@ -15,7 +15,7 @@ fn lines(output_dir: &Path) -> Vec<Map<String, Value>> {
     metrics(output_dir).into_iter().map(line).collect()
 }
 
-/// Adapters under dropout at ZeRO-2, shuffled conversations, a rate that falls: nothing but a full resume ends the same.
+/// LoRA with dropout at ZeRO-2, shuffled conversations and a falling learning rate: only a complete resume gives the same result.
 #[test]
 fn a_resumed_supervised_run_equals_an_uninterrupted_one() {
     let folder = tempfile::tempdir().unwrap();

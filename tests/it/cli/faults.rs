@@ -1,5 +1,5 @@
-//! Bad input: the stated exit code, and one message that says what, where, expected, and how to mend it. Numbers are rows
-//! of the table of faults.
+//! Invalid input ends with the documented exit code and one message that says what is wrong, where, what was expected, and how to fix it.
+//! Numbers in comments are rows of the table in docs/faults.md.
 
 use std::fs;
 use std::path::Path;
@@ -80,7 +80,7 @@ fn faulty_model_folders_are_refused_with_the_file() {
     }
 }
 
-/// A tensor that claims more bytes than the file has.
+/// Header with a tensor that claims more bytes than the file has.
 const HOSTILE: &[u8] = br#"{"model.norm.weight":{"dtype":"F32","shape":[128],"data_offsets":[0,99999999999]}}"#;
 
 fn write(model: &Path, file: &str, bytes: &[u8]) {
@@ -315,7 +315,7 @@ fn faulty_configurations_are_refused_with_the_key() {
     }
 }
 
-/// 23, 24: prompts over the limit are counted; the last batch of an epoch and the micro-batches of ranks are ragged.
+/// Rows 23 and 24: prompts over the limit are counted; an incomplete last batch of an epoch and uneven micro-batches of ranks work.
 #[test]
 fn long_prompts_are_counted_and_incomplete_batches_train() {
     let folder = tempfile::tempdir().unwrap();
@@ -345,7 +345,7 @@ fn long_prompts_are_counted_and_incomplete_batches_train() {
     assert_eq!((column("epoch"), column("learning_rate")), (vec![1.0, 2.0], vec![1e-4, 5e-5])); // as TRL 1.16
 }
 
-/// 28: nothing to learn is no failure.
+/// Row 28: a step without any gradient is not an error.
 #[test]
 fn equal_rewards_of_all_groups_give_a_warning() {
     let folder = tempfile::tempdir().unwrap();
@@ -364,7 +364,7 @@ fn equal_rewards_of_all_groups_give_a_warning() {
     }
 }
 
-/// What a correction by whole sequences leaves of a step is told once; by tokens it leaves enough.
+/// A warning says once how much of a step an importance sampling correction on whole sequences masks. The correction per token masks little.
 #[test]
 fn an_importance_correction_that_masks_most_samples_gives_a_warning() {
     for (mode, count) in [("sequence_mask", 1), ("token_truncate", 0)] {
@@ -377,7 +377,7 @@ fn an_importance_correction_that_masks_most_samples_gives_a_warning() {
     }
 }
 
-/// 13: adapters as older versions of PEFT wrote them.
+/// Row 13: pickled adapters, as older versions of PEFT wrote them.
 #[test]
 fn pickled_adapters_are_refused() {
     let folder = tempfile::tempdir().unwrap();
@@ -387,7 +387,7 @@ fn pickled_adapters_are_refused() {
     run(&line).assert_error("13 pickled adapters", 3, &["adapter_model.bin", "convert them with: python3"]);
 }
 
-/// Sizes that no kernel serves are refused by the plan, not by the first step.
+/// Model sizes without a kernel are rejected by the plan, before the first step.
 #[test]
 fn model_shapes_that_gpus_do_not_support_are_refused() {
     let folder = tempfile::tempdir().unwrap();

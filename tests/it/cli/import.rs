@@ -1,4 +1,4 @@
-//! `import`: files of other trainers become runs, and every key of theirs is accounted for.
+//! The command `import` converts configurations of other trainers to runs, and accounts for every key.
 
 use std::fs;
 use std::path::Path;
@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use crate::program::{MODEL, command, end, metrics, run};
 
-/// A configuration that was imported: its text, and what was said.
+/// Imports a file. Returns the configuration's text and the messages.
 fn imported(file: &Path) -> (String, String) {
     let ended = run(&format!("import {}", file.display()));
     assert_eq!(ended.code, Some(0), "{}\n{}", ended.stdout, ended.stderr);
@@ -18,12 +18,12 @@ fn golden(name: &str) -> std::path::PathBuf {
     Path::new("tests/golden/import").join(name)
 }
 
-/// Lines of the file that are no comments.
+/// Lines of the file that are not comments.
 fn keys(text: &str) -> Vec<&str> {
     text.lines().filter(|line| !line.is_empty() && !line.starts_with('#')).collect()
 }
 
-/// Every key of theirs that is not one of ours as it was is named in the notes.
+/// Asserts that the notes mention every key that was not taken over unchanged.
 fn assert_accounted(theirs: &[String], text: &str, said: &str) {
     for key in theirs {
         let is_kept = keys(text).iter().any(|line| line.starts_with(&format!("{key} = ")));
@@ -34,7 +34,7 @@ fn assert_accounted(theirs: &[String], text: &str, said: &str) {
     }
 }
 
-/// The configuration loads, and plans, for a model of this shape.
+/// Asserts that the configuration loads, and that a plan succeeds for a model of this shape.
 fn assert_plans(text: &str, nproc: usize, preset: &str) {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("run.toml");
@@ -172,8 +172,8 @@ fn import_translates_a_verl_script() {
     assert_plans(&text, 8, "qwen2.5-7b");
 }
 
-/// verl's rows in Parquet with verl's function, by an imported configuration; TRL's function beside it. The rows have the columns of
-/// verl's GSM8K script (data_source, prompt, ability, reward_model, extra_info) and were made by pyarrow.
+/// An imported configuration with verl's rows in Parquet and verl's reward function, and TRL's reward function. The rows have the columns of
+/// verl's GSM8K script (data_source, prompt, ability, reward_model, extra_info) and were written by pyarrow.
 #[test]
 fn rows_and_rewards_of_verl_and_trl_train_unchanged() {
     let folder = tempfile::tempdir().unwrap();
@@ -218,7 +218,7 @@ fn rows_and_rewards_of_verl_and_trl_train_unchanged() {
     assert_eq!(config["kl_estimator"], "k1");
 }
 
-/// But for the model, the rows and the machine an open-r1 recipe runs as it is.
+/// An open-r1 recipe runs unchanged, except for the model, rows and number of GPUs.
 #[test]
 fn an_imported_recipe_trains() {
     let folder = tempfile::tempdir().unwrap();
@@ -269,7 +269,8 @@ fn import_refuses_files_that_are_no_configuration() {
     }
 }
 
-/// A script whose rewards are in its Python is imported, and what is missing is said; advice behind a secret's name is no secret.
+/// A script with reward functions in its Python code is imported, and notes name what is missing. Advice about a key with a secret's name is not
+/// redacted.
 #[test]
 fn import_notes_files_that_it_cannot_find() {
     let folder = tempfile::tempdir().unwrap();

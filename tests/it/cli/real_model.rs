@@ -1,5 +1,5 @@
-//! The published model of scripts/real_model.py against what transformers makes of it. PyPI must be within reach; where it is not, the
-//! test says so and ends.
+//! Compares a published model (scripts/real_model.py) with transformers. Needs access to PyPI; without it, the
+//! test prints a message and passes.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -8,10 +8,10 @@ use serde_json::Value;
 
 use crate::program::{command, end, json_lines};
 
-/// What scripts/golden_real.py recorded.
+/// Results recorded by scripts/golden_real.py.
 const GOLDEN: &str = include_str!("../../golden/smollm2.json");
 
-/// The model's folder, made once for all builds.
+/// The model's folder, which is created once for all builds.
 fn model() -> Option<PathBuf> {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("smollm2-135m-instruct");
     let ended = Command::new("python3").arg("scripts/real_model.py").arg(&folder).output().unwrap();
@@ -31,14 +31,14 @@ fn greedy_answers_of_a_real_model_equal_transformers() {
     compare("cpu", &[("", 20), ("--nproc 3 --tp 3", 4)]);
 }
 
-/// The two highest logits are nowhere closer than 0.0014 on the way, so that another order of sums takes no other token.
+/// The two highest logits always differ by at least 0.0014, so that another summation order does not change the greedy token.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_greedy_answers_of_a_real_model_equal_transformers() {
     compare("cuda", &[("", 20)]);
 }
 
-/// Holds greedy completions in float32, of so many cases for each layout, to the recorded ones.
+/// Compares greedy completions in float32 with the recorded ones; `layouts` gives the number of cases for each layout.
 fn compare(device: &str, layouts: &[(&str, usize)]) {
     let Some(model) = model() else { return };
     let cases: Vec<Value> = serde_json::from_str(GOLDEN).unwrap();

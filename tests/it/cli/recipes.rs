@@ -1,11 +1,11 @@
-//! Recipes in configs/recipes: each is a valid run and fits the machine that it names.
+//! Every recipe in configs/recipes is a valid run and fits on the machine that it names.
 
 use std::collections::BTreeSet;
 use std::fs;
 
 use crate::program::stdout_of;
 
-/// File, processes, shape of its model, GiB of each GPU.
+/// File, number of processes, model shape, GiB of memory per GPU.
 const RECIPES: [(&str, usize, &str, usize); 6] = [
     ("code-7b-8gpu.toml", 8, "qwen2.5-7b", 79),
     ("full-32b-8gpu.toml", 8, "qwen2.5-32b", 139),

@@ -1,4 +1,4 @@
-//! Runs that are killed, stopped and made to fail.
+//! Runs that are killed, stopped by signals, or made to fail.
 
 use std::fs;
 use std::path::Path;
@@ -9,7 +9,7 @@ use crate::program::{
     Ended, MODEL, SMALL_RUN, await_line, command, end, metrics, processes_of, run, signal, wait_until,
 };
 
-/// A run of two ranks that would go on for long, once it has done a step.
+/// Starts a long run on two ranks and waits until it has done a step.
 fn start(output_dir: &Path) -> Child {
     start_with(&format!("{SMALL_RUN} save_steps=none"), output_dir)
 }
@@ -21,7 +21,7 @@ fn start_with(line: &str, output_dir: &Path) -> Child {
     run
 }
 
-/// Processor time that a process has used, in hundredths of a second.
+/// CPU time that a process has used, in hundredths of a second.
 fn processor_ticks(pid: &str) -> u64 {
     let stat = fs::read_to_string(Path::new("/proc").join(pid).join("stat")).unwrap_or_default();
     let fields = stat.rsplit(") ").next().unwrap_or_default().split(' ').skip(11).take(2);
@@ -81,7 +81,7 @@ fn a_stopped_run_saves_and_can_be_resumed() {
     assert!(folder.path().join("final").join("model.safetensors").exists());
 }
 
-/// Ctrl-C in a run of one process is answered while the step is still under way.
+/// Ctrl-C in a run of one process takes effect while the step is still running.
 #[test]
 fn a_run_of_one_process_answers_a_signal_before_its_step_ends() {
     let folder = tempfile::tempdir().unwrap();
@@ -102,7 +102,7 @@ fn a_run_of_one_process_answers_a_signal_before_its_step_ends() {
     assert_eq!(ended.code, Some(130), "{}", ended.stderr);
 }
 
-/// 4: nothing but the model is left to write after the last step, so a request to stop changes nothing.
+/// Row 4: after the last step only the model has to be saved, so a stop request changes nothing.
 #[test]
 fn a_run_stopped_in_its_last_step_ends_normally() {
     let folder = tempfile::tempdir().unwrap();
@@ -115,7 +115,7 @@ fn a_run_stopped_in_its_last_step_ends_normally() {
     assert!(folder.path().join("final/model.safetensors").exists());
 }
 
-/// 4: once trained on, one signal saves; a second one does not wait for that. 3: nothing outlives the launcher.
+/// Row 4: after a first update, one signal saves a checkpoint, and a second one ends the run at once. Row 3: no process outlives the launcher.
 #[test]
 fn a_second_signal_or_a_dead_launcher_ends_all_processes() {
     let folder = tempfile::tempdir().unwrap();
@@ -209,7 +209,7 @@ fn injected_faults_end_the_run_with_their_exit_code() {
     }
 }
 
-/// It saves nothing, so it looks out for no request.
+/// A benchmark saves nothing, so a signal ends it directly.
 #[test]
 fn a_stopped_benchmark_ends_at_once() {
     let folder = tempfile::tempdir().unwrap();

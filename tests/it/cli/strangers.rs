@@ -1,5 +1,5 @@
-//! Model folders, configurations and rows of a stranger: the exit code, a message that names the file, and no more memory and
-//! time than an honest run takes. Numbers are rows of the table of faults.
+//! Malicious model folders, configurations and rows give the documented exit code and a message that names the file, and need no more memory and
+//! time than a valid run. Numbers in comments are rows of the table in docs/faults.md.
 #![allow(unsafe_code)]
 
 use std::fs;
@@ -14,12 +14,12 @@ use serde_json::json;
 use crate::hostile::footer;
 use crate::program::{Ended, SMALL_RUN, command, copy_of_model, end};
 
-/// Processor time after which the program is killed, in seconds: an honest run takes a few.
+/// CPU time limit of the program in seconds; a valid run takes a few.
 const CPU_S: u64 = 20;
-/// Memory that a hostile file may take beyond an honest run.
+/// Memory that a hostile file may need in addition to that of a valid run.
 const EXTRA_KIB: i64 = 256 << 10;
 
-/// Runs the program with a limit of processor time. Returns the largest resident set, too, in KiB.
+/// Runs the program with a CPU time limit. Returns its result and the peak resident memory in KiB.
 #[allow(clippy::zombie_processes)] // wait4 waits
 fn measured(line: &str) -> (Ended, i64) {
     let mut command = command(line);

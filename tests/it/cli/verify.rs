@@ -1,4 +1,4 @@
-//! `verify` against an interpreter that answers what transformers once did for a golden folder.
+//! Tests the command `verify` with a fake Python interpreter that returns recorded logits of transformers.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;
@@ -10,8 +10,8 @@ use crate::program::{Ended, command, end};
 
 const GOLDEN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/qwen2_tied");
 
-/// Stands in for an interpreter with transformers: answers with what scripts/golden_verify.py recorded of the real one. CHANGE is run
-/// first; `rows` are the model's logits.
+/// A fake Python interpreter with transformers. Returns the results that scripts/golden_verify.py recorded from a real one. CHANGE is executed
+/// first; it may modify `rows`, the model's logits.
 const PYTHON: &str = "
 import array, json, os, re, sys
 print('a line on standard output')
@@ -32,7 +32,7 @@ if len(sys.argv) > 3:
         file.write(json.dumps(header).encode() + b'\\n' + rest.tobytes() + b''.join(array.array('f', row).tobytes() for row in rows))
 ";
 
-/// The golden folder with a tokenizer of words: `w07` is 7.
+/// A copy of the golden folder with a word tokenizer, in which `w07` has id 7.
 fn model(folder: &Path) -> PathBuf {
     let model = folder.join("model");
     fs::create_dir(&model).unwrap();
@@ -50,7 +50,7 @@ fn model(folder: &Path) -> PathBuf {
     model
 }
 
-/// Multiplies rows of a matrix of a model's file, or has two parts of it change places.
+/// Modifies a matrix in a model's file, for example scales rows or swaps two parts.
 fn damage(model: &Path, name: &str, change: impl Fn(&mut Vec<f32>)) {
     let path = model.join("model.safetensors");
     let mut bytes = fs::read(&path).unwrap();
@@ -64,10 +64,10 @@ fn damage(model: &Path, name: &str, change: impl Fn(&mut Vec<f32>)) {
     fs::write(path, bytes).unwrap();
 }
 
-/// A change of the model's folder before this program reads it.
+/// A change of the model's folder before `verify` reads it.
 type Damage<'a> = &'a dyn Fn(&Path);
 
-/// Runs `verify` with the recorded answer, which CHANGE may change.
+/// Runs `verify` with the recorded logits, which CHANGE may modify.
 fn verify(change: &str, more: &[&str]) -> Ended {
     verify_damaged(&|_| (), ("", change), more)
 }
@@ -128,7 +128,7 @@ fn verify_passes_a_model_that_matches_transformers() {
     }
 }
 
-/// Faults that change logits less than a healthy model's rounding does: the block that has them is named.
+/// Faults that change logits less than the rounding of a correct model are attributed to the block that has them.
 #[test]
 fn verify_finds_wrong_rows_matrices_and_swapped_heads() {
     let row = |values: &mut Vec<f32>| values[5 * 32..6 * 32].iter_mut().for_each(|value| *value *= 1.05);
@@ -196,7 +196,7 @@ fn verify_without_transformers_prints_the_install_command() {
     verify("", &["--python", "/no/such/python"]).assert_error("no python", 4, &["--python = /no/such/python"]);
 }
 
-/// Without a network a name is an error that says how it is downloaded, as in every command.
+/// Without network access, a Hub name gives an error that says how to download the model, as in every command.
 #[test]
 fn verify_accepts_a_hub_model_name() {
     verify("", &["--model", "tests/none"]).assert_error("a name", 3, &["hf download tests/none"]);

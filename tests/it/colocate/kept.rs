@@ -1,4 +1,4 @@
-//! What a colocated engine keeps of unfinished sequences, beside training and after failures.
+//! Unfinished sequences that a colocated engine keeps during training and after failures.
 
 use colo_grpo::internal::colocate::Colocated;
 use colo_grpo::internal::phase::{FaultKind, Phase};
@@ -12,10 +12,10 @@ use super::{arm_fault, fails, generate, own_prompts, sampled, scope_fails, seque
 use crate::ranks;
 use crate::rollout::token_ids;
 
-/// What lies between a rollout that leaves groups unfinished and the one that goes on with them.
+/// What happens between a rollout that leaves groups unfinished and the one that continues them.
 type Between = fn(&mut Colocated, &World, &[RolloutGroup]);
 
-/// In between as `bool` says, all is kept or all is computed again, on both ranks of an engine.
+/// With `true`, both ranks of an engine keep all tokens in between; with `false`, both recompute all.
 #[test]
 fn a_kept_kv_cache_survives_training_unless_a_rank_lost_it() {
     const CASES: [(&str, bool, Between); 6] = [
@@ -53,7 +53,7 @@ fn a_kept_kv_cache_survives_training_unless_a_rank_lost_it() {
     });
 }
 
-/// Complete groups, unfinished ones, and how many of their tokens were kept and computed again.
+/// Complete groups, unfinished groups, and the numbers of their tokens that were kept and recomputed.
 fn first(
     colocated: &mut Colocated,
     groups: Vec<RolloutGroup>,
@@ -70,7 +70,7 @@ fn first(
     (complete, unfinished, [stats.num_kept_tokens, stats.num_recomputed_tokens])
 }
 
-/// An update that takes memory and leaves the weights as they are.
+/// An update that allocates memory and does not change the weights.
 fn train(colocated: &mut Colocated) {
     let prompts = own_prompts(colocated);
     let groups = colocated.with_rollout(|rollout| generate(rollout, &prompts)).unwrap();
@@ -84,7 +84,7 @@ fn fault(colocated: &mut Colocated, world: &World, phase: Phase) {
     fails(colocated, &message, generate);
 }
 
-/// When both ranks have begun to write where the kept sequences are.
+/// Fails after both ranks began to overwrite the memory of the kept sequences.
 fn fail_while_generating(colocated: &mut Colocated, world: &World, unfinished: &[RolloutGroup]) {
     let (failing, groups) = (world.rank() == 1, unfinished.to_vec());
     scope_fails(colocated, "panic in with_rollout: while generating", |colocated| {

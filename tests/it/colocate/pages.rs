@@ -1,6 +1,6 @@
-//! Physical memory behind address ranges, as the kernel counts it: not by the code's own account.
+//! Measures the physical memory behind address ranges as the kernel reports it, not as the program accounts for it.
 
-/// A range of this process's addresses.
+/// A range of virtual addresses of this process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Pages {
     start: usize,
@@ -8,7 +8,7 @@ pub struct Pages {
 }
 
 impl Pages {
-    /// The accessible ranges of that many bytes, in whole pages, that follow inaccessible ones: mapped arenas and pools.
+    /// Mapped arenas and pools: accessible ranges of `bytes` bytes, rounded up to pages, each after an inaccessible range.
     pub fn mapped(bytes: usize) -> Vec<Self> {
         let entries = smaps();
         let pairs = entries.windows(2).filter(|pair| {
@@ -28,7 +28,7 @@ impl Pages {
     }
 }
 
-/// Physical memory of this whole process.
+/// Bytes of physical memory of this process.
 pub fn resident_bytes() -> usize {
     smaps().into_iter().map(|entry| entry.resident_bytes).sum()
 }

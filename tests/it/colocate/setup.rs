@@ -1,4 +1,4 @@
-//! A colocated micro model on the ranks of a test: policy, engine and, where asked for, a reference.
+//! A colocated micro model on a test's ranks: policy, engine and, if requested, a reference model.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -28,15 +28,15 @@ pub const TEMPERATURE: f32 = 0.9;
 const NUM_BLOCKS: usize = 256;
 const BLOCK_SIZE: usize = 8;
 
-/// What is built.
+/// The configuration of the model and engine.
 #[derive(Debug, Clone, Copy)]
 pub struct Setup {
     pub stage: u8,
     pub kind: Kind,
     pub with_reference: bool,
-    /// Whether the engine keeps its memory, and unfinished sequences in it.
+    /// Whether the engine keeps its memory, including unfinished sequences.
     pub keeps: bool,
-    /// Whether completions end at drawn lengths.
+    /// Whether completions end at randomly drawn lengths.
     pub draws_lengths: bool,
 }
 
@@ -45,14 +45,14 @@ impl Setup {
         Self { stage, kind: Kind::Float, with_reference: false, keeps: false, draws_lengths: false }
     }
 
-    /// The same on this process alone.
+    /// Builds the model on this process only.
     pub fn alone(self) -> Colocated {
         let world = Arc::new(World::single());
         let mesh = world.mesh(1, 1).unwrap();
         self.build(&world, &mesh)
     }
 
-    /// Collective over the world. Optimizer state is swapped to the host.
+    /// Builds policy and engine; collective over the world. Optimizer state is swapped to the host.
     pub fn build(self, world: &Arc<World>, mesh: &Mesh) -> Colocated {
         tch::set_num_threads(1);
         let (spec, device, kind) = (Arc::new(ModelSpec::preset("micro").unwrap()), world.device(), self.kind);
@@ -103,7 +103,7 @@ impl Setup {
     }
 }
 
-/// Random weights, large enough that contexts matter.
+/// Random weights, large enough that the context affects the logits.
 fn weights(layout: &UnitLayout) -> Result<Tensor> {
     let flat = init_unit(layout, 1, Kind::Float)?;
     for param in layout.params.iter().filter(|param| param.decay) {
@@ -112,12 +112,12 @@ fn weights(layout: &UnitLayout) -> Result<Tensor> {
     Ok(flat)
 }
 
-/// Size of the KV cache of one of `tp_size` ranks in float32.
+/// Size in bytes of the float32 KV cache on each of `tp_size` ranks.
 pub fn kv_cache_bytes(tp_size: usize) -> usize {
     NUM_BLOCKS * kv_block_bytes(&ModelSpec::preset("micro").unwrap(), tp_size, BLOCK_SIZE, Kind::Float)
 }
 
-/// One update at a rate that changes what is generated.
+/// Options of one update with a learning rate that changes generated tokens.
 pub fn update_options() -> UpdateOptions {
     UpdateOptions {
         loss: LossConfig::default(),
@@ -147,7 +147,7 @@ pub fn update_options() -> UpdateOptions {
     }
 }
 
-/// This rank's share of `len` rows: consecutive, in rank order.
+/// This rank's share of `len` rows: consecutive rows in rank order.
 pub fn share(world: &World, len: usize) -> Range<usize> {
     let each = len / world.size();
     world.rank() * each..(world.rank() + 1) * each

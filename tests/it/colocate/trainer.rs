@@ -1,4 +1,4 @@
-//! Whole runs: the same one on several numbers of processes, and what it writes.
+//! Whole training runs: the same run on different numbers of processes, and the metrics that it writes.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -23,7 +23,7 @@ fn four_processes_train_like_one() {
     ranks::run(4, "colocate::trainer::four_processes_train_like_one", |world: World| trains_like_one(world, 3, 2, &[]));
 }
 
-/// A rank of the engine has two of the four layers, and gathers those alone.
+/// Each rank of the engine has two of the four layers, and gathers only those.
 #[test]
 fn two_processes_train_like_one_in_stages() {
     ranks::run(2, "colocate::trainer::two_processes_train_like_one_in_stages", |world: World| {
@@ -39,8 +39,8 @@ fn four_processes_train_like_one_in_uneven_stages() {
     });
 }
 
-/// Policy, reference and both ranks of the engine keep the residual stream in what the key says: sampler and trainer are nearer
-/// to one another, and policy and reference stay alike.
+/// Policy, reference and both ranks of the engine use the configured residual dtype: sampler and trainer are closer
+/// to each other, and policy and reference stay equal at the start.
 #[test]
 fn two_processes_train_like_one_with_a_float32_residual_stream() {
     ranks::run(2, "colocate::trainer::two_processes_train_like_one_with_a_float32_residual_stream", |world: World| {
@@ -63,7 +63,7 @@ fn two_processes_train_like_one_with_a_float32_residual_stream() {
     });
 }
 
-/// Rewards and losses of each step, against those of a run on one process that samples as much.
+/// Compares rewards and losses of each step with those of a run on one process with the same number of samples.
 fn trains_like_one(world: World, stage: u8, tp_size: usize, keys: &[String]) {
     tch::set_num_threads(1);
     let (rank, folder) = (world.rank(), tempfile::tempdir().unwrap());
@@ -118,7 +118,7 @@ fn assert_same_steps(got: &[MetricLine], expected: &[MetricLine], what: &str) {
     }
 }
 
-/// Losses, estimators, masks and advantages beside the defaults.
+/// Non-default losses, KL estimators, masks and advantages.
 const OBJECTIVES: &[&str] = &[
     "loss_type=sapo off_policy_mask_threshold=0.01 advantage_estimator=rloo scale_rewards=batch",
     "loss_type=luspo importance_sampling_level=sequence kl_estimator=k2 importance_sampling_clip_min=0.9",
@@ -174,7 +174,7 @@ fn objectives_train_like_one(world: World, objectives: &[&str]) {
     assert!(world.rank() > 0 || (norms[0] > 0.0 && norms[1] > 0.0 && norms[0] != norms[1]), "{norms:?}");
 }
 
-/// The weight of a constant entropy bonus stays, and that of one whose target is above all entropies rises.
+/// Checks that a constant entropy bonus keeps its weight, and that the weight of one with an unreachable target rises.
 fn check_entropy_coefs(lines: &[MetricLine], objective: &str) {
     let coefs: Vec<f64> = lines.iter().filter_map(|line| line.values.get("entropy_coef").copied()).collect();
     assert_eq!(!coefs.is_empty(), objective.contains("entropy_coef"), "{objective}");
@@ -185,7 +185,7 @@ fn check_entropy_coefs(lines: &[MetricLine], objective: &str) {
     }
 }
 
-/// Numbers that must be there and hang together.
+/// Checks that required metrics exist and are consistent.
 fn check_metrics(line: &MetricLine) {
     let value = |name: &str| *line.values.get(name).unwrap_or_else(|| panic!("no {name} in step {}", line.step));
     assert!(
@@ -204,7 +204,7 @@ fn check_metrics(line: &MetricLine) {
     }
 }
 
-/// TRL's names, and ours, of one step.
+/// Names of the metrics of one step: TRL's and this program's own.
 const NAMES: &[&str] = &[
     "loss",
     "reward",
@@ -256,7 +256,7 @@ const NAMES: &[&str] = &[
     "transition/gbps",
 ];
 
-/// Trains the demo's model for a few steps and returns every line of metrics.jsonl, if this is the rank that writes them.
+/// Trains the demo's model for a few steps. Returns all lines of metrics.jsonl on the rank that writes them.
 fn run(world: Arc<World>, output_dir: &Path, (stage, tp_size): (u8, usize), keys: &[String]) -> Vec<MetricLine> {
     let is_first = world.rank() == 0;
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));

@@ -1,4 +1,4 @@
-//! From one generation batch to optimizer updates.
+//! Optimizer updates on one generation batch.
 
 use std::sync::Arc;
 
@@ -26,7 +26,7 @@ fn four_ranks_have_the_loss_of_one() {
     ranks::run(4, "colocate::update::four_ranks_have_the_loss_of_one", |world: World| losses_agree(world, &[2]));
 }
 
-/// Loss and gradient norm of two passes of three updates do not depend on ranks, stage, packing or shared prompts.
+/// Loss and gradient norm of two passes of three updates are independent of ranks, ZeRO stage, packing and shared prompts.
 fn losses_agree(world: World, stages: &[u8]) {
     let world = Arc::new(world);
     let mesh = world.mesh(1, world.size()).unwrap();
@@ -153,7 +153,7 @@ fn metric(stats: &colo_grpo::internal::grpo::LossStats, wanted: &str) -> f64 {
     found.unwrap_or_else(|| panic!("{wanted} is not reported")).1.value()
 }
 
-/// Sixteen of different lengths and advantages, four to a prompt, three of them masked.
+/// Sixteen sequences of different lengths and advantages, four per prompt, three of them masked.
 fn sequences() -> Vec<Sequence> {
     let sequence = |n: usize| {
         let (prompt_len, completion_len) = (1 + n / 4 * 3 % 7, 2 + n * 5 % 11);

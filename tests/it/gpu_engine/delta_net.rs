@@ -1,4 +1,4 @@
-//! Models with gated delta nets: steps against themselves in another batch, and against the CPU's engine.
+//! Models with gated delta nets: compares steps with themselves in another batch, and with the CPU's engine.
 
 use std::process::Command;
 use std::sync::Arc;
@@ -15,20 +15,20 @@ use tch::{Device, Kind};
 use super::kept::kept_sequences_go_on_where_they_were;
 use super::{Model, completions, generate, prompts, steps_do_not_see_their_batch};
 
-/// The heads of Qwen3.5-9B in four narrow layers.
+/// A narrow model with four layers and the head sizes of Qwen3.5-9B.
 fn narrow() -> ModelSpec {
     let published = ModelSpec::preset("qwen3.5-9b").unwrap();
     ModelSpec { vocab_size: 100_352, ..published }.with_widths(1024, 3072).with_num_layers(4)
 }
 
-/// Chunked prompts, few slots, other neighbours, another order, preemption: the same bits.
+/// Chunked prompts, few slots, other batches, another order and preemption give the same bits.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_strict_delta_net_steps_are_independent_of_the_batch() {
     steps_do_not_see_their_batch(&Model::of(narrow()), &|options| options, &[(256, 170, 80, 50)]);
 }
 
-/// Keys and values in eight bits, of heads that no kernel on tensor cores has.
+/// 8-bit keys and values, for heads of a size without a tensor-core kernel.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_strict_delta_net_steps_with_8_bit_cache_are_independent_of_the_batch() {
@@ -46,14 +46,14 @@ fn gpu_strict_delta_net_steps_with_adapters_are_independent_of_the_batch() {
     steps_do_not_see_their_batch(&model, &|options| options, &[(256, 170, 40, 50)]);
 }
 
-/// With their pages.
+/// Kept sequences keep their state pages.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_kept_delta_net_sequences_continue_bit_for_bit() {
     kept_sequences_go_on_where_they_were(&Model::of(narrow()));
 }
 
-/// Greedy completions of one prompt: the first goes on from the prompt's page, the others from forks of it.
+/// Greedy completions of one prompt: the first continues from the prompt's state page, the others from copies of it.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_forked_delta_net_states_equal_the_original() {
@@ -72,8 +72,7 @@ fn gpu_forked_delta_net_states_equal_the_original() {
     }
 }
 
-/// The first steps choose their products by trials over the batch at hand. Afterwards the same steps have no trials. This runs in another
-/// process, whose cache folder has no findings yet. Of 80 rows in FP8 and weights of these widths some products are by own kernels.
+/// The first steps choose GEMM algorithms by timing trials on the current batch. Later, the same steps make no trials.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_timing_gemms_does_not_change_delta_net_states() {
@@ -102,8 +101,8 @@ fn gpu_timing_gemms_does_not_change_delta_net_states() {
     assert_eq!(first, again);
 }
 
-/// In float32: the CPU's greedy tokens of float64, with log-probabilities about as far from these as the CPU's own in float32. Prompts come
-/// in pieces, several of a group.
+/// In float32, the GPU's greedy tokens are those of the CPU in float64, and log-probabilities are about as close to them as the CPU's in float32.
+/// Prompts are chunked, several per group.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_greedy_tokens_of_delta_nets_equal_the_cpus() {
@@ -138,7 +137,7 @@ fn gpu_greedy_tokens_of_delta_nets_equal_the_cpus() {
     }
 }
 
-/// By an engine in `kind` on the model's device, of weights that `source` makes.
+/// Tokens sampled by an engine in data type `kind` on the model's device, with weights from `source`.
 fn sampled_in(
     kind: Kind,
     model: &Model,

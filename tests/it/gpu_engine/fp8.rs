@@ -1,4 +1,4 @@
-//! Products in FP8: how far the sampler then is from the trainer, beside bfloat16, on plain weights and on weights with planted outliers.
+//! FP8 GEMMs: distance between sampler and trainer compared with bfloat16, for plain weights and for weights with outliers.
 
 use colo_grpo::internal::config::{KvCacheDtype, RolloutQuantization};
 use colo_grpo::internal::model::ModelSpec;
@@ -9,7 +9,7 @@ use tch::Kind;
 
 use super::{LARGE, Model, SMALL, completions, prompts};
 
-/// The mean and the 99th hundredth of the distances of sampled log-probabilities from the trainer's.
+/// Mean and 99th percentile of the distances between sampled log-probabilities and the trainer's.
 fn distance(model: &Model, options: &EngineOptions, num_generations: usize) -> [f64; 2] {
     let params = SamplingParams { num_generations, max_completion_length: 200, ..SamplingParams::default() };
     let groups = model.generate(options, &prompts(6, 400), &params);
@@ -43,7 +43,7 @@ fn compare(model: &Model, name: &str, num_generations: usize) {
     }
 }
 
-/// Few rows, which the crate's own products may serve, and 48 x 6 rows, which cuBLASLt does.
+/// Few rows, for which this crate's own GEMM kernels may be used, and 48 x 6 rows, for which cuBLASLt is used.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_fp8_samples_near_the_trainer() {
@@ -61,7 +61,7 @@ fn gpu_fp8_with_adapters_samples_near_the_trainer() {
     compare(&Model { has_outliers: true, ..Model::adapted(SMALL) }, SMALL, 2);
 }
 
-/// OLMo 2: what products read is rounded where no norm stands before them.
+/// OLMo 2: inputs of GEMMs without a norm before them are rounded.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_fp8_with_post_norms_samples_near_the_trainer() {
@@ -69,7 +69,7 @@ fn gpu_fp8_with_post_norms_samples_near_the_trainer() {
     compare(&Model::new(name), name, 2);
 }
 
-/// Some layers of a model with experts, and of a hybrid: rounding costs about what it costs a dense model.
+/// Some layers of a mixture-of-experts model and of a hybrid: rounding changes log-probabilities about as much as in a dense model.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_fp8_of_experts_and_delta_nets_samples_near_the_trainer() {
@@ -84,7 +84,7 @@ fn gpu_fp8_of_experts_and_delta_nets_samples_near_the_trainer() {
     }
 }
 
-/// A strict engine reads every key and value from the cache, so chunks, neighbours and preemption change no bit of it in eight bits either.
+/// A strict engine reads every key and value from the 8-bit cache, so that chunks, other batches and preemption change no bits.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_strict_steps_with_8_bit_cache_are_independent_of_the_batch() {

@@ -1,4 +1,4 @@
-//! Unfinished sequences that go on from the cache of an earlier wake.
+//! Unfinished sequences continue from the KV cache of an earlier wake.
 
 use colo_grpo::internal::bench::LengthSpread;
 use colo_grpo::internal::rollout::EngineOptions;
@@ -9,8 +9,8 @@ use super::{Model, SMALL, completions, generate, prompts};
 
 const NUM_WAKES: usize = 3;
 
-/// With the same weights: the bits of a rollout at one go where neighbours do not change them, and nothing computed twice in any
-/// case. The penalty looks at the history of tokens, which stays with the cache.
+/// With unchanged weights the bits equal those of a single rollout if steps are independent of the batch. Nothing is computed twice in any
+/// case. The penalty uses the token history, which is kept with the cache.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_kept_sequences_continue_bit_for_bit() {
@@ -56,7 +56,7 @@ pub fn kept_sequences_go_on_where_they_were(model: &Model) {
     }
 }
 
-/// Tokens of equal ids, and where `strict` log-probabilities, up to each completion's first other one; and all.
+/// Number of equal tokens (and of equal log-probabilities with `strict`) before each completion's first difference, and number of all tokens.
 fn num_equal(groups: &[RolloutGroup], expected: &[RolloutGroup], strict: bool) -> [usize; 2] {
     let mut counts = [0; 2];
     for ((ids, logprobs), (expected_ids, expected_logprobs)) in completions(groups).zip(completions(expected)) {

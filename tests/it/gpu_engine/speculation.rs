@@ -1,4 +1,4 @@
-//! Steps with drafts on a GPU: with `strict` the completions of steps without, bit for bit; elsewhere up to near ties.
+//! Speculative decoding on a GPU: with `strict`, completions equal those without draft tokens bit for bit; otherwise up to near ties.
 
 use colo_grpo::internal::config::Speculation;
 use colo_grpo::internal::rollout::{DraftInjection, EngineOptions, EngineStats, SpeculationOptions};
@@ -20,7 +20,7 @@ fn generate(
     served.with_engine(|rollout| Ok((rollout.generate(prompts, params, |_| ())?, *rollout.stats()))).unwrap()
 }
 
-/// Ids and bits of log-probabilities.
+/// Token ids and bits of log-probabilities of all completions.
 fn bits(groups: &[RolloutGroup]) -> Vec<(Vec<u32>, Vec<u32>)> {
     completions(groups).map(|(ids, logprobs)| (ids.to_vec(), logprobs.map(f32::to_bits).collect())).collect()
 }
@@ -54,7 +54,7 @@ fn gpu_draft_tokens_change_no_bit_of_strict_steps() {
     }
 }
 
-/// Rows of other steps round otherwise, so that near ties fall to the other side, and what follows is another text: few do.
+/// Steps with other numbers of rows round differently, so that a few near ties are decided differently and the text after them changes.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_draft_tokens_change_few_completions_without_strict() {
@@ -76,7 +76,7 @@ fn gpu_draft_tokens_change_few_completions_without_strict() {
     }
 }
 
-/// With `auto` an engine goes from steps that run ahead to steps with drafts and back; tokens of strict steps stay.
+/// With `auto`, an engine switches between normal steps and steps with draft tokens. Tokens of strict steps do not change.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_automatic_speculation_changes_no_bit_of_strict_steps() {

@@ -1,4 +1,4 @@
-//! A cache in eight bits: what is written, and attention over it.
+//! 8-bit KV caches: written entries, and attention over them.
 
 use colo_grpo::internal::cuda::kernels::{
     self, AttentionPlan, AttentionShape, HeadTransform, KvBlocks, NormOptions, QkvViews, ScaledRows, SharedPrefixes,
@@ -14,12 +14,12 @@ use crate::on_gpu::{GPU, double, gpu, ints, is_small, poison, rand, random_ints,
 
 const CODES: [Kind; 2] = [Kind::Float8e4m3fn, Kind::Int8];
 
-/// Rows [R, hd] as entries of a cache.
+/// Converts rows [R, hd] to cache entries.
 fn entries(rows: ScaledRows, shape: &[i64]) -> ScaledRows {
     ScaledRows { values: rows.values.view(shape), scales: rows.scales.view(&shape[..3]) }
 }
 
-/// Queries and keys are those of the kernel for bfloat16, and each entry is what it writes, rounded by itself.
+/// Queries and keys are those of the bfloat16 kernel, and each cache entry is rounded separately.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_fp8_cache_entries_are_rounded_one_by_one() {
@@ -59,7 +59,7 @@ fn gpu_fp8_cache_entries_are_rounded_one_by_one() {
     }
 }
 
-/// Whole numbers are those that a CPU makes of turned keys and of values, but for those that lie between two; queries and keys are turned.
+/// int8 codes equal those that a CPU computes from rotated keys and from values, except near ties; queries and keys are rotated.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_int8_cache_entries_equal_the_cpus() {
@@ -150,7 +150,7 @@ fn gpu_paged_attention_over_fp8_equals_the_cpus() {
     }
 }
 
-/// Values that are all zero, or next to nothing, beside others: scales of 0 and of 1e-38.
+/// Values that are all zero or tiny, next to others: scales of 0 and 1e-38.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_paged_attention_over_fp8_accepts_zero_values() {
@@ -164,7 +164,7 @@ fn gpu_paged_attention_over_fp8_accepts_zero_values() {
     }
 }
 
-/// A query that is not a number gives a row without numbers, and leaves the rows beside it what they are; over bfloat16, too.
+/// A query with NaN gives a row of NaN and does not change other rows; also over a bfloat16 cache.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_paged_attention_over_fp8_propagates_nan() {
