@@ -1,11 +1,11 @@
-//! Files that strangers wrote: every reader is fed what a few honest files become when they are damaged, thousands of times
-//! from a fixed seed; COLO_GRPO_HOSTILE is a factor for more. The functions are those of the fuzz targets (fuzz/), which go on
+//! Fuzzes every reader of untrusted files: valid files are damaged thousands of times
+//! from a fixed seed. COLO_GRPO_HOSTILE multiplies the number of attempts. The fuzz targets in fuzz/ call the same functions and continue
 //! from there.
 
 #[path = "../../fuzz/targets.rs"]
 mod targets;
 
-/// What damage puts in: numbers at the ends of their types, openings without ends, what is no text.
+/// Texts that damage inserts: numbers at the limits of their types, unclosed brackets and quotes, bytes that are not UTF-8.
 const WORDS: [&[u8]; 24] = [
     b"18446744073709551615",
     b"9223372036854775808",
@@ -33,11 +33,11 @@ const WORDS: [&[u8]; 24] = [
     b"../",
 ];
 
-/// Counter-based numbers (SplitMix64).
+/// A counter-based pseudo-random number generator (SplitMix64).
 struct Numbers(u64);
 
 impl Numbers {
-    /// Below `end`, which is not 0.
+    /// A random number below `end`, which must not be 0.
     fn below(&mut self, end: usize) -> usize {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut word = self.0;
@@ -47,7 +47,7 @@ impl Numbers {
     }
 }
 
-/// One to four kinds of damage at places of no choosing.
+/// A copy of a valid file with one to four kinds of damage at random places.
 fn damaged(honest: &[u8], numbers: &mut Numbers) -> Vec<u8> {
     let mut bytes = honest.to_vec();
     for _ in 0..=numbers.below(4) {
@@ -153,7 +153,7 @@ fn damaged_replies_are_read_or_refused() {
     feed(targets::reply, &[br#"{"rewards": [1.0, null, 0.25]}"#, br#"{"rewards": [1e3, -2, 0]}"#], 5000);
 }
 
-/// The footer of a Parquet file without rows whose schema has a group within a group so many times, and a number in the last.
+/// The footer of a Parquet file without rows whose schema nests `num_groups` groups, with a number column in the innermost.
 pub fn footer(num_groups: u32) -> Vec<u8> {
     let varint = |mut number: u32| {
         let mut bytes = Vec::new();
@@ -172,7 +172,7 @@ pub fn footer(num_groups: u32) -> Vec<u8> {
     [&head, &group.repeat(num_groups as usize), number, &[0x16, 0, 0x19, 0x0c, 0]].concat()
 }
 
-/// Depth and length beyond what damage finds.
+/// Nesting depths and lengths that random damage does not reach.
 #[test]
 fn endless_files_are_refused() {
     let deep = |open: &str| open.repeat(200_000).into_bytes();

@@ -1,4 +1,4 @@
-//! Models and data sets by name: downloads from a server that speaks the Hub's protocol, and what a cache alone gives.
+//! Models and data sets by Hub name: downloads from a local server with the Hub's protocol, and offline use of the cache.
 
 mod server;
 
@@ -15,7 +15,7 @@ use crate::program::{MODEL, SMALL_RUN, command, end, json_lines};
 const NAME: &str = "tests/tiny";
 const SHARD: &str = "model.safetensors";
 
-/// Bytes that no two places share.
+/// Bytes in which no part occurs twice.
 fn weights() -> Vec<u8> {
     (0..300_000_u32).flat_map(u32::to_le_bytes).collect()
 }
@@ -31,7 +31,7 @@ fn options(server: &Server, cache: &Path) -> HubOptions {
     options
 }
 
-/// Fetches these files of the model, and reads them.
+/// Downloads these files of the model, and reads them.
 fn fetch(options: HubOptions, names: &[&str]) -> Result<Vec<Vec<u8>>, String> {
     let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
     let hub = Hub::new(options);
@@ -154,7 +154,7 @@ fn an_unreachable_hub_falls_back_to_the_cache() {
     assert_eq!(fetch(closed(), &[SHARD]).unwrap(), [weights()]);
 }
 
-/// The demo's model and rows as repositories.
+/// A server with the demo's model and rows as repositories.
 fn demo() -> Server {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let folder = root.join(MODEL);
@@ -231,7 +231,7 @@ fn a_run_uses_a_model_and_a_data_set_by_hub_name() {
     wrong.assert_error("a configuration that is not there", 2, &["unknown key 'seedd'", "it has no 'mian': main"]);
 }
 
-/// `eval` finds its rows as a run does, and its launcher downloads them.
+/// `eval` resolves rows like a run, and its launcher downloads them.
 #[test]
 fn an_evaluation_uses_rows_by_hub_name() {
     let (server, home) = (demo(), tempfile::tempdir().unwrap());
@@ -290,7 +290,7 @@ fn missing_hub_files_are_reported_with_other_errors() {
     run(&line).assert_error("missing files alone", 3, &["hf download Qwen/Nowhere", "rows/*.jsonl"]);
 }
 
-/// A group of 16 over 4 ranks that have 4 completions each, as TRL takes it, is the group of one rank that has all 16.
+/// As in TRL, 4 ranks with 4 completions each may share a group of 16; it equals the group of one rank with all 16.
 #[test]
 fn a_group_that_spans_ranks_is_sampled_and_trained_on_as_one() {
     let out = tempfile::tempdir().unwrap();

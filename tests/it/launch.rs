@@ -1,4 +1,4 @@
-//! The launcher, with shell scripts as workers. It runs in a process of its own: this binary again.
+//! Tests of the launcher with shell scripts as workers. The launcher runs in a process of its own, which is this test binary again.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,11 +9,11 @@ use colo_grpo::internal::launch::{LaunchOptions, run};
 
 use crate::program::{await_line, wait_until};
 
-/// The launcher's folder for temporary files, within the test's.
+/// The launcher's folder for temporary files, inside the test's folder.
 const TEMPORARY: &str = "temporary";
 const SCRIPT_VARIABLE: &str = "COLO_GRPO_TEST_LAUNCH";
 
-/// A launcher of `sh -c script` workers.
+/// A launcher whose workers run `sh -c script`.
 struct Launcher {
     child: Child,
     folder: tempfile::TempDir,
@@ -26,8 +26,8 @@ struct Ended {
 }
 
 impl Launcher {
-    /// In the test: starts this binary again with the test alone, in a folder for the workers' files. In that process:
-    /// launches, and ends with the launcher's code.
+    /// In the test: starts this binary again with only this test, in a folder for the workers' files. In that process:
+    /// runs the launcher, and exits with its code.
     fn start(test: &str, num_workers: usize, script: &str) -> Self {
         Self::start_with(test, script, |options| options.num_workers = num_workers)
     }
@@ -56,7 +56,7 @@ impl Launcher {
         Self { child, folder }
     }
 
-    /// Waits until `num` workers have written their files `name.RANK`, and returns those.
+    /// Waits until `num` workers have written their files `name.RANK`, and returns the files' contents.
     fn wait_for(&self, name: &str, num: usize) -> Vec<String> {
         let files: Vec<PathBuf> = (0..num).map(|rank| self.folder.path().join(format!("{name}.{rank}"))).collect();
         let complete = |file: &PathBuf| fs::read_to_string(file).is_ok_and(|text| text.ends_with('\n'));
@@ -64,13 +64,13 @@ impl Launcher {
         files.iter().map(|file| fs::read_to_string(file).unwrap()).collect()
     }
 
-    /// Sends signals, one right after the other.
+    /// Sends signals, one directly after the other.
     fn signal(&self, signals: &[&str]) {
         let kill: Vec<String> = signals.iter().map(|signal| format!("kill -{signal} {}", self.child.id())).collect();
         assert!(Command::new("sh").args(["-c", &kill.join("; ")]).status().unwrap().success());
     }
 
-    /// Waits until the launcher has taken a signal as a request.
+    /// Waits until the launcher has handled a signal as a stop request.
     fn await_request(&mut self, signal: &str) {
         await_line(&mut self.child, &format!("({signal}): passed on to all ranks"));
     }
@@ -85,13 +85,13 @@ impl Launcher {
     }
 }
 
-/// Whether a process is there and not a zombie.
+/// Whether a process exists and is not a zombie.
 fn is_alive(pid: &str) -> bool {
     let stat = fs::read_to_string(Path::new("/proc").join(pid).join("stat")).unwrap_or_default();
     stat.rsplit(") ").next().is_some_and(|rest| !rest.is_empty() && !rest.starts_with(['Z', 'X']))
 }
 
-/// Writes this worker's id and that of a descendant, then waits long.
+/// A worker script that writes its process id and that of a child, then waits for a minute.
 const LINGER: &str = "sleep 60 & echo $$ $! > pids.$RANK; wait";
 
 #[test]
@@ -130,7 +130,7 @@ fn the_first_error_is_printed_and_all_other_processes_are_killed() {
     wait_until(|| !pids.iter().any(|pid| is_alive(pid)));
 }
 
-/// Those that have only heard of a failure may be faster than the rank that has it to tell.
+/// Ranks that only notice another rank's failure may exit before the failed rank has reported its error.
 #[test]
 fn a_failed_rank_gets_time_to_report() {
     let report = |of_peer: bool, message: &str| {
@@ -199,7 +199,7 @@ fn a_signal_is_forwarded_and_the_run_ends_as_preempted() {
     assert!(!ended.stderr.contains("error"), "{}", ended.stderr);
 }
 
-/// 37: `timeout` sends its signal to the program and to its group, a terminal that is closed sends its own.
+/// Row 37: `timeout` sends its signal to the program and to its process group; closing a terminal sends signals, too.
 #[test]
 fn simultaneous_signals_are_one_request_to_save() {
     let script = "trap 'kill $child; exit 75' TERM HUP INT USR1; sleep 60 & child=$!; echo > ready.$RANK; wait";
@@ -213,7 +213,7 @@ fn simultaneous_signals_are_one_request_to_save() {
     }
 }
 
-/// Waits until a signal is no part of the one that was taken just now.
+/// Waits so long that a further signal counts as a new request.
 fn let_the_second_pass() {
     std::thread::sleep(Duration::from_millis(1100)); // that it may last longer does no harm
 }

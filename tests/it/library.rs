@@ -1,4 +1,4 @@
-//! The library as a program of its own uses it.
+//! Use of the library by another program.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -17,7 +17,7 @@ use crate::ranks;
 
 const NUM_STEPS: usize = 3;
 
-/// A run of three steps in which functions of the program take part, on one rank.
+/// A builder of a run with three steps on one rank that uses functions of this program.
 fn builder(folder: &Path, keys: &[&str]) -> TrainerBuilder {
     builder_in(Arc::new(World::single()), folder, keys)
 }
@@ -63,7 +63,7 @@ fn own_loop(trainer: &mut Trainer) -> Result<RunSummary> {
 
 type Files = (Vec<BTreeMap<String, u64>>, Vec<Vec<u8>>, String);
 
-/// The files of a run but for its times: bits of the metrics, weights, completions.
+/// The files of a run without times: bits of the metrics, weights, completions.
 fn files(folder: &Path) -> Files {
     let is_time = |name: &str| ["step_time", "timing_s/", "perf/", "transition/"].iter().any(|it| name.starts_with(it));
     let values = |values: BTreeMap<String, f64>| {
@@ -76,7 +76,7 @@ fn files(folder: &Path) -> Files {
     (lines.collect(), weights.into(), format!("{:?}", read_completions(&completions).unwrap()))
 }
 
-/// Both loops over two ranks, whose prompts, rewards and optimizer state are shared out.
+/// Compares both training loops on two ranks, to which prompts, rewards and optimizer state are distributed.
 #[test]
 fn a_custom_loop_writes_the_same_bytes_as_run_on_two_ranks() {
     ranks::run(2, "library::a_custom_loop_writes_the_same_bytes_as_run_on_two_ranks", |world: World| {
@@ -171,7 +171,7 @@ fn a_program_ends_with_the_message_and_the_code_of_its_error() {
     }
 }
 
-/// Names that users of the library can write: what lib.rs re-exports, and what the public rooms show.
+/// Checks all names that users of the library can write: re-exports of lib.rs, and contents of public modules.
 #[test]
 fn every_public_name_is_used_by_an_example_that_compiles() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));

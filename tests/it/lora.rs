@@ -1,4 +1,4 @@
-//! Low-rank adapters: PEFT's numbers and files, every ZeRO stage, the whole program.
+//! LoRA adapters: numbers and files equal PEFT's, every ZeRO stage, and whole runs.
 
 mod experts;
 
@@ -49,7 +49,7 @@ fn packed(sequences: &[Sequence], max_tokens: usize) -> Vec<MicroBatch> {
     pack(sequences, &options).unwrap()
 }
 
-/// Gradient of the sum of negative log-likelihoods; returns that sum.
+/// Computes gradients of the sum of negative log-likelihoods. Returns the sum.
 fn backward(policy: &mut Policy, micro_batches: &[MicroBatch]) -> f64 {
     let mut nll = 0.0;
     for micro_batch in micro_batches {
@@ -67,7 +67,7 @@ fn backward(policy: &mut Policy, micro_batches: &[MicroBatch]) -> f64 {
     nll
 }
 
-/// Units of the trained table, put together from what one rank owns of the state.
+/// The trained units, assembled from the parts of the optimizer state that one rank owns.
 fn units(policy: &Policy, part: fn(&ParamState) -> Tensor) -> BTreeMap<Unit, Tensor> {
     let mut units = BTreeMap::new();
     for shard in policy.export_state() {
@@ -81,7 +81,7 @@ fn units(policy: &Policy, part: fn(&ParamState) -> Tensor) -> BTreeMap<Unit, Ten
     units
 }
 
-/// Tensors of `adapter_model.safetensors`, float32.
+/// Float32 tensors of `adapter_model.safetensors`, with their shapes.
 fn tensors(folder: &Path) -> BTreeMap<String, (Vec<usize>, Vec<f32>)> {
     let bytes = std::fs::read(folder.join("adapter_model.safetensors")).unwrap();
     let floats = |data: &[u8]| data.chunks_exact(4).map(|word| f32::from_le_bytes(word.try_into().unwrap())).collect();
@@ -90,7 +90,7 @@ fn tensors(folder: &Path) -> BTreeMap<String, (Vec<usize>, Vec<f32>)> {
     tensors.map(|(name, tensor)| (name, (tensor.shape().to_vec(), floats(tensor.data())))).collect()
 }
 
-/// scripts/golden_peft.py: log-likelihood, every gradient and the files themselves.
+/// scripts/golden_peft.py recorded the log-likelihood, every gradient and the files.
 #[test]
 fn lora_adapters_load_score_and_save_as_in_peft() {
     use TargetModule::{DownProj, GateProj, KProj, OProj, QProj, UpProj, VProj};
@@ -181,7 +181,7 @@ fn random_adapters(layout: &UnitLayout) -> colo_grpo::Result<Tensor> {
     Ok(flat.to_kind(Kind::BFloat16).to_kind(Kind::Double))
 }
 
-/// The model and the projections that are adapted.
+/// The model's shape and the projections that have adapters.
 type Shape = (ModelSpec, Vec<TargetModule>);
 
 fn dense() -> Shape {
@@ -192,14 +192,14 @@ fn dense() -> Shape {
     (sizes, TargetModule::ALL.to_vec())
 }
 
-/// The first two layers of three have gated delta nets, and `targets` may leave them without adapters.
+/// The first two of three layers have gated delta nets; they have adapters only if `targets` includes their projections.
 fn hybrid(targets: &[TargetModule]) -> Shape {
     let mut spec = ModelSpec { vocab_size: 96, ..ModelSpec::preset("tiny-hybrid").unwrap() };
     spec.layers.remove(0);
     (spec, targets.to_vec())
 }
 
-/// Of weights that bfloat16 has.
+/// A policy with adapters whose weights are exact in bfloat16.
 fn adapted(mesh: &Mesh, stage: u8, kinds: (Kind, Kind), dropout: f64, quantization: Quantization) -> Policy {
     adapted_from(dense(), mesh, stage, kinds, dropout, (quantization, false))
 }
@@ -257,7 +257,7 @@ fn zero_stages_with_lora_are_bitwise_equal_and_keep_the_base() {
     });
 }
 
-/// Blocks differ in size, and at last two of three have no adapters at all.
+/// Blocks have different sizes, and in the last case two of three blocks have no adapters.
 #[test]
 fn zero_stages_of_a_hybrid_with_lora_are_bitwise_equal() {
     ranks::run(2, "lora::zero_stages_of_a_hybrid_with_lora_are_bitwise_equal", |world: World| {
@@ -270,7 +270,7 @@ fn zero_stages_of_a_hybrid_with_lora_are_bitwise_equal() {
     });
 }
 
-/// The negative log-likelihood before each of four updates.
+/// The negative log-likelihoods before each of four updates.
 fn four_updates(policy: &mut Policy, micro_batches: &[MicroBatch]) -> Vec<f64> {
     let update = |_| {
         let nll = backward(policy, micro_batches);
@@ -299,7 +299,7 @@ fn stages_equal(mesh: &Mesh, shape: &Shape, kinds: (Kind, Kind), dropout: f64, q
     }
 }
 
-/// Adapters that another run trained are the reference of this one, whatever it does with them.
+/// Adapters from an earlier run are the reference model, and training does not change this reference.
 #[test]
 fn initial_adapters_stay_the_reference_at_every_zero_stage() {
     ranks::run(2, "lora::initial_adapters_stay_the_reference_at_every_zero_stage", |world: World| {
@@ -323,7 +323,7 @@ fn initial_adapters_stay_the_reference_at_every_zero_stage() {
     });
 }
 
-/// In bfloat16 with either residual stream, which of so few blocks is a small part of what they are off by.
+/// In bfloat16 with either data type of the residual stream, whose rounding contributes little with so few blocks.
 #[test]
 fn bfloat16_lora_gradients_match_float32_up_to_rounding() {
     let mesh = World::single().mesh(1, 1).unwrap();
@@ -351,7 +351,7 @@ fn bfloat16_lora_gradients_match_float32_up_to_rounding() {
 
 const LORA: &str = "lora.r=8 lora.alpha=16 learning_rate=2e-3";
 
-/// Greedy completions of a folder, with their log-probabilities.
+/// Greedy completions of a model folder, with their log-probabilities.
 fn generate(model: &Path, more: &str) -> Vec<Value> {
     let words =
         format!("generate --model {} --chat --temperature 0 --max_completion_length 12 {more}", model.display());
@@ -364,8 +364,8 @@ fn generate(model: &Path, more: &str) -> Vec<Value> {
     json_lines(&ended.stdout)
 }
 
-/// The engine samples with the adapters that train, in place at ZeRO-2 and beside gathered slices at ZeRO-3; what a run
-/// leaves is served as it is and merged.
+/// The engine samples with the adapters being trained: in place at ZeRO-2, next to gathered slices at ZeRO-3. The saved adapters
+/// give the same results unmerged and merged.
 #[test]
 fn lora_adapters_are_trained_saved_and_served() {
     let folder = tempfile::tempdir().unwrap();
@@ -440,7 +440,7 @@ fn a_grpo_run_continues_supervised_adapters() {
     run(&words(&adapters, "third")).assert_error("adapters without lora.r", 2, &["model_name_or_path", "or lora.r"]);
 }
 
-/// What adapters of QLoRA were trained on is in their file, and they are sampled and merged on it.
+/// The adapters' file records the quantization of their base. They are sampled and merged with the same quantization.
 #[test]
 fn adapters_trained_on_nf4_are_served_on_nf4() {
     let folder = tempfile::tempdir().unwrap();
@@ -489,7 +489,7 @@ fn adapters_trained_on_nf4_are_served_on_nf4() {
     assert!(said.contains("The sums were rounded to bfloat16, the dtype of the base's files"), "{said}");
 }
 
-/// TRL's default: the KL term of a run that goes on with adapters compares with these, before and after a resume.
+/// As in TRL by default, the KL term of a run that continues adapters is relative to these, before and after a resume.
 #[test]
 fn a_run_started_from_adapters_uses_them_as_reference() {
     let folder = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! The one integration-test binary: real ranks as processes on the CPU backend, and the program itself.
+//! The only integration test binary: tests with real ranks as processes on the CPU backend, and tests of the program.
 #![allow(clippy::print_stdout, clippy::print_stderr)] // what a test measures and skips
 
 mod agent;
@@ -63,6 +63,6 @@ mod tools;
 mod train;
 mod watch;
 
-/// As the program does: hostile templates are held to a budget of memory.
+/// The allocator that the program installs, too: it limits the memory of untrusted templates.
 #[global_allocator]
 static ALLOCATOR: colo_grpo::MeteredAllocator = colo_grpo::MeteredAllocator;

@@ -1,4 +1,4 @@
-//! Model folders: golden ones made by transformers, round trips, and hostile ones.
+//! Model folders: golden ones written by transformers, round trips, and malicious ones.
 
 mod vision;
 
@@ -118,7 +118,7 @@ fn golden_folders_are_read_and_written_back_bit_by_bit() {
     }
 }
 
-/// A checkpoint whose experts are in MXFP4 is the model of their numbers, which bfloat16 has exactly.
+/// A checkpoint with experts in MXFP4 is loaded as their values, which are exact in bfloat16.
 #[test]
 fn experts_in_mxfp4_are_written_back_in_bfloat16() {
     let folder = golden("gpt_oss_mxfp4");
@@ -141,7 +141,7 @@ fn experts_in_mxfp4_are_written_back_in_bfloat16() {
     assert!(tensors(copy.path()).iter().all(|(name, ..)| !name.ends_with("_blocks") && !name.ends_with("_scales")));
 }
 
-/// Every tensor of a folder, sorted: name, type, shape, bytes.
+/// Name, data type, shape and bytes of every tensor in a folder, sorted.
 fn tensors(folder: &Path) -> Vec<(String, String, Vec<usize>, Vec<u8>)> {
     let files = folder.read_dir().unwrap().map(|entry| entry.unwrap().path());
     let mut all = Vec::new();
@@ -155,7 +155,7 @@ fn tensors(folder: &Path) -> Vec<(String, String, Vec<usize>, Vec<u8>)> {
     all
 }
 
-/// A file with this header and so many bytes of data.
+/// A safetensors file with this header and `data_bytes` bytes of data.
 fn file(header: &str, data_bytes: usize) -> Vec<u8> {
     [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &vec![0; data_bytes]].concat()
 }
@@ -171,7 +171,7 @@ fn copy_of(name: &str) -> tempfile::TempDir {
     copy
 }
 
-/// The folder is refused with exit code 3 and this in the message.
+/// Asserts that loading the folder fails with exit code 3 and `message`.
 fn refused(folder: &Path, message: &str) {
     let error = open(folder).expect_err(message);
     assert_eq!(error.exit_code(), ExitCode::Files, "{error}");
@@ -303,7 +303,7 @@ fn tensors_that_do_not_fit_the_model_are_named() {
     swap("tie_word_embeddings", json!(false), "missing lm_head.weight [96, 32]");
 }
 
-/// As in transformers, which keeps both where `tie_word_embeddings` contradicts the files, and ties them where they are equal.
+/// As in transformers: if the files contradict `tie_word_embeddings`, both tensors are kept; if they are equal, they are tied.
 #[test]
 fn an_untied_head_is_read_from_the_files() {
     for name in ["mistral", "llama3", "qwen2_untied"] {

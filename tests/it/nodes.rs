@@ -1,5 +1,5 @@
-//! Runs over two nodes: two launchers on this machine, which meet over the loopback interface. `scripts/nodes.sh` gives each a
-//! network of its own and breaks it.
+//! Runs on two nodes: two launchers on this machine, connected by the loopback interface. `scripts/nodes.sh` runs each in its own
+//! network namespace and interrupts the network.
 
 use std::net::{Ipv4Addr, TcpListener};
 use std::path::Path;
@@ -15,7 +15,7 @@ fn free_port() -> u16 {
     TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap().port()
 }
 
-/// The launcher of one of two nodes.
+/// The launcher on one of two nodes.
 fn node(node_rank: usize, port: u16, line: &str) -> Command {
     let place = format!("--nnodes 2 --node_rank {node_rank} --master_addr 127.0.0.1 --master_port {port}");
     let mut command = command(&format!("{place} {line}"));
@@ -23,14 +23,14 @@ fn node(node_rank: usize, port: u16, line: &str) -> Command {
     command
 }
 
-/// Runs `line` on two nodes to the end.
+/// Runs `line` on two nodes until it ends.
 fn on_two_nodes(line: &str) -> [Ended; 2] {
     let port = free_port();
     let nodes: [Child; 2] = [0, 1].map(|rank| node(rank, port, line).spawn().unwrap());
     nodes.map(end)
 }
 
-/// Metrics of a run without times and rates, which differ from run to run.
+/// Metrics of a run without times and rates, which differ between runs.
 fn lasting_metrics(output_dir: &Path) -> Vec<serde_json::Value> {
     let differs = |key: &str| {
         key == "time" || ["timing_s", "perf/", "step_time", "transition/"].iter().any(|part| key.contains(part))
@@ -110,7 +110,7 @@ fn mismatched_nodes_are_refused_by_name() {
     );
 }
 
-/// Working folders of two nodes, which have the repository's `configs` and see nothing of one another.
+/// Working folders of two nodes without shared files; each has a copy of the repository's `configs`.
 fn two_disks() -> [TempDir; 2] {
     [0, 1].map(|_| {
         let folder = tempfile::tempdir().unwrap();
@@ -204,7 +204,7 @@ fn save_on_each_node_needs_separate_folders_and_unsharded_state() {
     }
 }
 
-/// ZeRO-3 over nodes on request and within them, engines on another node than trainers, and engines in stages.
+/// ZeRO-3 across nodes on request and otherwise within a node, engines on another node than the trainers, and engines with pipeline stages.
 #[test]
 fn zero_shards_and_split_roles_may_span_nodes() {
     let folder = tempfile::tempdir().unwrap();

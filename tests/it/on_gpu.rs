@@ -1,4 +1,4 @@
-//! What the tests of kernels share: random tensors, their way to the GPU, bounds and times.
+//! Helpers for tests of GPU kernels: random tensors, copies to the GPU, error bounds and times.
 
 use std::time::Instant;
 
@@ -7,12 +7,12 @@ use tch::{Device, Kind, Tensor};
 
 pub const GPU: Device = Device::Cuda(0);
 
-/// Under compute-sanitizer only the small cases.
+/// Whether only small cases are run, because compute-sanitizer is used.
 pub fn is_small() -> bool {
     std::env::var_os("COLO_GRPO_TEST_SMALL").is_some()
 }
 
-/// Standard normal, on the CPU.
+/// A tensor of standard normal numbers on the CPU.
 pub fn rand(shape: &[i64], kind: Kind) -> Tensor {
     Tensor::randn(shape, (Kind::Double, Device::Cpu)).to_kind(kind)
 }
@@ -29,29 +29,29 @@ pub fn gpu(tensor: &Tensor) -> Tensor {
     tensor.to_device(GPU)
 }
 
-/// [n] i32 on the GPU.
+/// A tensor [n] i32 on the GPU.
 pub fn ints(values: &[i64]) -> Tensor {
     Tensor::from_slice(values).to_kind(Kind::Int).to_device(GPU)
 }
 
-/// Not a number everywhere: what a kernel leaves out shows.
+/// A tensor of NaN, so that elements which a kernel does not write are noticed.
 pub fn poison(shape: &[i64], kind: Kind) -> Tensor {
     Tensor::full(shape, f64::NAN, (kind, GPU))
 }
 
-/// In float64 on the CPU.
+/// A copy in float64 on the CPU.
 pub fn double(tensor: &Tensor) -> Tensor {
     tensor.to_device(Device::Cpu).to_kind(Kind::Double)
 }
 
-/// Norm of the difference over the norm of what is expected, in float64 on the CPU. Not a number where either is.
+/// Norm of the difference divided by the norm of `expected`, in float64 on the CPU. NaN if either tensor contains NaN.
 pub fn relative_error(got: &Tensor, expected: &Tensor) -> f64 {
     let (got, expected) = (double(got), double(expected));
     assert_eq!(got.size(), expected.size());
     (got - &expected).norm().double_value(&[]) / expected.norm().double_value(&[]).max(1e-30)
 }
 
-/// Seconds of one run, from the median of five batches of eight after a warm-up.
+/// Seconds of one run: the median of five batches of eight runs after a warm-up.
 pub fn seconds(run: &mut dyn FnMut()) -> f64 {
     const BATCH: u32 = 8;
     run();

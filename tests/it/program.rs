@@ -1,4 +1,4 @@
-//! The program itself, as a user starts it.
+//! Runs the program as a user starts it.
 
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -8,20 +8,20 @@ use std::time::{Duration, Instant};
 /// The demo's model folder.
 pub const MODEL: &str = "configs/arithmetic/model";
 
-/// A run small enough for a test, in one process unless `--nproc` says otherwise: 2 prompts of 4 completions a rank. It reads few
-/// rows, as rendering and tokenizing all of them takes an unoptimised program longer than a step.
+/// Arguments of a small run for tests, in one process without `--nproc`: 2 prompts with 4 completions per rank. It reads few
+/// rows, because an unoptimized program needs more time to render and tokenize all rows than for a step.
 pub const SMALL_RUN: &str = "--config configs/tiny-cpu.toml tensor_parallel_size=1 per_device_train_batch_size=8 \
     num_generations=4 max_steps=1 eval_steps=none eval_file=none max_train_samples=256";
 
-/// What a run of the program left.
+/// Result of a run of the program.
 pub struct Ended {
     pub code: Option<i32>,
     pub stdout: String,
     pub stderr: String,
 }
 
-/// The program with the words of `line`, in the repository's root, started by nobody's launcher. On a machine that it was not
-/// built on, COLO_GRPO_PROGRAM says where it is, and the tests are in that root already.
+/// A command that runs the program with the words of `line` in the repository's root, without a surrounding launcher. On a machine other
+/// than the one it was built on, COLO_GRPO_PROGRAM is the program's path, and the current folder is the root.
 pub fn command(line: &str) -> Command {
     let mut command = match std::env::var_os("COLO_GRPO_PROGRAM") {
         Some(program) => Command::new(program),
@@ -40,19 +40,19 @@ pub fn command(line: &str) -> Command {
     command
 }
 
-/// Runs the program to its end.
+/// Runs the program until it ends.
 pub fn run(line: &str) -> Ended {
     end(command(line).spawn().unwrap())
 }
 
-/// The same, where it must succeed; returns what it wrote to standard output.
+/// Runs the program, which must succeed, and returns its standard output.
 pub fn stdout_of(line: &str) -> String {
     let ended = run(line);
     assert_eq!(ended.code, Some(0), "{line}\n{}", ended.stderr);
     ended.stdout
 }
 
-/// Reads a started program's standard error up to the line with `fragment`, which is returned; the rest is left to [`end`].
+/// Reads the standard error of a started program up to the line that contains `fragment`, and returns this line. The rest is left to [`end`].
 pub fn await_line(child: &mut Child, fragment: &str) -> String {
     let (mut read, mut byte) = (Vec::new(), [0]);
     while child.stderr.as_mut().unwrap().read(&mut byte).unwrap() == 1 {
@@ -64,12 +64,12 @@ pub fn await_line(child: &mut Child, fragment: &str) -> String {
     panic!("it ended without '{fragment}'\n{}", String::from_utf8_lossy(&read));
 }
 
-/// Sends a signal, such as `-TERM`, to a process by its number.
+/// Sends a signal, such as `-TERM`, to a process id.
 pub fn signal(pid: impl ToString, signal: &str) {
     assert!(Command::new("kill").args([signal, &pid.to_string()]).status().unwrap().success());
 }
 
-/// Waits for a started program.
+/// Waits until a started program ends.
 pub fn end(child: Child) -> Ended {
     let output = child.wait_with_output().unwrap();
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
@@ -77,7 +77,7 @@ pub fn end(child: Child) -> Ended {
 }
 
 impl Ended {
-    /// The run failed with `code` and said why once, with every one of `fragments`.
+    /// Asserts that the run failed with exit code `code` and one error message that contains every one of `fragments`.
     pub fn assert_error(&self, what: &str, code: i32, fragments: &[&str]) {
         let Ended { code: got, stderr, .. } = self;
         assert_eq!(*got, Some(code), "{what}\n{stderr}");
@@ -88,7 +88,7 @@ impl Ended {
     }
 }
 
-/// JSON objects of a text, one a line.
+/// Parses a text with one JSON object per line.
 pub fn json_lines(text: &str) -> Vec<serde_json::Value> {
     text.lines().map(|line| serde_json::from_str(line).unwrap_or_else(|error| panic!("{error}: {line}"))).collect()
 }
@@ -98,7 +98,7 @@ pub fn metrics(output_dir: &Path) -> Vec<serde_json::Value> {
     json_lines(&std::fs::read_to_string(output_dir.join("metrics.jsonl")).unwrap_or_default())
 }
 
-/// A copy of the demo's model folder, to be damaged.
+/// Copies the demo's model folder, so that a test can damage it.
 pub fn copy_of_model(to: &Path) -> PathBuf {
     std::fs::create_dir_all(to).unwrap();
     for file in Path::new(env!("CARGO_MANIFEST_DIR")).join(MODEL).read_dir().unwrap() {
@@ -108,7 +108,7 @@ pub fn copy_of_model(to: &Path) -> PathBuf {
     to.to_owned()
 }
 
-/// Writes a random model of the shape in a file, but for these keys.
+/// Writes a random model with the shape in the file `shape`, changed by `keys`.
 pub fn random_model_of(folder: &Path, shape: &str, keys: &serde_json::Value) -> PathBuf {
     let (config, model) = (folder.join("config.json"), folder.join("model"));
     let mut shape: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(shape).unwrap()).unwrap();
@@ -121,7 +121,7 @@ pub fn random_model_of(folder: &Path, shape: &str, keys: &serde_json::Value) -> 
     model
 }
 
-/// Processes with `text` on their command line.
+/// Processes that have `text` on their command line.
 pub fn processes_of(text: &Path) -> Vec<String> {
     let has = |pid: &String| {
         let line = std::fs::read(Path::new("/proc").join(pid).join("cmdline")).unwrap_or_default();
@@ -131,15 +131,15 @@ pub fn processes_of(text: &Path) -> Vec<String> {
     names.filter(|name| name.parse::<u32>().is_ok()).filter(has).collect()
 }
 
-/// Waits for an event. A test that waits for one that never comes is ended by whoever runs the tests, and by no clock of its own:
-/// how long anything takes depends on what else the machine does.
+/// Waits for an event without a time limit, because durations depend on the load of the machine. If the event never comes, the test runner
+/// ends the test.
 pub fn wait_until(mut condition: impl FnMut() -> bool) {
     while !condition() {
         std::thread::sleep(Duration::from_millis(5));
     }
 }
 
-/// Whether `condition` holds before `limit`; for measurements on a machine that does nothing else.
+/// Whether `condition` becomes true before `limit`; only for measurements on an idle machine.
 pub fn eventually(limit: Duration, mut condition: impl FnMut() -> bool) -> bool {
     let start = Instant::now();
     while !condition() {

@@ -1,4 +1,4 @@
-//! The tool `python`: interpreters in sandboxes that keep their variables, asked as a run asks them, and a run whose model calls it.
+//! The tool `python`: sandboxed interpreters that keep their variables, called directly as a run does, and a run whose model calls it.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -12,11 +12,11 @@ use serde_json::{Value, json};
 use crate::program::{command, metrics, run, wait_until};
 use crate::rewards::sandbox::{NAMESPACES, refuse_namespaces};
 
-/// Longest time of a call in seconds, for calls that end and for those that do not.
+/// Time limit of a call in seconds: for calls that end, and for those that do not.
 const PATIENT_S: f64 = 30.0;
 const HASTY_S: f64 = 0.5;
 
-/// The worker of all interpreters, with its pipes.
+/// The worker process of all interpreters, with its pipes.
 struct Interpreters {
     worker: Child,
     num_asked: u64,
@@ -36,7 +36,7 @@ impl Interpreters {
         Self { worker: worker.spawn().unwrap(), num_asked: 0 }
     }
 
-    /// With every layer that this machine allows: all of them, or Landlock and the filter of system calls. Else the refusal is checked.
+    /// Starts a worker with every sandbox layer that this machine permits: all, or Landlock and seccomp. If neither works, checks the error instead.
     fn new(timeout_s: f64) -> Option<Self> {
         for (may_lack, is_alone) in [(&[][..], false), (&NAMESPACES, true)] {
             let around = |command: &mut Command| {
@@ -68,7 +68,7 @@ impl Interpreters {
         serde_json::from_slice(&reply).unwrap()
     }
 
-    /// Begins a turn of a trajectory and returns its number.
+    /// Begins a turn of a trajectory. Returns the request's number.
     fn begin(&mut self, trajectory: u64, codes: &[&str]) -> u64 {
         self.num_asked += 1;
         let arguments: Vec<Value> = codes.iter().map(|code| json!({"code": code})).collect();
@@ -76,7 +76,7 @@ impl Interpreters {
         self.num_asked
     }
 
-    /// The answer to one call: its content, whether it failed, whether it was late.
+    /// Makes one call. Returns its output, whether it failed, and whether it exceeded the time limit.
     fn call(&mut self, trajectory: u64, code: &str) -> (String, bool, bool) {
         let id = self.begin(trajectory, &[code]);
         let reply = self.reply();
@@ -90,7 +90,7 @@ impl Interpreters {
         self.call(trajectory, code).0
     }
 
-    /// States of the processes of all interpreters, as /proc has them.
+    /// States of all interpreters' processes according to /proc.
     fn states(&self) -> Vec<char> {
         let pids = fs::read_dir("/proc").unwrap().filter_map(|entry| entry.unwrap().file_name().into_string().ok());
         let stat = |pid: String| {
@@ -230,7 +230,7 @@ fn a_hanging_python_call_affects_only_its_own_trajectory() {
     assert_eq!(python.content(1, "'x' in globals()"), "True");
 }
 
-/// What a program writes past `print` is text, however much it looks like a reply, and no word about the call.
+/// Output that a program writes without `print` is plain text, even if it looks like a reply, and does not end the call.
 #[test]
 fn a_program_cannot_forge_the_interpreters_reply() {
     let Some(mut python) = Interpreters::new(PATIENT_S) else { return };
@@ -260,7 +260,7 @@ time.sleep(60)
     assert_eq!(python.call(1, "x"), ("5".to_owned(), false, false), "another trajectory");
 }
 
-/// However many calls a turn has: what its results may hold together is what one may.
+/// The results of a turn, however many calls it has, share the length limit of one call.
 #[test]
 fn all_tool_results_of_a_turn_share_one_limit() {
     let Some(mut python) = Interpreters::new(PATIENT_S) else { return };
@@ -271,7 +271,7 @@ fn all_tool_results_of_a_turn_share_one_limit() {
     assert_eq!(contents[1], "{'error': 'the results of this turn are longer than 1000 characters in all'}");
 }
 
-/// The calculator's model with the words of its calls renamed: what it wrote as `[add(a=23, b=41)]` is a call of `python`.
+/// The calculator's model with a renamed tool: its text `[add(a=23, b=41)]` becomes a call of `python`.
 fn model_that_computes(folder: &Path) -> std::path::PathBuf {
     let (from, to) = (Path::new(env!("CARGO_MANIFEST_DIR")).join("configs/calculator/model"), folder.join("model"));
     fs::create_dir(&to).unwrap();

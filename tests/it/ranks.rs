@@ -1,4 +1,4 @@
-//! Real ranks as processes, for every test that needs several.
+//! Starts real ranks as processes, for tests that need several.
 
 use std::fs::File;
 use std::io::Read;
@@ -8,27 +8,27 @@ use std::time::{Duration, Instant};
 use colo_grpo::internal::launch::{Inherited, LaunchOptions, Rendezvous, exit_now, worker_command};
 use colo_grpo::internal::ranks::{Backend, WorkerEnv, World, WorldOptions};
 
-/// Longer than any collective waits, so that a rank tells its own error first.
+/// Time limit of a test: longer than any collective waits, so that a rank can report its own error first.
 const TIME_LIMIT: Duration = Duration::from_secs(600);
-/// How long the others may go on when one rank has failed.
+/// Time that the other ranks have to end after one has failed.
 const GRACE: Duration = Duration::from_secs(3);
-/// What a rank ends with when its body returned: a name that matches no test would end with 0 without running anything.
+/// Exit code of a rank whose body has returned. If the test's name were wrong, the rank would run nothing and exit with 0.
 const RAN: i32 = 86;
 const TEST_VARIABLE: &str = "COLO_GRPO_TEST";
 
-/// Runs `body` in `num_ranks` processes that form a world in shared memory. `test` is the calling test's path in this binary
-/// (`collectives::works`): each rank is this binary again, running that test alone. Fails with every rank's output if one
-/// fails or the time limit passes.
+/// Runs `body` in `num_ranks` processes that form a world with shared memory. `test` is the calling test's path in this binary
+/// (`collectives::works`): each rank is this binary again, running only that test. If a rank
+/// fails or the time limit is exceeded, the test fails with every rank's output.
 pub fn run(num_ranks: usize, test: &str, body: impl FnOnce(World)) {
     run_with(num_ranks, test, Duration::from_secs(60), body);
 }
 
-/// The same on GPUs, one a rank, over NCCL.
+/// Runs `body` like [`run`], on one GPU per rank with NCCL.
 pub fn run_on_gpus(num_ranks: usize, test: &str, body: impl FnOnce(World)) {
     run_in(num_ranks, test, WorldOptions { backend: Backend::Nccl, ..WorldOptions::default() }, body);
 }
 
-/// The same, with the longest wait of a collective.
+/// Runs `body` like [`run`], with `timeout` as the time limit of a collective.
 pub fn run_with(num_ranks: usize, test: &str, timeout: Duration, body: impl FnOnce(World)) {
     run_in(num_ranks, test, WorldOptions { timeout, ..WorldOptions::default() }, body);
 }

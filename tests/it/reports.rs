@@ -1,4 +1,4 @@
-//! Metrics at W&B and trackio: what reaches them, and that a run does not depend on them.
+//! Reports to W&B and trackio: all metrics arrive, and a run does not depend on the service.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use crate::program::{Ended, SMALL_RUN, command, end, json_lines, metrics};
 
-/// Stands in for the service's module: writes each call as a line.
+/// A fake of the service's Python module, which writes each call as a line.
 const MODULE: &str = "
 import json, os
 class Run: id = 'run-1'
@@ -47,7 +47,7 @@ fn every_metric_line_reaches_wandb_with_transformers_names() {
     assert!(!folder.path().join("out/tensorboard").exists(), "nobody asked for it");
 }
 
-/// trackio has wandb's functions, but takes the project's name from a variable of its own and knows no ids of runs.
+/// trackio has wandb's functions, but reads the project's name from its own environment variable and has no run ids.
 #[test]
 fn every_metric_line_reaches_trackio() {
     let folder = tempfile::tempdir().unwrap();
@@ -85,7 +85,7 @@ fn a_failing_reporting_service_is_reported_once() {
     }
 }
 
-/// A package that the interpreter lacks is told before a model is read; of all services those that are there count.
+/// A missing Python package is reported before a model is loaded; `all` uses only the installed services.
 #[test]
 fn a_missing_reporting_package_is_reported_at_the_start() {
     let folder = tempfile::tempdir().unwrap();
@@ -109,7 +109,7 @@ fn a_missing_reporting_package_is_reported_at_the_start() {
     assert_eq!(calls.last().unwrap(), &serde_json::json!({"finish": true}), "wandb is there");
 }
 
-/// A run, its report and a watcher follow no link below the output folder; the folder itself may be one.
+/// A run, its report and a watcher do not follow links below the output folder. The folder itself may be a link.
 #[test]
 fn symbolic_links_in_the_output_folder_are_not_followed() {
     let folder = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! Rewards in processes of their own: what they may be, how they fail, and that model-written code stays in its sandbox.
+//! Rewards in separate processes: their kinds, their failures, and the sandbox of model-written code.
 
 mod endpoint;
 mod math;

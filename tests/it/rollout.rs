@@ -1,4 +1,4 @@
-//! The engine: against transformers, against a plain forward, across batches and tensor-parallel degrees; its memory.
+//! The engine: compared with transformers and a plain forward pass, across batches and tensor-parallel degrees; its memory.
 
 pub mod adapters;
 pub mod draft_head;
@@ -128,7 +128,7 @@ fn sampled_tokens_are_independent_of_batching() {
     decided_by_the_prompt(&Model::micro());
 }
 
-/// A sequence that is preempted computes its state again, and a group's members begin with forks of one.
+/// A preempted sequence recomputes its state, and a group's members begin with copies of one state.
 #[test]
 fn sampled_tokens_of_hybrids_are_independent_of_batching() {
     decided_by_the_prompt(&Model::golden("qwen3_5"));
@@ -168,7 +168,7 @@ fn decided_by_the_prompt(model: &Model) {
     assert_ne!(token_ids(&groups), token_ids(&expected[4..5]));
 }
 
-/// Each rank brings a part of the prompts and gets what one rank alone would have sampled for them.
+/// Each rank passes a part of the prompts and gets what a single rank would sample for them.
 fn equals_one_rank(world: &World) {
     let num_blocks = 40 + world.rank();
     // Two key/value heads: whole groups at tp = 2, shared ones at tp = 4; Qwen3 adds norms and an own head width, OLMo 2 norms over

@@ -1,11 +1,11 @@
-//! Whole runs whose ranks share micro-batches, beside runs in which each has its own.
+//! Whole runs whose ranks share micro-batches, compared with runs in which each rank has its own.
 
 use crate::checkpoint::Runs;
 use crate::program::{metrics, random_model_of, run};
 
 const SHARED: &str = "sequence_parallel_size=2";
 
-/// The curve of a run with a reference model and two passes over every batch, in shards and with recomputation of all but attention.
+/// The reward curve of a run with a reference model and two passes over every batch, with sharding and recomputation of everything but attention.
 #[test]
 fn sequence_parallel_runs_have_the_same_reward_curve() {
     let runs = Runs::new();
@@ -27,7 +27,7 @@ fn sequence_parallel_runs_have_the_same_reward_curve() {
     assert!(worst < 0.1, "{worst}");
 }
 
-/// Divergences in the rewards, entropies that choose tokens, and a teacher's most probable ones.
+/// KL divergence in the rewards, token selection by entropy, and a teacher's most probable tokens.
 #[test]
 fn sequence_parallel_scoring_equals_separate_micro_batches() {
     let runs = Runs::new();
@@ -50,7 +50,7 @@ fn sequence_parallel_scoring_equals_separate_micro_batches() {
     }
 }
 
-/// The rows of a group are one share of experts' recorded routes and of an update in a split world, where an engine has no part.
+/// The rows of a sequence-parallel group form one share of recorded routes, and of an update in split mode, in which the engine's rank takes no part.
 #[test]
 fn sequence_parallelism_works_with_experts_and_split_mode() {
     let runs = Runs::new();
@@ -76,7 +76,7 @@ fn sequence_parallelism_works_with_experts_and_split_mode() {
     }
 }
 
-/// `auto` takes the least that fits, which is said, and a run that goes on with another number says so. Kept tensors of blocks may be elsewhere.
+/// `auto` chooses the smallest size that fits and prints it; a run that is resumed with another size says so. Also with activation offload.
 #[test]
 fn the_plan_chooses_sequence_parallel_size() {
     let runs = Runs::new();
@@ -103,7 +103,7 @@ fn the_plan_chooses_sequence_parallel_size() {
     assert!(runs.metrics("shared")[&(2, false)].values["timing_s/exposed_exchange"] > 0.0);
 }
 
-/// Rows of a rank alone, on two that share them; held-out ones, too.
+/// Rows of one rank, on two ranks that share them; also for the held-out rows.
 #[test]
 fn sequence_parallelism_works_in_supervised_runs() {
     let folder = tempfile::tempdir().unwrap();

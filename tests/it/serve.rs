@@ -1,4 +1,4 @@
-//! `colo-grpo serve` and `chat`, as clients see them.
+//! `colo-grpo serve` and `chat` from the perspective of clients.
 
 mod adapters;
 mod chat;
@@ -17,7 +17,7 @@ use crate::program::{self, Ended, MODEL, await_line, command, end, json_lines, r
 
 const QUESTION: &str = "what is two plus three ?";
 
-/// A server, killed if a test fails.
+/// A server process, which is killed if a test fails.
 struct Server {
     child: Option<Child>,
     address: String,
@@ -39,7 +39,7 @@ impl Server {
         TcpStream::connect(&self.address).unwrap()
     }
 
-    /// Sends the head of a request of HTTP/1.0, whose answer ends with the connection.
+    /// Sends the headers and body of an HTTP/1.0 request; the response ends when the connection closes.
     fn send(&self, method: &str, path: &str, headers: &str, body: &[u8]) -> TcpStream {
         let mut stream = self.connect();
         let head = format!(
@@ -59,14 +59,14 @@ impl Server {
         (status, serde_json::from_str(&text).unwrap_or_else(|error| panic!("{error}: {text}")))
     }
 
-    /// The choices of a request that is answered whole.
+    /// The choices in a complete (not streamed) response.
     fn choices(&self, path: &str, body: &Value) -> Vec<Value> {
         let (status, answer) = self.post(path, body);
         assert_eq!(status, 200, "{answer}");
         answer["choices"].as_array().unwrap().clone()
     }
 
-    /// The events of a request that is answered as a stream, without the last.
+    /// The events of a streamed response, without the final `[DONE]`.
     fn events(&self, path: &str, body: &Value) -> Vec<Value> {
         let mut body = body.clone();
         body["stream"] = json!(true);
@@ -82,7 +82,7 @@ impl Server {
         line.unwrap_or_else(|| panic!("no {name} in\n{page}")).parse().unwrap()
     }
 
-    /// Waits until nothing is under way; all KV blocks are free then.
+    /// Waits until no request is open. Then all KV blocks must be free.
     fn wait_until_idle(&self) {
         wait_until(|| {
             ["num_requests_running", "num_requests_waiting"].iter().all(|name| self.metric(name) == 0.0)
@@ -144,7 +144,7 @@ fn generated(model: &str, more: &str) -> Vec<Value> {
     json_lines(&ended.stdout)
 }
 
-/// Text, ids and reason of every choice of a stream, put together.
+/// Text, token ids and finish reason of every choice, assembled from the events of a stream.
 fn together(events: &[Value], num_choices: usize) -> Vec<(String, Vec<Value>, Value)> {
     let mut all = vec![(String::new(), Vec::new(), Value::Null); num_choices];
     for choice in events.iter().flat_map(|event| event["choices"].as_array().unwrap()) {
@@ -158,7 +158,7 @@ fn together(events: &[Value], num_choices: usize) -> Vec<(String, Vec<Value>, Va
     all
 }
 
-/// As one list for a stream and a whole answer.
+/// Text, token ids and finish reason of every choice in a complete response.
 fn parts(choices: &[Value]) -> Vec<(String, Vec<Value>, Value)> {
     let text =
         |choice: &Value| choice["text"].as_str().or_else(|| choice["message"]["content"].as_str()).unwrap().to_owned();
@@ -168,7 +168,7 @@ fn parts(choices: &[Value]) -> Vec<(String, Vec<Value>, Value)> {
     choices.iter().map(part).collect()
 }
 
-/// Bodies whose answers do not depend on the clock.
+/// Request bodies whose responses do not depend on time.
 fn bodies() -> Vec<Value> {
     vec![
         asked(json!({"temperature": 0})),
@@ -259,7 +259,7 @@ fn a_server_with_two_ranks_answers_like_one() {
     alone.stop();
 }
 
-/// Every third of 200 clients goes away after the first bytes of its answer, or before them.
+/// Every third of 200 clients disconnects before or after the first bytes of its response.
 #[test]
 fn vanished_clients_affect_only_their_own_requests() {
     let server = Server::start("");

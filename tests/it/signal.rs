@@ -1,4 +1,6 @@
-//! Groups that teach nothing: replaced in the same rollout, left out of the update, or all there is.
+//! Groups without a gradient, because all rewards are equal: they are replaced in the same rollout or left out of the update; a batch may contain
+//! only
+//! such groups.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -19,12 +21,12 @@ const NUM_STEPS: u64 = 3;
 const NUM_GROUPS: usize = 4;
 const NUM_ROWS: usize = 96;
 
-/// A number of a prompt or a completion that looks drawn.
+/// A hash of a prompt's or completion's bytes.
 fn mixed(bytes: impl Iterator<Item = u64>) -> u64 {
     bytes.fold(0x9e37_79b9, |word: u64, byte| (word ^ byte).wrapping_mul(0x0100_0000_01b3).rotate_left(17))
 }
 
-/// A quarter of the rows is always solved, a quarter never; completions of the others are right by chance.
+/// A reward for which a quarter of the rows is always solved, a quarter never; completions of the others are right by chance.
 fn known_rate(input: &RewardInput<'_>) -> f32 {
     let of_row = mixed(input.prompt.bytes().map(u64::from)) >> 7;
     let of_completion = mixed(input.token_ids.iter().map(|id| u64::from(*id))) >> 9;
@@ -35,14 +37,14 @@ fn known_rate(input: &RewardInput<'_>) -> f32 {
     }
 }
 
-/// What a run left behind: its metrics but for times, completions of each step in the order of prompts, final weights.
+/// Results of a run: its metrics without times, completions of each step in the order of prompts, final weights.
 struct Trained {
     metrics: Vec<BTreeMap<String, f64>>,
     completions: Vec<Vec<CompletionRow>>,
     weights: Vec<u8>,
 }
 
-/// Trains with a reward of known solve rates that answers after `delay` of a prompt; what the first rank wrote.
+/// Trains with a reward of known solve rates, which takes `delay` for a prompt. Returns the results on the first rank.
 fn train(world: Arc<World>, folder: &Path, delay: fn(u64) -> u64, keys: &[&str]) -> Option<Trained> {
     let (rank, size) = (world.rank(), world.size());
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
@@ -92,7 +94,7 @@ fn fast(_: u64) -> u64 {
     0
 }
 
-/// Replaced and kept groups of every step, against the rows in the order of the data.
+/// Checks replaced and kept groups of every step against the rows in the order of the data.
 fn check_batches(trained: &Trained) {
     let mut sampler = PromptSampler::new(NUM_ROWS, 42, true).dropping_last(NUM_GROUPS);
     let text = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("configs/arithmetic/train.jsonl"));
@@ -135,7 +137,7 @@ fn check_batches(trained: &Trained) {
     assert!(num_replaced >= 3, "{num_replaced} of {NUM_STEPS} steps");
 }
 
-/// The batch is the first groups with a signal in the order of the data, whichever reward comes first.
+/// The batch contains the first groups with different rewards in the order of the data, regardless of which reward is computed first.
 #[test]
 fn groups_with_equal_rewards_are_replaced_in_data_order() {
     tch::set_num_threads(1);
@@ -190,7 +192,7 @@ fn two_engines_replace_groups_like_one() {
     });
 }
 
-/// The demo's own rewards, one engine over two ranks.
+/// With the demo's own rewards and one engine on two ranks.
 #[test]
 fn a_resumed_run_with_replacement_equals_an_uninterrupted_one() {
     let runs = Runs::new();
@@ -207,7 +209,7 @@ fn a_resumed_run_with_replacement_equals_an_uninterrupted_one() {
     (1..=6).for_each(|step| runs.assert_close("split", "straight", step));
 }
 
-/// Two of three ranks generate, and sample the next batch while the third trains.
+/// Two of three ranks generate the next batch while the third one trains.
 #[test]
 fn split_mode_engines_replace_groups_while_others_train() {
     let runs = Runs::new();
@@ -228,7 +230,7 @@ fn split_mode_engines_replace_groups_while_others_train() {
     runs.assert_same("resumed", "ahead", &[4, 5, 6]);
 }
 
-/// The samples are those of a run that keeps all groups, and the gradient of the others alone is there.
+/// The samples are those of a run that keeps all groups, and only the other groups contribute to the gradient.
 #[test]
 fn filtered_groups_are_excluded_from_updates() {
     let runs = Runs::new();
@@ -245,7 +247,7 @@ fn filtered_groups_are_excluded_from_updates() {
     assert!(filtered["num_tokens"] < all["num_tokens"] && filtered["grad_norm"] > all["grad_norm"]);
 }
 
-/// Rewards that are equal whatever the model writes.
+/// The reward is constant, whatever the model writes.
 #[test]
 fn a_run_whose_groups_all_have_equal_rewards_ends_with_the_counts() {
     let runs = Runs::new();

@@ -1,4 +1,4 @@
-//! Runs with draft tokens: what they sample, learn and answer is what they would without.
+//! Runs with speculative decoding: samples, training and answers are the same as without.
 
 use std::fs;
 use std::path::Path;
@@ -14,10 +14,10 @@ use crate::program::{MODEL, SMALL_RUN, json_lines, metrics, run, stdout_of};
 use crate::rollout::draft_head::DraftAgreement;
 use crate::rollout::setup::{Model, options};
 
-/// What a step has sampled and learned.
+/// Metrics that depend on the samples and on training.
 const KEYS: [&str; 6] = ["loss", "reward", "grad_norm", "entropy", "completions/mean_length", "num_tokens"];
 
-/// The metrics of the steps and evaluations of a run in `folder`, which must end well.
+/// The metrics of all steps and evaluations of a run in `folder`, which must succeed.
 fn lines(folder: &std::path::Path, keys: &str) -> Vec<Value> {
     let line = format!("{SMALL_RUN} {keys} output_dir={}", folder.display());
     let ended = run(&line);
@@ -29,7 +29,7 @@ fn steps(keys: &str) -> Vec<Value> {
     lines(tempfile::tempdir().unwrap().path(), keys)
 }
 
-/// Bits of what was sampled and learned, line by line.
+/// Bits of the metrics in [`KEYS`], line by line.
 fn outcomes(lines: &[Value]) -> Vec<Vec<Option<u64>>> {
     let keys = || KEYS.iter().chain(&["eval_reward"]);
     lines.iter().map(|line| keys().map(|key| line[*key].as_f64().map(f64::to_bits)).collect()).collect()
@@ -39,7 +39,7 @@ fn sum(lines: &[Value], key: &str) -> f64 {
     lines.iter().filter_map(|line| line[key].as_f64()).sum()
 }
 
-/// With `exact` a row has its bits in every step, so that whole runs are equal: two ranks with an engine each, few rows that come again, an
+/// With `exact` a row has the same bits in every step, so whole runs are equal: two ranks with an engine each, few rows that occur repeatedly, an
 /// evaluation, penalties and stop strings.
 #[test]
 fn a_run_trains_equally_with_draft_tokens() {
@@ -61,7 +61,7 @@ fn a_run_trains_equally_with_draft_tokens() {
     }
 }
 
-/// A run goes on with drafts and without them.
+/// Speculative decoding can be switched on or off when a run is resumed.
 #[test]
 fn speculation_may_be_switched_on_at_resume() {
     let [straight, resumed] = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
@@ -77,7 +77,7 @@ fn speculation_may_be_switched_on_at_resume() {
     assert_eq!(of_steps(&got), of_steps(&expected));
 }
 
-/// Ranks of one engine, and engines of a split world.
+/// Engines on several ranks, and engines in split mode.
 #[test]
 fn engines_of_several_ranks_support_speculation() {
     for more in
@@ -129,7 +129,7 @@ fn generate_prints_the_same_with_draft_tokens() {
     );
 }
 
-/// The benchmark of drafts, over the demo's model.
+/// The benchmark of speculative decoding with the demo's model.
 #[test]
 fn bench_speculation_compares_methods() {
     let result = stdout_of(&format!(
@@ -144,7 +144,7 @@ fn bench_speculation_compares_methods() {
     assert!(methods[1]["draft_tokens"].as_u64() > Some(0) && methods[0]["draft_tokens"] == 0, "{result}");
 }
 
-/// Random weights repeat nothing: as many drafts are taken for drawn as a run on real text drew.
+/// Text of random weights does not repeat, so the benchmark accepts draft tokens at the given rate, which was measured on real text.
 #[test]
 fn bench_generate_replays_an_acceptance_rate() {
     let line = "bench generate --preset micro --device cpu --repeats 1 --prompts 1 --group 2 --completion_len 64";
@@ -157,7 +157,7 @@ fn bench_generate_replays_an_acceptance_rate() {
     ended.assert_error("without drafts", 2, &["--replayed_acceptance", "there are no draft tokens"]);
 }
 
-/// The demo's first problems, as its tokenizer has them.
+/// Prompts of the demo's first problems.
 fn arithmetic_prompts(count: usize) -> Vec<Prompt> {
     let tokenizer = Arc::new(Tokenizer::from_folder(Path::new(MODEL)).unwrap());
     let rows = Path::new("configs/arithmetic/train.jsonl");
@@ -165,8 +165,8 @@ fn arithmetic_prompts(count: usize) -> Vec<Prompt> {
     (0..count).map(|row| dataset.prompt(row).clone()).collect()
 }
 
-/// A hybrid with a head that drafts, both of random weights, trains while an entropy bonus below 0 sharpens the policy: drafts of the head
-/// that follows are drawn far more often than those of the head as it was ten steps in.
+/// A hybrid with a draft head, both with random weights, is trained while a negative entropy bonus sharpens the policy. Draft tokens of the head
+/// that is trained with it are accepted far more often than those of the head as it was after ten steps.
 #[test]
 fn a_draft_head_is_trained_with_its_policy() {
     let folder = tempfile::tempdir().unwrap();

@@ -1,13 +1,13 @@
-//! Ranks that do one half of a step each, against ranks that do both.
+//! Runs in split mode, in which ranks either train or generate, compared with colocated runs.
 
 use crate::checkpoint::Runs;
 
-/// Of 24 completions a step.
+/// Settings for three ranks with 24 completions per step.
 const THREE_RANKS: [&str; 3] = ["per_device_train_batch_size=8", "tensor_parallel_size=1", "residency.optimizer=auto"];
 const ONE_GENERATES: [&str; 2] = ["mode=split", "split.rollout_gpus=1"];
 
-/// Four ranks each way: two tensor-parallel engines and ZeRO-2 over all, against ZeRO-3 on two ranks and one engine on two others;
-/// a checkpoint of theirs serves ranks that do both.
+/// Four ranks in each mode: two tensor-parallel engines and ZeRO-2 on all ranks, compared with ZeRO-3 on two ranks and one engine on the two others.
+/// A checkpoint of the split run can be resumed in colocated mode.
 #[test]
 fn split_mode_trains_like_colocated_mode() {
     let runs = Runs::new();
@@ -49,7 +49,7 @@ fn split_mode_engines_receive_adapters() {
     );
 }
 
-/// Policy, reference and an engine of its own keep the residual stream in what the key says.
+/// Policy, reference and the separate engine all use the configured residual dtype.
 #[test]
 fn split_mode_engines_use_the_trainers_residual_dtype() {
     let runs = Runs::new();
@@ -72,8 +72,8 @@ fn split_mode_engines_use_the_trainers_residual_dtype() {
     assert!(0.0 < wide && wide < 0.8 * narrow, "{wide}, not below {narrow}");
 }
 
-/// A rank keeps its stage's layers of the weights that come, and samples the tokens of an engine of one rank, ahead of the trainer and
-/// with adapters too. 24 completions a step.
+/// Each rank keeps its pipeline stage's layers of the received weights. The engine samples the same tokens as one on a single rank, also ahead of the
+/// trainer and with adapters. 24 completions per step.
 #[test]
 fn split_mode_engines_in_stages_sample_like_single_ranks() {
     let runs = Runs::new();
@@ -99,8 +99,8 @@ fn split_mode_engines_in_stages_sample_like_single_ranks() {
     assert!([1, 2, 3].into_iter().zip([0.0, 1.0, 2.0]).all(|(step, most)| oldest(step) <= most));
 }
 
-/// The batch of a step was sampled with the weights from before the step before it, but for the first ones after the start, a
-/// checkpoint and an evaluation, which are sampled with the newest.
+/// The batch of a step was sampled with the weights before the previous step. Exceptions are the first batches after the start, a
+/// checkpoint or an evaluation, which are sampled with the newest weights.
 #[test]
 fn split_mode_engines_sample_one_step_ahead() {
     let runs = Runs::new();
@@ -117,8 +117,8 @@ fn split_mode_engines_sample_one_step_ahead() {
     runs.assert_same("resumed", "ahead", &[4, 5, 6]);
 }
 
-/// Engines that sample two steps ahead: no token is older than that, queues are empty at checkpoints, and a resumed run goes on by the
-/// same bits. With updates in flight ages are at most as great, and with replaced groups and a curriculum they are the same.
+/// Engines sample two steps ahead: no token is older than that, queues are empty at checkpoints, and a resumed run is equal bit for bit.
+/// Ages are at most as large with in-flight weight updates, and the same with replaced groups and a curriculum.
 #[test]
 fn split_mode_engines_sample_two_steps_ahead() {
     let runs = Runs::new();
@@ -170,7 +170,7 @@ fn a_failed_trainer_or_generator_ends_the_other() {
     assert!(refused.output.contains("1 to 1: at least one of the 2 ranks has to train"), "{}", refused.output);
 }
 
-/// A run that is stopped between two checkpoints, with batches in the queue, continues by the bits of one that was not.
+/// A run stopped between two checkpoints, with batches in the queue, equals an uninterrupted one bit for bit after its resume.
 #[test]
 fn a_run_stopped_with_batches_ahead_resumes_like_an_uninterrupted_one() {
     let runs = Runs::new();

@@ -1,4 +1,4 @@
-//! Runs that meet the faults of docs/faults.md: nothing is left running, nothing that was saved is lost.
+//! Runs with the faults of docs/faults.md: no process is left running, and no saved data is lost.
 
 mod faults;
 mod joining;

@@ -1,4 +1,5 @@
-//! Holds the source to docs/architecture.md: imports go down the floors, `unsafe` stays at the edges, names stay honest.
+//! Checks the source against docs/architecture.md: modules import only lower layers, `unsafe` is used only in certain modules, names follow the
+//! rules.
 
 mod circles;
 mod signatures;
@@ -6,7 +7,7 @@ mod signatures;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-/// Floor of every room; a file may import rooms of lower floors only.
+/// The layer of every module. A file may import modules of lower layers only.
 const FLOORS: &[(u8, &[&str])] = &[
     (0, &["error"]),
     (1, &["types", "phase", "console", "untrusted", "process", "migration", "http"]),
@@ -23,7 +24,7 @@ const FLOORS: &[(u8, &[&str])] = &[
     (12, &["cli"]),
 ];
 
-/// Rooms and files that touch the outside and may therefore hold `unsafe`.
+/// Modules and files that call external code, and may therefore contain `unsafe`.
 const EDGES: &[&str] = &[
     "torch/",
     "cuda/",
@@ -91,7 +92,7 @@ fn room_of(file: &str) -> &str {
     file.split('/').next().unwrap().trim_end_matches(".rs")
 }
 
-/// First names of paths from the crate's root, outside of comments: `crate::room`, `use crate::{room, ..}`, and as many `super` as
+/// First segments of paths from the crate's root, outside of comments: `crate::module`, `use crate::{module, ..}`, and as many `super` as
 /// lead out of `file`.
 fn imports(file: &str, text: &str) -> BTreeSet<String> {
     let code: String = text
@@ -136,7 +137,7 @@ fn root_names(map: &str) -> BTreeSet<String> {
     listed.iter().flat_map(|list| name.find_iter(list)).map(|found| found.as_str().to_owned()).collect()
 }
 
-/// What a file imports against the floors.
+/// Imports of a file that violate the order of layers.
 fn wrong_imports(file: &str, text: &str, root_names: &BTreeSet<String>) -> Vec<String> {
     let room = room_of(file);
     let own = floor(room).unwrap_or_else(|| panic!("{file}: room '{room}' stands on no floor"));
@@ -162,7 +163,7 @@ fn imports_go_from_higher_to_lower_layers() {
     assert!(wrong.is_empty(), "imports must go down:\n{}", wrong.join("\n"));
 }
 
-/// What these tests must find, and what they must let pass.
+/// Examples that the check must report, and examples that it must accept.
 #[test]
 fn the_check_finds_imports_from_a_higher_layer() {
     let names = BTreeSet::from(["World".to_owned(), "Error".to_owned()]);
@@ -197,7 +198,7 @@ fn the_check_finds_imports_from_a_higher_layer() {
     }
 }
 
-/// Users of the library may name these: an addition is a promise.
+/// Users of the library may use these names, so each addition is a commitment.
 #[test]
 fn the_public_surface_is_listed() {
     let map = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("src/lib.rs")).unwrap();
@@ -245,8 +246,8 @@ fn source_files_have_at_most_400_lines_and_no_todos() {
     assert!(lengths[lengths.len() / 2].0 <= 200, "the median file has {} lines", lengths[lengths.len() / 2].0);
 }
 
-/// Places of a file's own code, tests aside, where a family is asked for by its name. What a family has is in its own file and in the layers
-/// that it reads; presets make models of it.
+/// Lines of a file's own code, without tests, that name a model family. Properties of a family belong in its own file and in the layers
+/// that it uses; presets create its models.
 fn asked_families(file: &str, text: &str) -> Vec<String> {
     let is_own = file.starts_with("model/families/") || file == "model/preset.rs" || file.contains("tests");
     let code = text.split("#[cfg(test)]").next().unwrap();
@@ -268,7 +269,7 @@ fn model_families_are_named_only_in_their_own_files() {
     assert!(asked_families("model/families/granite.rs", branch).is_empty());
 }
 
-/// Names of structs, enums, traits and aliases that more than one file of `sources`, or one file twice, gives to a type of its own.
+/// Names of structs, enums, traits and type aliases that `sources` define more than once.
 fn shared_type_names(sources: &[(String, String)]) -> Vec<String> {
     let definition = regex::Regex::new(
         r"(?m)^(?:\s*(?:pub(?:\([a-z: ]+\))? )?(?:struct|enum|trait)|(?:pub(?:\([a-z: ]+\))? )?type) ([A-Z]\w*)",
@@ -305,7 +306,7 @@ fn body<'t>(text: &'t str, of_type: &str, function: &str) -> Option<&'t str> {
     functions.find(|code| is_function.is_match(code))
 }
 
-/// Lines of a printed path whose function is not in its file, or is not called by the one that it stands under.
+/// Lines of a printed call path whose function is not in the named file, or is not called by the function above it.
 fn wrong_calls(path: &str, sources: &[(String, String)]) -> Vec<String> {
     let line = regex::Regex::new(r"^( *)(\w+)::(\w+) +(\S+)$").unwrap();
     let mut above: Vec<&str> = Vec::new(); // bodies
@@ -325,7 +326,7 @@ fn wrong_calls(path: &str, sources: &[(String, String)]) -> Vec<String> {
     wrong
 }
 
-/// docs/architecture.md prints the calls from a step to the scheduler as they are.
+/// docs/architecture.md prints the call path from a step to the scheduler; it must match the source.
 #[test]
 fn the_printed_path_to_the_scheduler_is_correct() {
     let map = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/architecture.md")).unwrap();
@@ -346,7 +347,7 @@ fn the_printed_path_to_the_scheduler_is_correct() {
     }
 }
 
-/// What docs/faults.md says is tested is.
+/// Every test that docs/faults.md mentions must exist.
 #[test]
 fn tests_named_in_faults_md_exist() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
@@ -367,7 +368,7 @@ fn tests_named_in_faults_md_exist() {
     assert!(missing.is_empty(), "docs/faults.md names {missing:?}");
 }
 
-/// Everything else comes through `console`, which cannot fail and lets no escape code through.
+/// All other files write through `console`, which cannot fail and filters escape codes.
 #[test]
 fn only_one_file_writes_to_the_terminal() {
     // The sandbox's workers speak to their parent on standard output.
@@ -378,7 +379,7 @@ fn only_one_file_writes_to_the_terminal() {
     assert_eq!(others.map(|(file, _)| file).collect::<Vec<_>>(), Vec::<String>::new());
 }
 
-/// How long something takes depends on what else the machine does: benchmarks measure it, on GPUs those that have them alone.
+/// Durations depend on the load of the machine. Benchmarks measure them; those on GPUs use them exclusively.
 #[test]
 fn no_test_depends_on_the_clock() {
     let clock = regex::Regex::new(r"assert!\([^;]*elapsed\(\) <").unwrap();
@@ -387,7 +388,7 @@ fn no_test_depends_on_the_clock() {
     assert_eq!(tests.filter(asks).map(|(file, _)| file).collect::<Vec<_>>(), Vec::<String>::new());
 }
 
-/// A file of tests that nobody declares runs nowhere, and nobody is told.
+/// Without a `mod` declaration the tests in a file would silently not run.
 #[test]
 fn every_source_file_is_a_module_of_the_crate() {
     for root in ["src", "tests/it"] {

@@ -1,4 +1,4 @@
-//! Tools that a model calls between its turns, in runs of the program with the calculator's model.
+//! Runs of the program whose model calls tools between its turns, with the calculator's model.
 
 use std::fs;
 use std::path::Path;
@@ -10,7 +10,7 @@ use crate::program::{command, end, metrics, run, signal, wait_until};
 const CALCULATOR: &str = "--config configs/calculator.toml eval_steps=none eval_file=none max_steps=1 log_completions=true \
     save_steps=none max_train_samples=64";
 
-/// Completions of the first step, in any order.
+/// Completions of the first step, sorted.
 fn completions(output: &Path) -> Vec<String> {
     let rows = read_completions(&output.join("completions/completions_00001.parquet")).unwrap();
     let mut texts: Vec<String> = rows.into_iter().map(|row| format!("{} {}", row.prompt, row.completion)).collect();
@@ -18,8 +18,8 @@ fn completions(output: &Path) -> Vec<String> {
     texts
 }
 
-/// Trajectories are a matter of their random keys: neither ranks that share an engine, nor when tools answer, change a token. The
-/// trainer's log-probabilities are the sampler's on every token that was sampled.
+/// Trajectories depend only on their random keys: neither the number of ranks of an engine, nor the time at which tools answer, changes a token. The
+/// trainer's log-probabilities equal the sampler's for every sampled token.
 #[test]
 fn tool_turns_are_equal_on_one_rank_and_on_two() {
     let folder = tempfile::tempdir().unwrap();
@@ -70,7 +70,7 @@ fn tool_turns_are_equal_on_one_rank_and_on_two() {
     assert!(report.contains("<ol class=\"turns\">") && report.contains("<h5>assistant <span>"));
 }
 
-/// The command samples what the run's own evaluation samples, with the run's tools.
+/// The command samples the same as the run's own evaluation, with the run's tools.
 #[test]
 fn eval_runs_tool_turns_like_training() {
     let folder = tempfile::tempdir().unwrap();
@@ -95,7 +95,7 @@ fn eval_runs_tool_turns_like_training() {
     assert!(lines[0].contains("\"role\":\"tool\"") && lines[0].lines().count() == 48, "{}", lines[0]);
 }
 
-/// Once the launcher has looked at them, ranks load tools for long: a stop is heeded meanwhile.
+/// The launcher checks the tools first; then ranks take long to load them. A stop request takes effect meanwhile.
 #[test]
 fn ranks_react_to_a_signal_while_loading_tools() {
     let folder = tempfile::tempdir().unwrap();
@@ -129,7 +129,7 @@ def add(a: int, b: int) -> int:
     assert!(ended.stderr.contains("stopped by a signal before there was anything to save"), "{}", ended.stderr);
 }
 
-/// A hang costs its own turn alone, and rewards see the messages.
+/// A hanging tool affects only its own turn, and rewards receive the messages.
 #[test]
 fn a_failing_tool_is_reported_to_the_model() {
     let folder = tempfile::tempdir().unwrap();
@@ -171,8 +171,8 @@ def called(completions, **columns):
     assert!((value("reward") - value("tools/call_frequency")).abs() < 0.05, "{:?}", lines[0]);
 }
 
-/// The process that all tools are forked from is killed, by one of them here: what ran then is masked, and the run goes on with another
-/// process. Where that happens again and again, what was reached is saved.
+/// One of the tools kills the process that forks all tools. Trajectories with running tools are masked, and the run continues with a new
+/// process. If this happens repeatedly, the run saves a checkpoint and ends.
 #[test]
 fn a_killed_tool_process_affects_only_its_trajectories() {
     let folder = tempfile::tempdir().unwrap();
@@ -225,7 +225,7 @@ def called(completions, trainer_state, **columns):
     assert!(names.any(|name| name.starts_with("checkpoint-")), "{}", ended.stderr);
 }
 
-/// Environments by the row's column, in a process each; ranks that share an engine begin a group when its environments are open.
+/// The row's column selects an environment, each in its own process. Ranks that share an engine begin a group when its environments are open.
 #[test]
 fn environments_give_rewards_and_reach_reward_functions() {
     let folder = tempfile::tempdir().unwrap();
@@ -303,7 +303,7 @@ def used(completions, environments, **columns):
     assert!(rows.iter().any(|row| !told(&row) && own(row).is_some()), "a class with get_reward has its own");
 }
 
-/// Completions would be cut short of `max_completion_length` behind a prompt that nobody planned for, and those of a group have one prompt.
+/// A prompt longer than planned would shorten completions below `max_completion_length`; and all completions of a group must have the same prompt.
 #[test]
 fn environments_with_unusable_prompts_are_refused_with_the_key() {
     let folder = tempfile::tempdir().unwrap();
@@ -328,7 +328,7 @@ fn environments_with_unusable_prompts_are_refused_with_the_key() {
     }
 }
 
-/// An environment that knows what was done with it, and a reward that holds it to the messages of its completion.
+/// An environment that records the calls it got, and a reward that compares them with the messages of its completion.
 const COUNTED: &str = r#"
 class Calculator:
     def reset(self, answer, **row):
@@ -357,8 +357,8 @@ def agrees(completions, environments, **columns):
     return [float(len(messages) > 1) for messages in completions]
 "#;
 
-/// Groups under way go on in the next step with the state of their environments, and no sampled token of theirs changes: with carried
-/// groups, kept caches, replaced groups, and batches ahead of the trainer. After a restart they are played anew.
+/// Unfinished groups continue in the next step with the state of their environments, and their sampled tokens do not change: with carried
+/// groups, kept caches, replaced groups, and batches ahead of the trainer. After a restart they are played again.
 #[test]
 fn unfinished_trajectories_continue_with_their_tools() {
     let folder = tempfile::tempdir().unwrap();

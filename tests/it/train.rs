@@ -1,4 +1,4 @@
-//! The trainer over real ranks: every ZeRO stage against the others bit for bit, and against AdamW on autograd's gradients.
+//! Training on real ranks: all ZeRO stages are equal bit for bit, and equal AdamW with gradients from autograd.
 
 mod autograd;
 mod delta_net;
@@ -35,7 +35,8 @@ fn one_rank_trains_like_plain_adamw() {
     }
 }
 
-/// Tokens that nobody sampled are attended to and in no loss, with prompts run once or not, against autograd on whole sequences.
+/// Context tokens, which were not sampled, are attended to but have no loss. Compared with autograd on whole sequences, with and without shared
+/// prompts.
 #[test]
 fn multi_turn_sequences_train_like_plain_adamw() {
     let mesh = World::single().mesh(1, 1).unwrap();
@@ -60,7 +61,7 @@ fn two_ranks_with_multi_turn_sequences_train_like_plain_adamw() {
     });
 }
 
-/// Prompts run once for several completions, against autograd on whole sequences.
+/// A prompt is computed once for several completions. Compared with autograd on whole sequences.
 #[test]
 fn shared_prompts_train_like_plain_adamw() {
     let mesh = World::single().mesh(1, 1).unwrap();
@@ -78,8 +79,8 @@ fn shared_prompts_train_like_plain_adamw() {
     assert_eq!(tokens(false) - tokens(true), 3 + 3 + 7 + 5);
 }
 
-/// The head that drafts tokens, whose gradients are clipped apart, with prompts run once or not. The model beside it is the one that it would
-/// be without, bit for bit.
+/// The draft head, whose gradients are clipped separately, with and without shared prompts. The rest of the model equals one trained without
+/// draft head bit for bit.
 #[test]
 fn a_draft_head_trains_like_plain_adamw_and_changes_nothing_else() {
     ranks::run(2, "train::a_draft_head_trains_like_plain_adamw_and_changes_nothing_else", |world: World| {
@@ -197,7 +198,7 @@ fn zero_stages_are_bitwise_equal() {
     });
 }
 
-/// Five steps of `run` end with the same bits at every stage, whether the last backward is announced or not.
+/// Five steps of `run` give the same bits at every ZeRO stage, whether or not the last backward is announced.
 fn stages_equal(mesh: &Mesh, run: Run) {
     let after = |stage, announced| {
         let run = Run { stage, announced, ..run };
@@ -357,7 +358,7 @@ fn losses_equal_the_cpus(world: &World) {
     }
 }
 
-/// The losses of ten steps, over all ranks. They are linear in what they are differentiated by.
+/// The losses of ten steps over all ranks. They are linear in the outputs by which they are differentiated.
 fn losses(run: Run, mesh: &Mesh) -> Vec<f64> {
     let mut policy = run.policy(mesh);
     let mut step = || {
@@ -378,7 +379,7 @@ fn losses(run: Run, mesh: &Mesh) -> Vec<f64> {
     (0..10).map(|_| step()).collect()
 }
 
-/// Three steps of a run against three of plain AdamW on the whole batch's gradient.
+/// Compares three steps of a run with three steps of plain AdamW on the whole batch's gradient.
 fn follows_plain_adamw(mesh: &Mesh, run: Run, tolerance: f64) {
     let (mut policy, mut plain) = (run.policy(mesh), run.autograd());
     let sequences = run.sequences();

@@ -1,4 +1,4 @@
-//! `colo-grpo watch`, as a browser sees it.
+//! `colo-grpo watch` from the perspective of a browser.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -10,7 +10,7 @@ use serde_json::Value;
 
 use crate::program::{SMALL_RUN, await_line, command, end, run, signal, stdout_of, wait_until};
 
-/// A watcher, killed if a test fails.
+/// A running `watch` server, which is killed if a test fails.
 struct Watcher {
     child: Option<Child>,
     address: String,
@@ -25,7 +25,7 @@ impl Watcher {
         Self { child: Some(child), address }
     }
 
-    /// The head and the body of an answer.
+    /// Sends a request. Returns the headers and body of the response.
     fn call(&self, method: &str, path: &str, host: &str) -> (String, String) {
         let mut stream = TcpStream::connect(&self.address).unwrap();
         stream.write_all(format!("{method} {path} HTTP/1.0\r\nHost: {host}\r\n\r\n").as_bytes()).unwrap();

@@ -1,4 +1,4 @@
-//! A server on this machine that speaks the Hub's protocol, and can be told to fail.
+//! A local HTTP server with the Hub's protocol that can simulate faults.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};
@@ -8,31 +8,31 @@ use std::thread;
 
 use sha2::{Digest, Sha256};
 
-/// The commit of every repository.
+/// The commit hash of every repository.
 pub const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 
-/// What goes wrong; each fault once, where it is a number.
+/// Faults to simulate. A number counts how often a fault occurs.
 #[derive(Debug, Default, Clone)]
 pub struct Faults {
-    /// The connection of the next download breaks after this many bytes.
+    /// The next download is cut off after this number of bytes.
     pub cut_after: Option<usize>,
-    /// Downloads that have a wrong byte.
+    /// Number of downloads that contain a wrong byte.
     pub num_corrupt: usize,
-    /// Ranges are ignored.
+    /// Whether range requests are ignored.
     pub never_resumes: bool,
-    /// Requests without this token are refused.
+    /// Requests without this token are rejected.
     pub token: Option<String>,
 }
 
 struct State {
-    /// Files by repository, as its address has it: `models/USER/NAME`.
+    /// Files by repository path: `models/USER/NAME`.
     files: BTreeMap<String, BTreeMap<String, Vec<u8>>>,
     faults: Faults,
-    /// Each request: its method, its path, its `Range` and its `Authorization`.
+    /// Each request: method, path, `Range` header and `Authorization` header.
     requests: Vec<String>,
 }
 
-/// Ends with the test.
+/// A running server, which stops when it is dropped.
 #[derive(Clone)]
 pub struct Server {
     state: Arc<Mutex<State>>,
@@ -40,7 +40,7 @@ pub struct Server {
 }
 
 impl Server {
-    /// Serves one repository (`models/USER/NAME` or `datasets/USER/NAME`) with these files.
+    /// Starts a server with one repository (`models/USER/NAME` or `datasets/USER/NAME`) that has these files.
     pub fn new(repo: &str, files: &[(&str, &[u8])]) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port();
@@ -167,7 +167,7 @@ fn reply(status: u16, headers: &[(&str, &str)], body: &[u8]) -> Vec<u8> {
     [text.as_bytes(), b"\r\n", body].concat()
 }
 
-/// What git calls these contents.
+/// The git blob hash of these contents.
 fn git_hash(bytes: &[u8]) -> String {
     hex(&sha1::Sha1::new().chain_update(format!("blob {}\0", bytes.len())).chain_update(bytes).finalize())
 }

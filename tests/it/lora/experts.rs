@@ -1,4 +1,4 @@
-//! Adapters beside experts at every ZeRO stage, and on a base in 4 bits.
+//! Adapters of experts at every ZeRO stage, and on a 4-bit base.
 
 use colo_grpo::internal::config::{Quantization, TargetModule};
 use colo_grpo::internal::model::ModelSpec;

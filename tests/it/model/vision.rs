@@ -1,4 +1,4 @@
-//! Files with a vision tower: their text part is trained and sampled from, and everything else goes through untouched.
+//! Model files with a vision tower: the text part is trained and sampled, and everything else is saved unchanged.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -16,7 +16,7 @@ fn read(path: &Path) -> Value {
     serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
 }
 
-/// The golden folder with a tokenizer, a processor's settings, and, in float32, a layer that predicts further tokens.
+/// The golden folder with a tokenizer, a processor's settings, and a multi-token prediction layer in float32.
 fn model() -> tempfile::TempDir {
     let folder = copy_of(NAME);
     for file in ["tokenizer.json", "tokenizer_config.json"] {
@@ -36,7 +36,7 @@ fn model() -> tempfile::TempDir {
 
 type Bytes = (String, Vec<usize>, Vec<u8>);
 
-/// Tensors of the text, and all others.
+/// The tensors of the text model, and all others.
 fn parts(folder: &Path) -> [BTreeMap<String, Bytes>; 2] {
     let all = tensors(folder).into_iter().map(|(name, dtype, shape, bytes)| (name, (dtype, shape, bytes)));
     let is_text = |name: &str| name.starts_with("model.language_model.") || name == "lm_head.weight";

@@ -1,4 +1,4 @@
-//! Rewards of services over HTTP, asked through real sockets: answers of every kind, servers that fail, and a run that ends.
+//! Rewards from HTTP services over real sockets: all kinds of responses, failing servers, and a run that ends because of them.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -13,10 +13,10 @@ use serde_json::{Value, json};
 use super::processes::{group, pool, scores};
 use crate::program::{SMALL_RUN, run};
 
-/// What a server does with a request whose completion is this.
+/// Writes the server's response to a request with this completion.
 type Answer = dyn Fn(&str, &mut TcpStream) + Send + Sync;
 
-/// A server of one thread for each connection. It counts requests, and those that are open at once.
+/// A server with one thread per connection. It counts requests, and the largest number of concurrent ones.
 struct Server {
     url: String,
     num_requests: Arc<AtomicUsize>,
@@ -65,7 +65,7 @@ impl Server {
         self.requests.lock().unwrap().recv().unwrap()
     }
 
-    /// A pool of one reward that asks this server.
+    /// A pool with one reward that uses this server.
     fn pool(&self, keys: &[&str]) -> RewardPool {
         let own = ["reward_funcs=judge".to_owned(), format!("rewards.judge.url={}", self.url)];
         pool(&own.into_iter().chain(keys.iter().map(|key| format!("rewards.judge.{key}"))).collect::<Vec<_>>())
@@ -79,7 +79,7 @@ impl Drop for Server {
     }
 }
 
-/// Answers the requests of a connection one after the other.
+/// Answers the requests of a connection in order.
 fn serve(mut stream: TcpStream, seen: &Seen, answer: &Answer) {
     let mut reader = BufReader::new(stream.try_clone().unwrap());
     while let Some(request) = read_request(&mut reader) {
@@ -93,7 +93,7 @@ fn serve(mut stream: TcpStream, seen: &Seen, answer: &Answer) {
     }
 }
 
-/// The next request: its path, its authorization and its body.
+/// Reads the next request: its path, authorization header and body.
 fn read_request(reader: &mut BufReader<TcpStream>) -> Option<Value> {
     let (mut first, mut length, mut authorization) = (String::new(), 0, None);
     reader.read_line(&mut first).ok().filter(|length| *length > 0)?;
@@ -155,7 +155,7 @@ fn a_judge_gets_the_rubric_and_its_last_score_counts() {
     assert_eq!(request["body"]["messages"], json!([{"role": "user", "content": asked}]));
 }
 
-/// 30, 31: each failure masks its own sample and is counted by its kind; what passes is tried again.
+/// Rows 30 and 31: each failure masks only its own sample and is counted by kind; temporary failures are retried.
 #[test]
 fn a_failing_reward_service_masks_only_its_sample() {
     let num_busy = AtomicUsize::new(0);
@@ -200,7 +200,7 @@ fn a_failing_reward_service_masks_only_its_sample() {
     assert_eq!(kinds, expected);
 }
 
-/// 10,000 completions, at most as many at once as are allowed, each asked about once.
+/// Scores 10,000 completions with at most the allowed number of concurrent requests, each once.
 #[test]
 fn ten_thousand_completions_are_scored_within_the_bound() {
     let server = Server::start(|completion, stream| reply(stream, "200 OK", &format!("{{\"score\": {completion}}}")));
@@ -223,7 +223,7 @@ fn ten_thousand_completions_are_scored_within_the_bound() {
     assert!((2..=8).contains(&server.most_open.load(Ordering::Relaxed)));
 }
 
-/// 31: an outage is an outage however many requests are open when it begins, and ends the pool when it lasts.
+/// Row 31: an outage counts once regardless of the number of open requests, and ends the pool only if it lasts.
 #[test]
 fn only_a_lasting_outage_of_a_reward_service_ends_the_run() {
     let is_down = Arc::new(AtomicBool::new(true));
@@ -249,7 +249,7 @@ fn only_a_lasting_outage_of_a_reward_service_ends_the_run() {
     assert!(error.to_string().contains("'judge'") && error.to_string().contains("status 500"), "{error}");
 }
 
-/// 31: a run whose service stays away saves what it has reached and ends with 14.
+/// Row 31: if the service does not come back, the run saves a checkpoint and ends with exit code 14.
 #[test]
 fn a_run_is_saved_when_its_reward_service_disappears() {
     let folder = tempfile::tempdir().unwrap();

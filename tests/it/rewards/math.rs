@@ -1,4 +1,4 @@
-//! Answers compared by math-verify, as the pool and the program do.
+//! Answers compared by math-verify, in a reward pool and in the program.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use super::processes::{Scores, group, pool, scores};
 use crate::program::{SMALL_RUN, run};
 
-/// A folder with math-verify 0.9.0 and what it imports, fetched once by pip with their hashes.
+/// A folder with math-verify 0.9.0 and its dependencies, downloaded once by pip with checked hashes.
 fn package() -> &'static Path {
     static FOLDER: OnceLock<PathBuf> = OnceLock::new();
     FOLDER.get_or_init(|| {
@@ -38,7 +38,7 @@ fn package() -> &'static Path {
     })
 }
 
-/// An interpreter that finds these packages and no others.
+/// A Python interpreter that finds only these packages.
 fn python(folder: &Path, packages: &Path) -> String {
     let path = folder.join("python");
     fs::write(&path, format!("#!/bin/sh\nPYTHONPATH={} exec python3 -S \"$@\"\n", packages.display())).unwrap();
@@ -54,12 +54,12 @@ fn with_package(folder: &Path, reward: &str, keys: &[&str]) -> RewardPool {
     pool(&keys)
 }
 
-/// What scripts/golden_rewards.py wrote.
+/// The results recorded by scripts/golden_rewards.py.
 fn golden() -> Value {
     serde_json::from_str(include_str!("../../golden/rewards.json")).unwrap()
 }
 
-/// Scores of single completions, each with a reference answer of its own.
+/// Scores of single completions, each with its own reference answer.
 fn score_all(pool: &mut RewardPool, rows: &[(String, String)]) -> Vec<Option<f32>> {
     let groups: Vec<_> = rows.iter().map(|(gold, text)| group(json!({"answer": gold}), &[text])).collect();
     let mut groups = groups;
@@ -67,7 +67,7 @@ fn score_all(pool: &mut RewardPool, rows: &[(String, String)]) -> Vec<Option<f32
     groups.iter().map(|group| group.completions[0].reward).collect()
 }
 
-/// The table of math-verify's own tests: every verdict is that of the package.
+/// Every result equals math-verify's on the cases of its own tests.
 #[test]
 fn math_reward_equals_math_verify_on_its_own_tests() {
     let folder = tempfile::tempdir().unwrap();
@@ -82,7 +82,7 @@ fn math_reward_equals_math_verify_on_its_own_tests() {
     assert!(table.len() > 250 && pool.take_failures().is_empty());
 }
 
-/// The rewards of open-r1 and TRL that rest on an answer, but for the reference answers that docs/built-in-rewards.md lists as different.
+/// Compares with rewards of open-r1 and TRL that depend on an answer, except for reference answers listed as different in docs/built-in-rewards.md.
 #[test]
 fn math_reward_equals_open_r1_and_trl() {
     let folder = tempfile::tempdir().unwrap();
@@ -106,7 +106,7 @@ fn math_reward_equals_open_r1_and_trl() {
     }
 }
 
-/// 29: neither a hang nor an answer that cannot be read scores 0, and the samples beside them are scored.
+/// Row 29: an answer that hangs math-verify or cannot be parsed is not scored 0 but masked, and the other samples are scored.
 #[test]
 fn hanging_and_unparsable_math_answers_mask_their_samples() {
     let folder = tempfile::tempdir().unwrap();
@@ -124,7 +124,7 @@ fn hanging_and_unparsable_math_answers_mask_their_samples() {
     );
 }
 
-/// Where math-verify is missing the run ends before a model is loaded, with the line that installs it.
+/// Without math-verify the run ends before a model is loaded; the error contains the install command.
 #[test]
 fn a_missing_math_verify_is_reported_with_the_install_command() {
     let folder = tempfile::tempdir().unwrap();
@@ -141,7 +141,7 @@ fn a_missing_math_verify_is_reported_with_the_install_command() {
     assert!(!out.exists());
 }
 
-/// Answers that hold nothing to compare with are counted when rows are loaded, by a run and by `eval`.
+/// Reference answers that cannot be compared are counted when rows are loaded, by a run and by `eval`.
 #[test]
 fn unparsable_reference_answers_are_counted_at_load() {
     let folder = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! Functions and commands through the pool. Numbers are rows of docs/faults.md.
+//! Reward functions and commands in a pool. Numbers in comments are rows of docs/faults.md.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 
 use crate::program::{processes_of, wait_until};
 
-/// Rewards of each completion: the weighted one and all.
+/// For each completion, the weighted reward and the single rewards.
 pub(super) type Scores = Vec<(Option<f32>, Vec<Option<f32>>)>;
 
 pub(super) fn group(columns: Value, completions: &[&str]) -> RolloutGroup {
@@ -98,7 +98,7 @@ fn reward_functions_of_trl_and_verl_work_unchanged() {
     assert_eq!(both.take_failures(), [FailureCount::new("some", FailureKind::NonFinite, 1)]);
 }
 
-/// Does what the completion says.
+/// A reward function that fails in the way that the completion names.
 const FAULTY: &str = r#"
 import os, signal, subprocess, time
 
@@ -128,7 +128,7 @@ def faulty(prompts, completions, **columns):
     return [{"nan": float("nan"), "inf": float("-inf")}.get(what, 1.0)]
 "#;
 
-/// 29, 30: each failure masks its own sample and is counted by its kind; what a hung reward started is gone.
+/// Rows 29 and 30: each failure masks only its own sample and is counted by kind; processes started by a hanging reward are killed.
 #[test]
 fn a_failing_reward_function_masks_its_sample_and_is_restarted() {
     let folder = tempfile::tempdir().unwrap();
@@ -160,7 +160,7 @@ fn a_failing_reward_function_masks_its_sample_and_is_restarted() {
     wait_until(|| processes_of(Path::new(&file)).is_empty());
 }
 
-/// Answers by hand, as the completion says; without ids if it has an argument.
+/// A reward command that replies as the completion says. With an argument, its replies have no ids.
 const COMMAND: &str = r#"
 import json, os, struct, sys, time
 requests, replies = sys.stdin.buffer, sys.stdout.buffer
@@ -203,7 +203,7 @@ while len(head := requests.read(4)) == 4:
     replies.flush()
 "#;
 
-/// A pool of the reward `own`, served by [`COMMAND`] with these arguments.
+/// A pool with the reward `own`, computed by [`COMMAND`] with these arguments.
 fn command_pool(folder: &Path, arguments: &str) -> RewardPool {
     let file = write(folder, "command.py", COMMAND);
     pool(&[
@@ -217,7 +217,7 @@ fn rewards(pool: &mut RewardPool, completions: &[&str]) -> Vec<Option<f32>> {
     scores(pool, group(json!({"prompt": "p"}), completions)).iter().map(|score| score.0).collect()
 }
 
-/// 30: what is no reply is never taken for one, however much it is.
+/// Row 30: malformed output of any length is never taken for a reply.
 #[test]
 fn invalid_output_of_a_reward_command_is_a_failure() {
     let folder = tempfile::tempdir().unwrap();
@@ -231,7 +231,7 @@ fn invalid_output_of_a_reward_command_is_a_failure() {
     assert_eq!(pool.take_failures(), [own(FailureKind::Timeout, 1), own(FailureKind::Output, 5)]);
 }
 
-/// 42: an answer too many costs the sample that it is about, and no other, whenever it comes.
+/// Row 42: a surplus reply masks only the sample to which it refers, whenever it arrives.
 #[test]
 fn an_extra_reply_of_a_reward_command_masks_only_its_sample() {
     let folder = tempfile::tempdir().unwrap();
@@ -252,7 +252,7 @@ fn an_extra_reply_of_a_reward_command_masks_only_its_sample() {
     assert_eq!(rewards(&mut pool, &["before", "good"]), [None, Some(1.0)]);
 }
 
-/// A command that knows nothing of ids is served: one process for each request.
+/// A command whose replies have no ids works: one process is started per request.
 #[test]
 fn a_reward_command_without_ids_is_restarted_for_every_request() {
     let folder = tempfile::tempdir().unwrap();
@@ -265,7 +265,7 @@ fn a_reward_command_without_ids_is_restarted_for_every_request() {
     assert_eq!(pool.take_failures(), [own(FailureKind::Error), own(FailureKind::Timeout), own(FailureKind::Output)]);
 }
 
-/// Each waits for all others, or does what the completion says.
+/// A reward function that waits until all concurrent calls have begun, or fails in the way that the completion names.
 const TOGETHER: &str = r#"
 import asyncio, os, time
 
@@ -304,7 +304,7 @@ fn together(folder: &Path, keys: &[&str]) -> RewardPool {
     pool(&[&own[..], &keys.iter().map(|key| (*key).to_owned()).collect::<Vec<_>>()].concat())
 }
 
-/// Requests to an asynchronous function run together, as many as `concurrency` says.
+/// Requests to an asynchronous function run concurrently, up to the limit `concurrency`.
 #[test]
 fn asynchronous_rewards_run_concurrently() {
     let folder = tempfile::tempdir().unwrap();
@@ -316,7 +316,7 @@ fn asynchronous_rewards_run_concurrently() {
     assert_eq!(all(&mut few).iter().filter(|reward| reward.is_none()).count(), 7, "seven wait for the eighth in vain");
 }
 
-/// 29: what hangs, blocks or dies among requests that run together costs its own sample.
+/// Row 29: among concurrent requests, one that hangs, blocks or crashes fails only its own sample.
 #[test]
 fn a_failed_asynchronous_reward_affects_no_other() {
     let folder = tempfile::tempdir().unwrap();
@@ -337,7 +337,7 @@ fn a_failed_asynchronous_reward_affects_no_other() {
     }
 }
 
-/// What lies in the current folder is not what the worker imports; the function's own folder is still the first that it searches.
+/// The worker does not import modules from the current folder. The folder of the function's file is still searched first.
 #[test]
 fn reward_workers_import_nothing_from_the_current_folder() {
     let folder = tempfile::tempdir().unwrap();
@@ -376,7 +376,7 @@ fn reward_workers_import_nothing_from_the_current_folder() {
     }
 }
 
-/// 31: an error is no score: workers that die between errors die in a row.
+/// Row 31: an error is not a score, so workers that crash between errors still count as consecutive failures.
 #[test]
 fn error_replies_do_not_reset_the_count_of_worker_failures() {
     let folder = tempfile::tempdir().unwrap();
@@ -390,7 +390,7 @@ fn error_replies_do_not_reset_the_count_of_worker_failures() {
     assert_eq!(error.exit_code(), ExitCode::RewardService, "{error}");
 }
 
-/// 31: a service that never answers ends the wait, after pauses that grow.
+/// Row 31: a service that never answers ends the wait, after pauses of increasing length.
 #[test]
 fn a_reward_worker_that_keeps_dying_ends_the_wait() {
     let keys = ["reward_funcs=[\"own\"]", "rewards.own.command=[\"false\"]", "reward.max_worker_failures=4"];

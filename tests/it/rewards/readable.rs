@@ -1,4 +1,4 @@
-//! What model-written code can read: a list of paths, which shows nothing of the run.
+//! The files that model-written code can read: only paths of a list, which contain nothing of the run.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,7 +10,7 @@ use colo_grpo::internal::sandbox::Readable;
 use super::sandbox::{PATIENT_S, Sandbox};
 use crate::program::{SMALL_RUN, run};
 
-/// A project whose folder is a virtual environment itself, as `python -m venv .` makes one, with what nobody may read beside it.
+/// A project whose folder is itself a virtual environment, as `python -m venv .` creates it, with secret files next to it.
 fn project(folder: &Path) -> PathBuf {
     let project = folder.canonicalize().unwrap().join("project");
     let made = Command::new("python3").args(["-m", "venv", "--without-pip"]).arg(&project).status().unwrap();
@@ -26,11 +26,11 @@ fn project(folder: &Path) -> PathBuf {
     project
 }
 
-/// Files of the project that a program must not see.
+/// Files of the project that a program must not be able to read.
 const SECRETS: [&str; 6] =
     ["tests.jsonl", "data/train.jsonl", "outputs/checkpoint-1/model", "lib/answers.txt", "bin/secret", "src/keys.py"];
 
-/// The folder of packages of a virtual environment.
+/// The package folder of a virtual environment.
 fn packages(project: &Path) -> PathBuf {
     let mut versions = fs::read_dir(project.join("lib")).unwrap().map(|entry| entry.unwrap().path());
     versions.find(|path| path.is_dir()).unwrap().join("site-packages")
@@ -70,7 +70,7 @@ fn sandboxed_programs_can_read_only_the_interpreters_paths() {
     }
 }
 
-/// What the list says is what a program finds, with every layer and with Landlock alone.
+/// A program can read exactly the listed paths, with all sandbox layers and with Landlock only.
 #[test]
 fn sandboxed_programs_cannot_read_a_project_next_to_the_interpreter() {
     let folder = tempfile::tempdir().unwrap();

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use crate::program::{SMALL_RUN, await_line, command, end, metrics, processes_of, run, stdout_of, wait_until};
 
-/// Counts its calls, of all ranks, beside itself. While it is marked as broken it dies in the second step, after 16 completions
+/// A reward function that counts the calls of all ranks in a file. While a mark file exists, it crashes in the second step, after 16 completions
 /// in the first.
 const COUNTING: &str = r#"
 import os, subprocess
@@ -36,7 +36,7 @@ def boom(completions, **columns):
     raise ValueError("never")
 "#;
 
-/// 31: what was reached is saved, and the run goes on from there when the service is back, as if nothing had happened.
+/// Row 31: the run saves a checkpoint and can be resumed when the service works again, as if it had not been interrupted.
 #[test]
 fn a_run_with_a_dying_reward_is_saved_and_can_be_resumed() {
     let folder = tempfile::tempdir().unwrap();
@@ -97,7 +97,7 @@ fn a_reward_function_with_unknown_columns_is_refused_early() {
     assert_eq!(ended.code, Some(0), "{}", ended.stderr);
 }
 
-/// 30: failures reach the metrics by reward and kind.
+/// Row 30: the metrics contain failures by reward and kind.
 #[test]
 fn reward_failures_appear_in_the_metrics() {
     let folder = tempfile::tempdir().unwrap();
@@ -133,7 +133,7 @@ fn reward_failures_appear_in_the_metrics() {
     }
 }
 
-/// A reward that fails for every sample is told each step, for all ranks together, with its reason once, and ends the run.
+/// A reward that fails for every sample is reported in each step, once for all ranks with its reason, and ends the run.
 #[test]
 fn a_run_ends_when_no_reward_gives_a_score() {
     let folder = tempfile::tempdir().unwrap();
@@ -160,7 +160,7 @@ fn a_run_ends_when_no_reward_gives_a_score() {
     assert_eq!(metrics(&folder.path().join("run")).len(), 4, "an evaluation and three steps");
 }
 
-/// A rank that fails while rewards are awaited takes its workers with it, however it fails.
+/// However a rank fails while rewards are awaited, its worker processes end, too.
 #[test]
 fn reward_workers_die_with_their_rank() {
     let folder = tempfile::tempdir().unwrap();
@@ -180,7 +180,8 @@ fn reward_workers_die_with_their_rank() {
     }
 }
 
-/// What rewards start ends with the run, wherever it went: with one that ends by itself, and when its processes are killed.
+/// Processes started by rewards end with the run, even if they left its process group: when the run ends by itself, and when its processes are
+/// killed.
 #[test]
 fn processes_started_by_rewards_end_with_the_run() {
     let folder = tempfile::tempdir().unwrap();
@@ -207,7 +208,7 @@ fn processes_started_by_rewards_end_with_the_run() {
     wait_until(is_alone); // the launcher was killed
 }
 
-/// The configuration that shows rewards of one's own.
+/// The example configuration with custom rewards runs.
 #[test]
 fn the_reward_example_runs() {
     let folder = tempfile::tempdir().unwrap();
@@ -223,7 +224,7 @@ fn the_reward_example_runs() {
     }
 }
 
-/// What cannot be started is refused before anything is loaded.
+/// A reward that cannot be started is an error before a model is loaded.
 #[test]
 fn a_reward_that_cannot_be_started_is_refused_with_its_key() {
     let folder = tempfile::tempdir().unwrap();
@@ -248,7 +249,7 @@ fn a_reward_that_cannot_be_started_is_refused_with_its_key() {
     }
 }
 
-/// A program that does nothing would be right.
+/// Tests that a program which does nothing would pass are an error.
 #[test]
 fn rows_whose_code_tests_expect_no_output_are_refused() {
     let folder = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! Model-written code: the worker of the reward `code`, asked as a pool asks it, and programs that try to get out.
+//! Model-written code: the worker of the reward `code`, called as by a pool, and programs that try to escape.
 #![allow(unsafe_code)]
 
 use std::io::{Read, Write};
@@ -22,11 +22,11 @@ pub const NAMESPACES: [SandboxLayer; 4] = [
     SandboxLayer::PidNamespace,
 ];
 
-/// Time limits for programs that end and for those that do not, in seconds.
+/// Time limits in seconds: for programs that end, and for those that do not.
 pub const PATIENT_S: f64 = 20.0;
 const HASTY_S: f64 = 0.5;
 
-/// A worker with its pipes.
+/// A sandbox worker with its pipes.
 pub struct Sandbox(Child);
 
 impl Sandbox {
@@ -64,12 +64,12 @@ impl Sandbox {
         Self(worker.spawn().unwrap())
     }
 
-    /// Where this machine allows every layer; else its refusal is checked, and said.
+    /// A worker with every sandbox layer. If this machine does not permit all, checks the error instead and returns `None`.
     fn complete(timeout_s: f64) -> Option<Self> {
         Self::complete_with(Path::new("python3"), timeout_s)
     }
 
-    /// The same with an interpreter of its own.
+    /// A worker with every sandbox layer and the given Python interpreter.
     pub fn complete_with(python: &Path, timeout_s: f64) -> Option<Self> {
         let mut sandbox = Self::of(python, &[], (&[], timeout_s), |_| ());
         let Err(refusal) = sandbox.ask(&[], json!({})) else { return Some(sandbox) };
@@ -81,12 +81,12 @@ impl Sandbox {
         None
     }
 
-    /// With Landlock and the filter of system calls alone, as in a container that allows no namespaces.
+    /// A worker with only Landlock and seccomp, as in a container without namespaces.
     fn in_container(timeout_s: f64) -> Option<Self> {
         Self::new(&NAMESPACES, timeout_s, refuse_namespaces).without_namespaces()
     }
 
-    /// The same for a user without privileges, whom the program shares with its worker.
+    /// A worker like [`Sandbox::in_container`] of an unprivileged user; programs run as the same user.
     fn of_a_user(timeout_s: f64) -> Option<Self> {
         if !Command::new("unshare").args(["-U", "true"]).status().is_ok_and(|status| status.success()) {
             println!("no user namespace here to be another user in");
@@ -123,7 +123,7 @@ impl Sandbox {
         }
     }
 
-    /// The share of tests, pairs of input and output, that the program passes.
+    /// The share of tests (pairs of input and output) that the program passes.
     pub fn score(&mut self, program: &str, tests: &[(&str, &str)]) -> f64 {
         let tests: Vec<Value> = tests.iter().map(|(input, output)| json!({"input": input, "output": output})).collect();
         let completion = format!("Here it is:\n```python\n{program}\n```\n");
@@ -138,7 +138,7 @@ impl Drop for Sandbox {
     }
 }
 
-/// Maps this process's user to one that is not root, which so loses every privilege with exec but still owns its files.
+/// Maps this process's user to a non-root user. It thus loses all privileges at exec but still owns its files.
 fn become_a_user(command: &mut Command) {
     // SAFETY: plain system calls without arguments.
     let (uid, gid) = unsafe { (libc::geteuid(), libc::getegid()) };
@@ -156,7 +156,7 @@ fn become_a_user(command: &mut Command) {
     unsafe { command.pre_exec(enter) };
 }
 
-/// What a container's own filter does: no new namespaces.
+/// Forbids new namespaces by seccomp, like a container.
 pub fn refuse_namespaces(command: &mut Command) {
     let calls = [(libc::SYS_unshare, Vec::new())].into();
     let target = TargetArch::try_from(std::env::consts::ARCH).unwrap();
@@ -182,7 +182,7 @@ fn programs_are_graded_only_by_their_output() {
     assert_eq!(error, "no column 'tests'");
 }
 
-/// What programs try, in Python: with the file `SECRET` and the ports `TCP` and `UDP` of this machine.
+/// Attempts to escape, in Python. They use the file `SECRET` and the ports `TCP` and `UDP` of this machine.
 const ATTEMPTS: &[(&str, &[&str])] = &[
     (
         "network",
@@ -286,7 +286,7 @@ const ATTEMPTS: &[(&str, &[&str])] = &[
     ("environment", &["assert set(os.environ) <= {'LC_CTYPE'}; raise OSError"]),
 ];
 
-/// What attempts are made with.
+/// Code before each attempt.
 const BEFORE: &str = r#"
 import ctypes, fcntl, os, resource, socket, subprocess, threading, time
 
@@ -312,7 +312,7 @@ def nest(depth):
 out = True
 "#;
 
-/// A program that says `refused` if every one of `lines` failed.
+/// A program that prints `refused` if every one of `lines` fails.
 fn attempt(lines: &[&str], secret: &Path, (tcp, udp): (u16, u16), datagram: &Path) -> String {
     let tried = lines
         .iter()
@@ -367,7 +367,7 @@ for fd in range(64):
     );
 }
 
-/// The next program's file is not written through a link that one left, and what it made unreadable is removed.
+/// A link left by one program is not followed when the next program's file is written, and unreadable files that it left are removed.
 fn leaves_things_behind(mut sandbox: Sandbox, may_write: bool) {
     let folder = tempfile::tempdir().unwrap();
     let outside = folder.path().join("outside");
@@ -384,7 +384,7 @@ fn leaves_things_behind(mut sandbox: Sandbox, may_write: bool) {
     assert_eq!(std::fs::read_to_string(&outside).unwrap(), "as it was");
 }
 
-/// A program's time and output have an end, whatever it does; the worker lives on.
+/// A program's time and output are limited in any case, and the worker keeps running.
 fn never_ends(mut sandbox: Sandbox) {
     for (what, program) in [
         ("output", "while True: print('x' * 1000)"),
@@ -420,8 +420,8 @@ fn a_sandboxed_program_leaves_nothing_for_the_next() {
     }
 }
 
-/// A folder is readable that is listed after one below it; between programs there is no temporary folder that a killed worker
-/// would leave.
+/// A folder may be listed after its own subfolder. Between programs there is no temporary folder that a killed worker
+/// could leave behind.
 #[test]
 fn readable_paths_of_the_sandbox_may_have_any_order() {
     let (folder, scratch) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
@@ -440,7 +440,7 @@ fn readable_paths_of_the_sandbox_may_have_any_order() {
     assert_eq!(std::fs::read_dir(scratch.path()).unwrap().count(), 0);
 }
 
-/// 32: fails closed, and says which layers there are not.
+/// Row 32: the sandbox refuses to run without its layers, and names the missing ones.
 #[test]
 fn missing_sandbox_layers_are_named_and_refused() {
     let mut closed = Sandbox::new(&NAMESPACES[..1], PATIENT_S, refuse_namespaces);
@@ -451,7 +451,7 @@ fn missing_sandbox_layers_are_named_and_refused() {
     assert!(!refusal.contains("user_namespace"), "{refusal}");
 }
 
-/// Limits of this machine that are lower than the sandbox's own are kept; those below what a key promises are named.
+/// Resource limits of this machine below the sandbox's own are kept. Limits below the configured ones are reported.
 #[test]
 fn lower_limits_of_the_machine_are_used_or_reported() {
     let limited = |resource: libc::__rlimit_resource_t, most: u64| {

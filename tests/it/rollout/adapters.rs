@@ -1,4 +1,4 @@
-//! Requests of different adapters in one batch: each gets what its adapter alone would sample.
+//! Requests with different adapters in one batch: each gets what its adapter alone would sample.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::setup::{alone, options, prompts, sampled, words};
 
-/// Of different ranks, beside different projections.
+/// Adapters number `number`. They differ in LoRA rank and in the adapted projections.
 fn lora(number: usize) -> LoraSpec {
     let some = vec![TargetModule::QProj, TargetModule::VProj, TargetModule::UpProj];
     match number {
@@ -74,7 +74,7 @@ fn requests_of_one_batch_use_their_own_adapters() {
     compare(World::single(), "micro", options());
 }
 
-/// Samples the same prompts, with the same random keys, with the base model and with each adapter; blocks are few, so that some
+/// Samples the same prompts with equal random keys, with the base model and with each adapter. There are so few KV blocks that some
 /// sequences are preempted.
 pub fn compare(world: World, preset: &str, options: EngineOptions) {
     let spec = ModelSpec { vocab_size: 96, eos_token_ids: Vec::new(), ..ModelSpec::preset(preset).unwrap() };

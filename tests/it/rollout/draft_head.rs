@@ -1,4 +1,4 @@
-//! Drafts of the model's own head: they change no token, and the engine's head is the one that trains.
+//! Draft tokens from the model's own draft head: they change no token, and the engine's head computes the same as the trained one.
 
 use colo_grpo::internal::config::Speculation;
 use colo_grpo::internal::model::{BlockContext, ModelSpec, PackedMixer, ParamName, block_forward, draft_input};
@@ -39,7 +39,7 @@ fn draft_head_proposals_change_no_token() {
     }
 }
 
-/// What is left of a group at the end of a session is drafted for in the next one, too.
+/// Unfinished groups of a session also get draft tokens in the next session.
 #[test]
 fn a_draft_head_continues_kept_sequences() {
     let model = Model::random(with_head("qwen3_5"), 5).spreading();
@@ -61,7 +61,8 @@ fn two_ranks_use_a_draft_head_like_one() {
     });
 }
 
-/// Logits of a whole text by the operations of training: the model's of the token behind each, and the head's, which begin one token later.
+/// Logits of a whole text, computed by the operations of training: the model's for the token after each position, and the draft head's, which begin
+/// one token later.
 fn logits_of(model: &Model, token_ids: &[u32]) -> [Tensor; 2] {
     let (spec, head) = (model.spec.draft_spec().unwrap(), model.draft_head.as_ref().unwrap());
     let ids: Vec<i64> = token_ids.iter().map(|&id| i64::from(id)).collect();
@@ -78,21 +79,21 @@ fn logits_of(model: &Model, token_ids: &[u32]) -> [Tensor; 2] {
     [hidden, x].map(|x| x.matmul(&model.output_table().tr()))
 }
 
-/// Greedy drafts of the tokens behind the second one on.
+/// The draft head's greedy tokens for the positions from the third token on.
 fn expected_drafts(model: &Model, token_ids: &[u32]) -> Vec<u32> {
     let [_, of_head] = logits_of(model, token_ids);
     Vec::<i64>::try_from(of_head.argmax(1, false)).unwrap().into_iter().map(|id| id as u32).collect()
 }
 
-/// How often drafts of one token are right, in the mean over those of a rollout at temperature 1.
+/// Mean acceptance rate of single draft tokens in a rollout at temperature 1.
 #[derive(Debug)]
 pub struct DraftAgreement {
     pub num_drafts: usize,
-    /// Drawn with the noise of their positions.
+    /// Share of accepted tokens if draft and sample use the same noise.
     pub coupled: f64,
-    /// 1 - TV of the model's probabilities and the head's: what rejection sampling would accept.
+    /// 1 - TV of the probabilities of model and draft head: the rate of rejection sampling.
     pub by_rejection: f64,
-    /// (1 - TV) / (1 + TV), which coupled draws agree with at least.
+    /// (1 - TV) / (1 + TV), the lower bound of `coupled`.
     pub least: f64,
 }
 
@@ -142,7 +143,8 @@ fn coupled_draft_sampling_accepts_at_the_theoretical_rate() {
     assert!(agreement.least > 0.2 && agreement.by_rejection < 0.95, "{agreement:?}");
 }
 
-/// One draft a step is drawn exactly where the head, as it trains, gives the token: hidden states, positions and keys are those of training.
+/// With one draft token per step, it is accepted exactly where the trained head predicts the token: hidden states, positions and keys equal those of
+/// training.
 #[test]
 fn an_engine_drafts_the_tokens_of_the_trained_head() {
     let spec = ModelSpec { vocab_size: 5, ..with_head("qwen3_5") };

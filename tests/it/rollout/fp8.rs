@@ -1,5 +1,5 @@
-//! Products in FP8, as a CPU simulates them: how far the sampler then is from the trainer, on plain weights and on weights with channels
-//! that are far larger than the others, as trained models have them.
+//! FP8 GEMMs as simulated on a CPU: distance between sampler and trainer, for plain weights and for weights with outlier
+//! channels, as trained models have them.
 
 use colo_grpo::internal::config::{KvCacheDtype, MixedPrecision, RolloutQuantization, StateDtype};
 use colo_grpo::internal::model::{Matrix, ModelSpec, ParamName};
@@ -12,15 +12,15 @@ use tch::{Kind, Tensor};
 use super::setup::{Model, alone, options, prompts, sampled};
 use crate::ranks;
 
-/// Tokens of a completion over which rounded states may drift.
+/// Length of completions over which rounding errors of states might accumulate.
 const LONG: usize = 1000;
 
 fn fp8() -> EngineOptions {
     EngineOptions { quantization: RolloutQuantization::Fp8, ..options() }
 }
 
-/// Larger than micro, so that a row's scale is one of many elements. As in trained models every block adds little to what it is given:
-/// else each magnifies what the one before has rounded away.
+/// A model larger than micro, so that a row's scale covers many elements. As in trained models, every block adds little to its input;
+/// otherwise each block would magnify the rounding errors of the previous one.
 fn model() -> Model {
     let spec = ModelSpec::preset("micro").unwrap().with_widths(128, 320).with_num_layers(4);
     let model = Model::random(spec, 3);
@@ -32,8 +32,8 @@ fn model() -> Model {
     model
 }
 
-/// Channels 100 times as large as the others, as trained models have them: of what products read, through the norms' weights, and of the
-/// MLP's activation. The weights that multiply them are as much smaller, so that the network computes the same.
+/// Makes some channels 100 times as large as the others, as in trained models: inputs of GEMMs, by the norms' weights, and the
+/// MLP's activation. The weights for these channels are divided by the same factor, so that the network computes the same.
 fn plant_outliers(model: &Model) {
     let scale = |tensor: Tensor, factor: f64| drop(tensor.shallow_clone().g_mul_scalar_(factor));
     for block in &model.blocks {
@@ -48,7 +48,7 @@ fn plant_outliers(model: &Model) {
     }
 }
 
-/// Distances of sampled log-probabilities from the training forward's, in rising order.
+/// Absolute differences between sampled log-probabilities and the training forward pass, sorted in ascending order.
 fn distances(model: &Model, tp: std::sync::Arc<dyn Collective>, options: EngineOptions) -> Vec<f32> {
     let params = SamplingParams { num_generations: 4, max_completion_length: 32, ..sampled() };
     let (groups, _) = model.generate_on(tp, options, &prompts(6), &params);
@@ -68,7 +68,7 @@ fn mean(distances: &[f32]) -> f32 {
     distances.iter().sum::<f32>() / distances.len() as f32
 }
 
-/// The largest but one in a hundred.
+/// The 99th percentile of sorted distances.
 fn tail(distances: &[f32]) -> f32 {
     distances[distances.len() * 99 / 100]
 }
@@ -95,7 +95,7 @@ fn fp8_rollouts_stay_close_to_the_trainer_with_outliers() {
     }
 }
 
-/// Slices have scales of their own, and the log-probabilities come as near.
+/// With tensor-parallel slices, which have their own scales, log-probabilities are as close.
 fn ranks_are_as_near(world: &World) {
     let (model, tp) = (model(), world.group());
     let own = distances(&model, tp, fp8());
@@ -109,8 +109,8 @@ fn fp8_rollouts_on_two_ranks_stay_close_to_the_trainer() {
     });
 }
 
-/// Keys and values in FP8: near the trainer, also where prompts come in chunks, or are computed again after preemption, and read what they
-/// left in the cache.
+/// FP8 keys and values are close to the trainer, also if prompts are chunked or recomputed after preemption and thus read
+/// rounded values from the cache.
 #[test]
 fn an_fp8_kv_cache_stays_close_to_the_trainer() {
     let model = model();
@@ -133,7 +133,7 @@ fn an_fp8_kv_cache_stays_close_to_the_trainer() {
     }
 }
 
-/// Keys and values as whole numbers: nearer to the trainer than in FP8, also where prompts come in chunks and are computed again.
+/// int8 keys and values are closer to the trainer than FP8, also if prompts are chunked or recomputed.
 #[test]
 fn an_int8_kv_cache_is_closer_to_the_trainer_than_fp8() {
     let model = model();
@@ -151,7 +151,7 @@ fn an_int8_kv_cache_is_closer_to_the_trainer_than_fp8() {
     }
 }
 
-/// A model with gated delta nets has the keys and values of its attention layers in FP8; its states stay as they are.
+/// A model with gated delta nets keeps keys and values of its attention layers in FP8; its states are not rounded.
 #[test]
 fn an_fp8_kv_cache_works_for_hybrid_models() {
     let model = Model::golden("qwen3_5");
@@ -170,8 +170,8 @@ fn an_fp8_kv_cache_works_for_hybrid_models() {
     }
 }
 
-/// States that are rounded after every step leave the sampler near the trainer, and what is rounded is not magnified by the tokens that
-/// follow: the later half of the completions is about as far from it as the earlier one.
+/// States rounded to bfloat16 after every step keep the sampler close to the trainer, and errors do not grow with the number of
+/// tokens: both halves of the completions are about as close.
 #[test]
 fn bfloat16_states_stay_close_to_the_trainer_over_many_tokens() {
     let model = Model::golden("qwen3_5");
@@ -202,8 +202,9 @@ fn bfloat16_states_stay_close_to_the_trainer_over_many_tokens() {
     assert!(rounded[1] < 1.5 * rounded[0], "{rounded:?}");
 }
 
-/// A trainer that rounds multiplies by the same rows of experts and of gated delta nets. What is left are sums in another order, and the few
-/// codes and choices of experts that these change.
+/// A trainer that rounds to FP8 multiplies the same rounded rows in experts and gated delta nets. Remaining differences come from the order of sums,
+/// and
+/// from a few codes and expert choices that this changes.
 #[test]
 fn fp8_experts_and_delta_nets_match_training() {
     for name in ["qwen3_moe", "qwen2_moe", "qwen3_5", "qwen3_5_moe"] {

@@ -1,4 +1,4 @@
-//! Rollouts that go on from the keys and values of earlier ones.
+//! Rollouts that continue from the KV cache of earlier ones.
 #![allow(unsafe_code)]
 
 use std::cell::RefCell;
@@ -15,7 +15,7 @@ use tch::{Kind, Tensor};
 use super::setup::{Model, alone, options, prompts, sampled, token_ids};
 use crate::ranks;
 
-/// Tokens that were prefilled, prefilled a second time, and kept.
+/// Numbers of tokens that were prefilled, recomputed and kept.
 #[derive(Debug, Default, PartialEq)]
 struct Counts {
     prefilled: usize,
@@ -23,10 +23,10 @@ struct Counts {
     kept: usize,
 }
 
-/// Complete groups in prompt order, each with the tokens that its completions had at the end of every wake before.
+/// Complete groups in prompt order, each with the lengths of its completions at the end of every earlier wake.
 type Parts = Vec<(RolloutGroup, Vec<Vec<usize>>)>;
 
-/// Wakes an engine until all groups are complete, two more of all ranks' each time, with the weights of `models` in turn.
+/// Wakes an engine until all groups are complete. Each wake completes two more groups of all ranks, with the weights of `models` in turn.
 fn generate_in_parts(
     models: &[&Model],
     engine: &mut Engine,
@@ -74,7 +74,7 @@ fn kept_sequences_continue_bit_for_bit_without_recomputation() {
     goes_on_bit_for_bit(&Model::micro().spreading());
 }
 
-/// Sequences keep the pages of their states beside their blocks.
+/// Kept sequences keep the pages of their states as well as their KV blocks.
 #[test]
 fn kept_hybrid_sequences_continue_bit_for_bit_without_recomputation() {
     goes_on_bit_for_bit(&Model::golden("qwen3_5").spreading());
@@ -139,13 +139,13 @@ fn too_few_kv_blocks_cost_only_time() {
     assert!(counts.kept > 0 && counts.recomputed > 0, "{counts:?}");
 }
 
-/// There is memory for more by the second wake, where blocks would lie elsewhere.
+/// At the second wake there is memory for a larger cache, in which blocks would be at other addresses.
 #[test]
 fn a_shrunk_kv_cache_keeps_its_size_while_it_holds_sequences() {
     ranks::run(1, "rollout::kept::a_shrunk_kv_cache_keeps_its_size_while_it_holds_sequences", |_| shrinks_once());
 }
 
-/// Limits this process to `bytes` beyond the writable memory that it has; to nothing without.
+/// Limits this process to `bytes` more writable memory than it has; `None` removes the limit.
 fn limit_memory(bytes: Option<usize>) {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("VmData:")).unwrap();
@@ -185,7 +185,7 @@ fn shrinks_once() {
     assert_eq!(token_ids(&got), token_ids(&expected));
 }
 
-/// Other prompts have the blocks that they need, from what is kept if there are no others.
+/// Other prompts get the blocks that they need; if no others are free, kept blocks are used.
 #[test]
 fn an_evaluation_takes_precedence_over_kept_sequences() {
     let (model, prompts, params) = (Model::micro().spreading(), prompts(10), sampled());
@@ -211,7 +211,7 @@ fn an_evaluation_takes_precedence_over_kept_sequences() {
     }
 }
 
-/// There is a page of states for each of 16 sequences: an evaluation of as many needs those of sequences that are kept.
+/// There are 16 state pages. An evaluation of 16 sequences needs those of kept sequences.
 #[test]
 fn an_evaluation_may_take_the_state_pages_of_kept_sequences() {
     let (model, prompts, params) = (Model::golden("qwen3_5").spreading(), prompts(10), sampled());
@@ -235,7 +235,7 @@ fn an_evaluation_may_take_the_state_pages_of_kept_sequences() {
     }
 }
 
-/// Attention over the keys and values of all tokens so far, whatever weights computed them.
+/// Attention over the keys and values of all tokens so far, which may have been computed with different weights.
 #[derive(Default)]
 struct Growing {
     layers: RefCell<HashMap<usize, (Tensor, Tensor)>>, // keys and values, [tokens so far, Hkv, hd] each
@@ -266,8 +266,8 @@ impl SequenceMixer for Growing {
     }
 }
 
-/// Weights change from wake to wake; every recorded log-probability is that of the weights at its time over keys and values of
-/// those of before.
+/// Weights change between wakes. Every recorded log-probability is that of the weights at its time, with keys and values of
+/// earlier weights.
 #[test]
 fn logprobs_of_kept_sequences_use_new_weights_over_the_old_cache() {
     let models = [1, 2, 3].map(|seed| Model::random(ModelSpec::preset("micro").unwrap(), seed).spreading());

@@ -1,4 +1,4 @@
-//! Rollouts that end before all groups are complete, and go on at a later wake.
+//! Rollouts that end before all groups are complete, and continue at a later wake.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use colo_grpo::internal::types::{Prompt, RolloutGroup, SamplingParams};
 use super::setup::{Model, alone, options, prompts, sampled, token_ids};
 use crate::ranks;
 
-/// Wakes an engine until all groups are complete, two more of all ranks' each time, each wake at its own step.
+/// Wakes an engine until all groups are complete. Each wake completes two more groups of all ranks and has its own step number.
 fn generate_in_parts(
     model: &Model,
     tp: &Arc<dyn Collective>,
@@ -37,7 +37,7 @@ fn generate_in_parts(
     complete
 }
 
-/// The parts of each rank make up what one rank samples at one go.
+/// The parts on each rank together equal what one rank samples in a single rollout.
 fn goes_on_as_if_uninterrupted(tp: &Arc<dyn Collective>) {
     let (model, prompts) = (Model::micro().spreading(), prompts(8));
     let own = prompts.len() * tp.rank() / tp.size()..prompts.len() * (tp.rank() + 1) / tp.size();
@@ -69,7 +69,7 @@ fn two_ranks_continue_unfinished_groups_like_one() {
     ranks::run(2, test, |world: World| goes_on_as_if_uninterrupted(&world.group()));
 }
 
-/// Batches of several steps on one engine that pauses as soon as the first of them is complete: tokens are those of each batch by itself,
+/// Batches of several steps on one engine, which pauses as soon as the first batch is complete. Tokens equal those of each batch sampled alone,
 /// and have the version of the wake that sampled them.
 #[test]
 fn several_paused_batches_continue() {

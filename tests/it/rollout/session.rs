@@ -1,4 +1,4 @@
-//! An engine that is stepped.
+//! Engine sessions that a caller advances step by step.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -22,7 +22,7 @@ pub fn request(prompt: &Prompt, params: &SamplingParams) -> Request {
     }
 }
 
-/// Events of completions, put together as a client would.
+/// Completions assembled from events, as by a client.
 #[derive(Debug, Default, PartialEq)]
 struct Heard {
     token_ids: Vec<Vec<u32>>,
@@ -65,7 +65,7 @@ fn hear(heard: &mut BTreeMap<RequestId, Heard>, event: Event) {
     }
 }
 
-/// One more request at each step, each with parameters of its own: the events say what a batch of that request alone samples.
+/// A request with its own parameters is added at each step. The events equal what a batch with only this request samples.
 #[test]
 fn requests_added_while_others_run_get_equal_tokens() {
     for model in [Model::micro(), Model::golden("qwen3_5")] {
@@ -164,7 +164,7 @@ fn an_invalid_request_leaves_the_session_unchanged() {
     session.close().unwrap();
 }
 
-/// Whatever is removed, and when: the others get what they would alone, all blocks are free at the end, and numbers go on.
+/// Whichever request is removed, and whenever: the other requests are not affected, all blocks are free at the end, and request numbers continue.
 #[test]
 fn removing_a_request_frees_its_blocks_and_affects_no_other() {
     for model in [Model::micro(), Model::golden("qwen3_5")] {
@@ -208,7 +208,7 @@ fn are_removed(model: &Model) {
     }
 }
 
-/// A server's session never ends: what is removed is taken off its lists, under requests that are still under way.
+/// A server's session never ends: removed requests are deleted from its lists while other requests are running.
 #[test]
 fn a_session_survives_many_removed_requests() {
     let (model, short) = (Model::micro(), SamplingParams { max_completion_length: 2, ..sampled() });
@@ -248,7 +248,7 @@ fn a_session_survives_many_removed_requests() {
     session.close().unwrap();
 }
 
-/// Greedily, so that it is what the same tokens as a prompt are continued with.
+/// The second turn is greedy, so that it must equal the completion of a prompt with the same tokens.
 #[test]
 fn a_second_turn_is_sampled_after_the_appended_context() {
     let model = Model::micro();

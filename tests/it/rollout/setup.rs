@@ -1,4 +1,4 @@
-//! A model in memory, what is asked of its engine, and the training forward over the same weights.
+//! A model in memory, options for its engine, and the training forward pass with the same weights.
 
 use std::cell::RefCell;
 use std::marker::PhantomData;
@@ -33,12 +33,12 @@ pub struct Model {
     pub blocks: Vec<BlockParams>,
     pub head: HeadParams,
     pub draft_head: Option<BlockParams>,
-    /// Lengths at which completions end at the latest, where they are drawn.
+    /// Distribution of the lengths at which completions end at the latest, if lengths are drawn.
     pub spread: Option<LengthSpread>,
 }
 
 impl Model {
-    /// Random weights of a shape, large enough that contexts matter.
+    /// A model with random weights, large enough that the context affects the logits.
     pub fn random(spec: ModelSpec, seed: u64) -> Self {
         Self::new(spec, |table, unit| {
             let layout = table.unit(unit);
@@ -60,14 +60,14 @@ impl Model {
         Self::new(spec, |table, unit| files.read_unit(table.unit(unit), Kind::Float).unwrap())
     }
 
-    /// With its head that drafts, if it has one.
+    /// Loads a model from a folder, with its draft head if it has one.
     pub fn of_folder(folder: &Path) -> Self {
         let spec = ModelSpec::from_folder(folder).unwrap().with_draft_head();
         let files = WeightFiles::open(folder, Arc::new(spec.clone())).unwrap();
         Self::new(spec, |table, unit| files.read_unit(table.unit(unit), Kind::Float).unwrap())
     }
 
-    /// With whole experts on every rank.
+    /// A model whose engine ranks hold whole experts.
     pub fn expert_parallel(name: &str) -> Self {
         let files = WeightFiles::open(golden(name), Self::golden(name).spec).unwrap();
         let spec = ModelSpec::from_folder(golden(name)).unwrap().with_expert_parallel(true).unwrap();
@@ -95,7 +95,7 @@ impl Model {
         }
     }
 
-    /// Lets completions end at drawn lengths.
+    /// Makes completions end at randomly drawn lengths.
     pub fn spreading(self) -> Self {
         Self { spread: Some(LengthSpread { shortest: 2, longest: 20, long_tailed: true }), ..self }
     }
@@ -119,7 +119,7 @@ impl Model {
         }
     }
 
-    /// The part of one rank of an engine in stages.
+    /// The weights of one rank of an engine with pipeline stages.
     pub fn weights_of(&self, ranks: &EngineRanks) -> EngineWeights<'_> {
         let (stage, whole) = (ranks.stage(), self.weights(ranks.tp.as_ref()));
         let rows = |table: Tensor, is_here: bool| if is_here { table } else { table.narrow(0, 0, 0) };
@@ -147,7 +147,7 @@ impl Model {
         self.limited(Engine::new(self.spec.clone(), self.tokenizer.clone(), options, tp).unwrap())
     }
 
-    /// One rollout of a fresh engine.
+    /// Generates with a new engine.
     pub fn generate_on(
         &self,
         tp: Arc<dyn Collective>,
@@ -170,14 +170,14 @@ impl Model {
         self.generate_on(alone(), options, prompts, params)
     }
 
-    /// Log-probabilities of the tokens behind `prompt_len`, by the training forward.
+    /// Log-probabilities of the tokens after `prompt_len`, from the training forward pass.
     pub fn logprobs(&self, token_ids: &[u32], prompt_len: usize, temperature: f64) -> Vec<f32> {
         let attention = PackedMixer::new(&self.spec, &[0, token_ids.len() as i64 - 1], Device::Cpu);
         let fed = 0..token_ids.len() - 1;
         self.next_logprobs(token_ids, fed, temperature, &attention).split_off(prompt_len - 1)
     }
 
-    /// The experts of all tokens but the last, by the training forward.
+    /// Experts of all tokens except the last, from the training forward pass.
     pub fn routed_experts(&self, token_ids: &[u32]) -> RoutedExperts {
         let (fed, chosen) = (token_ids.len() - 1, Chosen::default());
         let attention = PackedMixer::new(&self.spec, &[0, fed as i64], Device::Cpu);
@@ -191,7 +191,7 @@ impl Model {
         routed
     }
 
-    /// Log-probability of the token behind each of those at `fed`, whose queries see what `attention` lets them see.
+    /// Log-probability of the token after each of those at `fed`; `attention` determines which tokens their queries see.
     pub fn next_logprobs(
         &self,
         token_ids: &[u32],
@@ -202,7 +202,7 @@ impl Model {
         self.next_logprobs_by(token_ids, fed, temperature, attention, None)
     }
 
-    /// The residual stream behind the last block for all tokens.
+    /// The residual stream after the last block for all tokens.
     pub fn hidden(&self, token_ids: &[u32], attention: &dyn SequenceMixer) -> Tensor {
         self.hidden_by(token_ids, 0..token_ids.len(), attention, None)
     }
@@ -255,7 +255,7 @@ impl Model {
     }
 }
 
-/// Takes down what routers choose.
+/// Records the experts that routers choose.
 #[derive(Debug, Default)]
 struct Chosen(RefCell<Vec<Tensor>>);
 

@@ -1,4 +1,4 @@
-//! Steps with drafts: tokens, log-probabilities and experts are those of steps without.
+//! Speculative decoding: tokens, log-probabilities and recorded experts equal those without draft tokens.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -15,21 +15,21 @@ use tch::Kind;
 use super::setup::{Model, alone, greedy, options, prompts, sampled, token_ids};
 use crate::ranks;
 
-/// What drafts are made of, beside what occurred before.
+/// Draft tokens that a test injects.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum DraftKind {
     Right,
     Wrong,
-    /// Of four drafts three are right, whatever stands before them.
+    /// Three of four draft tokens are right, regardless of the tokens before them.
     Mixed,
-    /// The end of the text that occurred before decides: no injection.
+    /// N-gram drafts from earlier text, without injection.
     Ngram,
 }
 
 impl DraftKind {
     pub const ALL: [Self; 4] = [Self::Right, Self::Wrong, Self::Mixed, Self::Ngram];
 
-    /// Makes drafts of completions that are known.
+    /// Creates draft tokens from known completions; `None` for n-gram drafts.
     pub fn of(self, known: &[RolloutGroup], vocab_size: usize) -> Option<DraftInjection> {
         let mut completions = HashMap::new();
         for group in known {
@@ -56,7 +56,7 @@ pub fn drafting(options: EngineOptions) -> EngineOptions {
     EngineOptions { speculation: SpeculationOptions { method: Speculation::Ngram, num_tokens: 7 }, ..options }
 }
 
-/// One rollout of a fresh engine with such drafts.
+/// Generates with a new engine and injected draft tokens.
 fn generate_with(
     (model, tp): (&Model, Arc<dyn Collective>),
     options: &EngineOptions,
@@ -71,7 +71,7 @@ fn generate_with(
     (groups, *rollout.stats())
 }
 
-/// How far log-probabilities of one token are apart where its row is one of other rows in other steps.
+/// Largest difference between log-probabilities of a token in steps with different numbers of rows.
 fn tolerance(options: &EngineOptions) -> f32 {
     match options.state_dtype {
         _ if options.exact => 0.0,
@@ -80,7 +80,7 @@ fn tolerance(options: &EngineOptions) -> f32 {
     }
 }
 
-/// Tokens, ends and experts are equal; so are the log-probabilities, up to a tolerance.
+/// Asserts that tokens, finish reasons and experts are equal, and log-probabilities up to a tolerance.
 pub fn assert_equal(got: &[RolloutGroup], expected: &[RolloutGroup], tolerance: f32, context: &str) {
     assert_eq!(token_ids(got), token_ids(expected), "{context}");
     let completions =
@@ -142,7 +142,7 @@ fn draft_tokens_change_no_sampled_token() {
     }
 }
 
-/// Experts are recorded for the tokens that count, and for no others.
+/// Experts are recorded only for accepted tokens.
 #[test]
 fn draft_tokens_change_no_recorded_expert() {
     for name in ["qwen3_moe", "qwen2_moe_mixed"] {
@@ -156,7 +156,7 @@ fn draft_tokens_change_no_recorded_expert() {
     }
 }
 
-/// What is left of a group at the end of a session is sampled on in the next one, from kept keys and values or from none.
+/// Unfinished groups are continued in the next session, with or without kept keys and values.
 #[test]
 fn draft_tokens_change_nothing_of_unfinished_groups() {
     let exact = EngineOptions { exact: true, ..options() };
@@ -165,7 +165,7 @@ fn draft_tokens_change_nothing_of_unfinished_groups() {
     }
 }
 
-/// Groups of six prompts, of which each rollout ends with the first two; the others go on in the next one. In the prompts' order.
+/// Completes groups of six prompts, two per rollout; unfinished groups continue in the next one. Returns the groups in the prompts' order.
 pub fn in_parts(model: &Model, engine: &mut Engine) -> Vec<RolloutGroup> {
     let mut open: Vec<_> = prompts(6).into_iter().map(RolloutGroup::new).collect();
     let mut complete = Vec::new();
@@ -190,7 +190,7 @@ fn changes_nothing_of_what_is_carried_over(model: &Model, options: &EngineOption
     }
 }
 
-/// A structured completion has no drafts itself; others of its steps do.
+/// A completion with structured output gets no draft tokens itself; others in the same steps do.
 #[test]
 fn draft_tokens_work_with_structured_output() {
     let spec = colo_grpo::internal::model::ModelSpec { vocab_size: 300, ..Model::micro().spec.as_ref().clone() };
@@ -222,11 +222,11 @@ fn draft_tokens_work_with_structured_output() {
     assert!(stats.num_accepted_tokens > 0, "{stats:?}");
 }
 
-/// Greedy completions of random weights repeat themselves soon.
+/// Parameters for greedy completions, which soon repeat themselves with random weights.
 static DULL: std::sync::LazyLock<SamplingParams> =
     std::sync::LazyLock::new(|| SamplingParams { max_completion_length: 60, ..greedy() });
 
-/// Completions that repeat themselves, and those of an earlier rollout, are drafted from.
+/// Draft tokens are taken from repeated text in a completion and from completions of an earlier rollout.
 #[test]
 fn drafts_from_repeated_text_save_steps() {
     let model = Model::micro();
@@ -243,7 +243,7 @@ fn drafts_from_repeated_text_save_steps() {
     assert!(steps[0] < without.num_steps && 3 * steps[1] < without.num_steps, "{steps:?} {}", without.num_steps);
 }
 
-/// With `auto` ranks draft by the first one's times; whatever those are, tokens are the same.
+/// With `auto`, all ranks use draft tokens according to the first rank's times. Tokens are the same in any case.
 fn equals_one_rank(world: &World, model: &Model) {
     let all = prompts(8);
     let own = world.rank() * 4..(world.rank() + 1) * 4;

@@ -1,4 +1,4 @@
-//! Engines whose layers are in stages, against engines of one rank.
+//! Engines with pipeline stages, compared with engines on one rank.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use super::session::request;
 use super::setup::{Model, greedy, options, prompts, sampled, token_ids};
 use crate::ranks;
 
-/// Models with so many layers that each of up to four stages has some.
+/// Models with enough layers for up to four stages.
 fn models() -> Vec<Model> {
     let micro = ModelSpec::preset("micro").unwrap().with_num_layers(5);
     let untied = ModelSpec { tie_word_embeddings: false, ..micro.clone() };
@@ -49,7 +49,7 @@ fn generate(
     (groups, *rollout.stats())
 }
 
-/// Each rank brings a part of the prompts and gets what one rank alone would have sampled for them, whichever layers it has.
+/// Each rank passes a part of the prompts and gets what a single rank would sample for them, for any split of layers.
 fn equals_one_rank(world: &World, shape: EngineShape, uneven: &[usize]) {
     let [of_five, of_six] = [5, 6].map(|num_layers: usize| -> Vec<usize> {
         let first = num_layers - uneven[1..].iter().sum::<usize>();
@@ -78,7 +78,7 @@ fn equals_one_rank(world: &World, shape: EngineShape, uneven: &[usize]) {
     }
 }
 
-/// The bytes of a block on the stage that needs most. A stage's cache holds as many, of its own layers alone.
+/// Size in bytes of a KV block on the stage with the largest blocks. Every stage's cache has as many blocks, for its own layers only.
 fn check_cache(model: &Model, ranks: &EngineRanks) -> usize {
     let block_bytes =
         |stage: &Stage| kv_block_bytes(&model.spec.of_layers(&stage.layers), ranks.tp.size(), 8, Kind::Float);
@@ -140,7 +140,7 @@ fn two_pipeline_stages_of_two_ranks_equal_one_rank() {
     });
 }
 
-/// Keys and values in FP8, products in FP8, texts that follow a structure, and groups that a rollout leaves unfinished, whose blocks are kept on every stage.
+/// FP8 keys and values, FP8 GEMMs, structured output, and unfinished groups, whose blocks are kept on every stage.
 #[test]
 fn pipeline_stages_support_fp8_structures_and_kept_sequences() {
     ranks::run(2, "rollout::stages::pipeline_stages_support_fp8_structures_and_kept_sequences", |world| {
@@ -189,7 +189,7 @@ fn pipeline_stages_support_fp8_structures_and_kept_sequences() {
     });
 }
 
-/// Requests that come between steps, one of which is removed, with the most probable ids of every token.
+/// Requests that are added between steps, one of which is removed, with the most probable token ids at each position.
 #[test]
 fn a_session_with_pipeline_stages_reports_like_one_rank() {
     ranks::run(2, "rollout::stages::a_session_with_pipeline_stages_reports_like_one_rank", |world| {
@@ -206,7 +206,7 @@ fn a_session_with_pipeline_stages_reports_like_one_rank() {
 
 type Tokens = BTreeMap<(String, usize), Vec<(u32, Vec<u32>)>>;
 
-/// The tokens of each request's completions, with the ids that were most probable.
+/// The tokens of each request's completions, with the most probable ids.
 fn tokens(mut session: Session<'_>) -> Tokens {
     let params = SamplingParams { num_generations: 3, top_logprobs: 2, ..sampled() };
     let request = |prompt: &Prompt| request(prompt, &params);

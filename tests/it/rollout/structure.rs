@@ -1,4 +1,4 @@
-//! Completions that are held to a structure: whatever the weights, the text follows it.
+//! Structured output: the text follows its structure with any weights.
 
 use std::sync::Arc;
 
@@ -16,7 +16,7 @@ use crate::ranks;
 const VOCAB: usize = 300;
 const EOS: u32 = 299;
 
-/// The bytes of ASCII, some words that JSON is made of, and an end-of-sequence token.
+/// A tokenizer with the ASCII bytes, some words of JSON, and an end-of-sequence token.
 pub fn tokenizer() -> Tokenizer {
     let mut vocab: Map<String, Value> = (0..128).map(|byte| (format!("<0x{byte:02X}>"), byte.into())).collect();
     let words = ["{\"", "\":", "\",\"", "true", "false", "null", "},", "]}", "12", "ab", "abc", "\"}", ", "];
@@ -51,7 +51,7 @@ fn long() -> EngineOptions {
     EngineOptions { max_model_length: 1024, kv_cache_bytes: 32 << 20, ..options() }
 }
 
-/// Numbers without an order, the same at every run.
+/// A pseudo-random number generator that gives the same numbers in every run.
 struct Dice(u64);
 
 impl Dice {
@@ -61,7 +61,7 @@ impl Dice {
     }
 }
 
-/// A schema whose values are short, so that every completion comes to its end.
+/// A random schema with short values, so that every completion ends.
 fn schema(dice: &mut Dice, depth: usize) -> Value {
     match dice.roll(if depth == 0 { 5 } else { 7 }) {
         0 => json!({"type": "integer", "minimum": -20, "maximum": 300}),
@@ -81,7 +81,7 @@ fn schema(dice: &mut Dice, depth: usize) -> Value {
     }
 }
 
-/// Whether a value is one of a schema as [`schema`] makes them.
+/// Whether a value follows a schema created by [`schema`].
 fn follows(value: &Value, schema: &Value) -> bool {
     let kind = schema["type"].as_str();
     if let Some(values) = schema["enum"].as_array() {
@@ -152,7 +152,7 @@ fn regexes_choices_and_grammars_constrain_the_output() {
     texts(&groups).for_each(|text| assert!(expression.is_match(text), "{text}"));
 }
 
-/// Each rank masks its own part of the vocabulary by a state of its own.
+/// Each rank masks its part of the vocabulary with its own grammar state.
 fn structured_as_one_rank(world: &World) {
     let mesh = world.mesh(world.size(), world.size()).unwrap();
     let model = model(2);

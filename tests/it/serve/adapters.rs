@@ -1,4 +1,4 @@
-//! Several adapters beside their base, by name.
+//! Serving several adapters and their base model under their own names.
 
 use std::io::Write;
 use std::path::Path;
@@ -15,7 +15,7 @@ use tempfile::TempDir;
 use super::{QUESTION, Server, asked, generated};
 use crate::program::{MODEL, command, end, run};
 
-/// Adapters of the demo's model that change what it says.
+/// Writes adapters for the demo's model that change its answers.
 fn write(folder: &Path, r: usize, factor: f64) {
     let base = Path::new(env!("CARGO_MANIFEST_DIR")).join(MODEL);
     let spec = Arc::new(ModelSpec::from_folder(&base).unwrap());
@@ -34,7 +34,7 @@ fn write(folder: &Path, r: usize, factor: f64) {
     .unwrap();
 }
 
-/// Two folders of adapters, and the option that names them `one` and `two`.
+/// Two folders with adapters, and the options that name them `one` and `two`.
 fn two_adapters() -> ([TempDir; 2], String) {
     let folders = [(4, 1.3), (2, 2.9)].map(|(r, factor)| {
         let folder = tempfile::tempdir().unwrap();
@@ -46,7 +46,7 @@ fn two_adapters() -> ([TempDir; 2], String) {
     (folders, named)
 }
 
-/// Requests of both adapters and of their base, at once, are answered as each model alone answers on the CPU.
+/// Concurrent requests of both adapters and the base get the same answers as each model alone on the CPU.
 fn compare(server: &Server, folders: &[TempDir; 2]) {
     let [one, two] = folders.each_ref().map(|folder| folder.path().display().to_string());
     let expected = [(MODEL, MODEL), ("one", &*one), ("two", &*two)].map(|(name, folder)| {
@@ -136,7 +136,7 @@ fn invalid_adapters_are_reported_at_the_start() {
     }
 }
 
-/// Adapters without any tensor would be served as their base.
+/// Adapters without any tensor would be the same as their base, so they are an error.
 #[test]
 fn adapter_folders_without_tensors_are_refused() {
     let folder = tempfile::tempdir().unwrap();
@@ -147,7 +147,7 @@ fn adapter_folders_without_tensors_are_refused() {
     run(&format!("generate --model {} --prompt what", folder.path().display())).assert_error("empty", 3, &[expected]);
 }
 
-/// What PEFT adapts and this program does not is named.
+/// The error names a projection that PEFT adapts and this program does not support.
 #[test]
 fn an_adapter_of_an_unsupported_projection_is_named() {
     let folder = tempfile::tempdir().unwrap();

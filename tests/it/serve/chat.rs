@@ -1,4 +1,4 @@
-//! `chat`, as people at a terminal and pipes see it.
+//! `chat`, used at a terminal and through pipes.
 
 use std::io::Write;
 use std::process::Stdio;
@@ -8,7 +8,7 @@ use serde_json::json;
 use super::{QUESTION, generated};
 use crate::program::{Ended, MODEL, command, end, stdout_of};
 
-/// The conversation of these lines.
+/// Runs a conversation with these input lines.
 fn talked(more: &str, lines: &[u8]) -> Ended {
     let mut chat = command(&format!("chat --model {MODEL} --temperature 0 --max_completion_length 20 {more}"));
     let mut chat = chat.stdin(Stdio::piped()).spawn().unwrap();
@@ -31,7 +31,7 @@ fn a_terminal_conversation_continues_until_reset() {
     assert_eq!(said, "", "no input is the end of the conversation");
 }
 
-/// A line that is no text in UTF-8 is answered, and the conversation goes on; so does one after an adapter that is not there.
+/// A line that is not valid UTF-8 gets a message, and the conversation continues; so does one after an unknown adapter is named.
 #[test]
 fn stray_bytes_do_not_end_a_conversation() {
     let ended = talked("", &[b"two \xff\xfe\n/adapter style\n", QUESTION.as_bytes(), b"\n"].concat());

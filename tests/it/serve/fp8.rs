@@ -1,4 +1,4 @@
-//! Models that are sampled in FP8.
+//! Models sampled in FP8.
 
 use super::{Server, asked, generated, parts};
 use crate::program::{MODEL, command, end, random_model_of, stdout_of};
@@ -6,7 +6,7 @@ use serde_json::json;
 
 const FP8: &str = "--rollout_quantization fp8 --kv_cache_dtype fp8";
 
-/// Server and `generate` round alike, at once and in turn, and to other probabilities than those of the weights as they are.
+/// Server and `generate` sample the same with FP8, for concurrent and sequential requests, with other probabilities than unquantized weights.
 #[test]
 fn a_server_in_fp8_answers_as_generate_does() {
     let sampled = "--seed 7 -n 3";
@@ -27,8 +27,8 @@ fn a_server_in_fp8_answers_as_generate_does() {
     assert!([of_weights, of_cache, both].iter().all(|sum| *sum != plain) && of_weights != of_cache, "{plain} {both}");
 }
 
-/// An export in FP8 is read as what it holds: an unquantised export of it samples the same, and the model that it was rounded from something
-/// else. Experts are matrices like others.
+/// A checkpoint in FP8 is loaded with its stored values: it samples the same as an unquantized export of it, and differently from the original
+/// model. Matrices of experts are included.
 #[test]
 fn fp8_exports_are_served_as_stored() {
     let made = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! Values of sampling in a model's `generation_config.json`.
+//! Sampling parameters in a model's `generation_config.json`.
 
 use std::fs;
 
@@ -7,7 +7,7 @@ use serde_json::json;
 use super::{QUESTION, Server};
 use crate::program::{copy_of_model, json_lines, run};
 
-/// Of the model's values, `top_k` 1 leaves one token to draw: completions are equal with it and differ without.
+/// With the model's `top_k` of 1 only one token can be sampled: completions are equal with it and differ without.
 #[test]
 fn generation_config_values_are_used_reported_and_optional() {
     let folder = tempfile::tempdir().unwrap();
@@ -60,7 +60,7 @@ fn generation_config_values_are_used_reported_and_optional() {
     );
 }
 
-/// A penalty on tokens that were seen: the most probable completion is another one.
+/// A repetition penalty changes the most probable completion.
 #[test]
 fn generate_supports_a_repetition_penalty() {
     let greedy = |more: &str| {

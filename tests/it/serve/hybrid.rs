@@ -1,12 +1,12 @@
-//! A model of gated delta nets and attention, asked over HTTP.
+//! Serving a model with gated delta nets and attention over HTTP.
 
 use serde_json::json;
 
 use super::{QUESTION, Server, asked, generated, parts, together};
 use crate::program::random_model_of;
 
-/// Conversations that several ranks answer at once, whole and as streams, begin with the same prompt and end with what `generate` says
-/// alone; so do the samples of a text.
+/// Several ranks answer conversations concurrently, complete or streamed, that begin with the same prompt. The answers, and the samples of a text,
+/// equal those of `generate`.
 #[test]
 fn a_hybrid_model_answers_over_http_like_generate() {
     let folder = tempfile::tempdir().unwrap();

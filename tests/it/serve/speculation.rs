@@ -1,4 +1,4 @@
-//! A server with draft tokens answers as one without.
+//! A server with speculative decoding gives the same answers as one without.
 
 use serde_json::{Value, json};
 

@@ -1,4 +1,4 @@
-//! Single faults through the program. Numbers are rows of docs/faults.md.
+//! Single faults in runs of the program. Numbers in comments are rows of docs/faults.md.
 
 use std::fs;
 use std::path::Path;
@@ -12,7 +12,7 @@ fn out(folder: &Path) -> String {
     format!("output_dir={}", folder.join("run").display())
 }
 
-/// The program with the words of `line`, in a shell that ran `before`.
+/// Runs the program with the words of `line`, in a shell that executed `before`.
 fn run_after(before: &str, line: &str) -> Ended {
     let mut shell = command("");
     let (program, root) = (shell.get_program().to_owned(), shell.get_current_dir().unwrap().to_owned());
@@ -22,7 +22,7 @@ fn run_after(before: &str, line: &str) -> Ended {
     end(shell.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap())
 }
 
-/// 2: every rank is told of before all are killed, and the one that stands still is named.
+/// Row 2: the state of every rank is reported before all are killed, and the hanging rank is named.
 #[test]
 fn a_hanging_rank_is_found_and_all_ranks_are_reported() {
     let folder = tempfile::tempdir().unwrap();
@@ -39,7 +39,7 @@ fn a_hanging_rank_is_found_and_all_ranks_are_reported() {
     alone.assert_error("hang of one", 15, &["error: rank 0, step 1, forward_backward: no heartbeat for "]);
 }
 
-/// 1: the run goes on from its newest checkpoint as if nothing had happened.
+/// Row 1: the run continues from its newest checkpoint as if it had not been interrupted.
 #[test]
 fn a_crashed_run_restarts_from_its_newest_checkpoint() {
     let folder = tempfile::tempdir().unwrap();
@@ -59,7 +59,7 @@ fn a_crashed_run_restarts_from_its_newest_checkpoint() {
     wrong.assert_error("not worth a restart", 11, &["rank 0, step 0, wake: out of memory: injected in wake"]);
 }
 
-/// 5, 6: the message names who holds memory and the key that takes less.
+/// Rows 5 and 6: the message lists the memory's users and names a configuration key that reduces memory.
 #[test]
 fn out_of_memory_names_the_owner_and_the_key_to_lower() {
     let folder = tempfile::tempdir().unwrap();
@@ -69,7 +69,7 @@ fn out_of_memory_names_the_owner_and_the_key_to_lower() {
     }
 }
 
-/// 6: a tensor that libtorch cannot allocate. The process's addresses are limited to what a small run takes and a large
+/// Row 6: libtorch cannot allocate a tensor. The process's address space is limited so that a small run fits and a large
 /// batch does not.
 #[test]
 fn a_failed_allocation_in_training_is_reported_as_out_of_memory() {
@@ -85,7 +85,7 @@ fn a_failed_allocation_in_training_is_reported_as_out_of_memory() {
     }
 }
 
-/// 8: what could be written is removed, what was there stays, the code is storage's.
+/// Row 8: the incomplete checkpoint is removed, earlier ones are kept, and the exit code is the one for storage errors.
 #[test]
 fn a_failed_checkpoint_save_keeps_the_old_checkpoints() {
     let folder = tempfile::tempdir().unwrap();
@@ -108,7 +108,7 @@ fn a_failed_checkpoint_save_keeps_the_old_checkpoints() {
     assert_eq!(goes_on.code, Some(0), "{}", goes_on.stderr);
 }
 
-/// 8, 9: the trained model's folder is whole or the one before it.
+/// Rows 8 and 9: the model's folder contains either the complete new model or the complete previous one.
 #[test]
 fn a_failed_model_save_keeps_the_previous_model() {
     let folder = tempfile::tempdir().unwrap();
@@ -129,7 +129,7 @@ fn a_failed_model_save_keeps_the_previous_model() {
     assert_eq!(left, [".lock"]);
 }
 
-/// 1, 2: commands that only sample are watched as training is.
+/// Rows 1 and 2: commands that only sample are monitored like training.
 #[test]
 fn a_rank_failing_while_sampling_ends_all_ranks() {
     for (fault, code, told) in [
@@ -144,7 +144,7 @@ fn a_rank_failing_while_sampling_ends_all_ranks() {
     }
 }
 
-/// 27: one rank's gradient that is not a number skips the update on all; too many in a row end the run.
+/// Row 27: a NaN in one rank's gradient skips the update on all ranks; too many skips in a row end the run.
 #[test]
 fn non_finite_updates_are_skipped_and_five_in_a_row_end_the_run() {
     let folder = tempfile::tempdir().unwrap();
@@ -177,7 +177,7 @@ fn non_finite_updates_are_skipped_and_five_in_a_row_end_the_run() {
     );
 }
 
-/// 7, 38: ranks share memory that has no name: neither does /dev/shm limit it nor is anything left there.
+/// Rows 7 and 38: ranks use anonymous shared memory, so that /dev/shm neither limits it nor keeps any of it.
 #[test]
 fn ranks_need_no_space_in_dev_shm() {
     let has_namespaces = Command::new("unshare").args(["-rm", "true"]).status().is_ok_and(|status| status.success());
@@ -196,7 +196,7 @@ fn ranks_need_no_space_in_dev_shm() {
     assert_eq!(ended.code, Some(0), "{}", ended.stderr);
 }
 
-/// 7: shared memory that cannot be had, here by the limit of `ulimit -f`.
+/// Row 7: shared memory cannot be allocated, here because of `ulimit -f`.
 #[test]
 fn missing_shared_memory_is_reported_before_the_launch() {
     let folder = tempfile::tempdir().unwrap();
@@ -212,7 +212,7 @@ fn missing_shared_memory_is_reported_before_the_launch() {
     );
 }
 
-/// 33: metrics.jsonl is the truth; a destination beside it may fail.
+/// Row 33: metrics.jsonl is the primary log; another destination may fail.
 #[test]
 fn a_logger_that_fails_does_not_end_the_run() {
     let folder = tempfile::tempdir().unwrap();
@@ -225,7 +225,7 @@ fn a_logger_that_fails_does_not_end_the_run() {
     assert_eq!(metrics(&run_dir).len(), 1);
 }
 
-/// Numbers that no machine holds are refused by arithmetic that does not wrap around.
+/// Sizes that overflow 64-bit arithmetic are rejected.
 #[test]
 fn overflowing_numbers_are_refused() {
     let keys = [

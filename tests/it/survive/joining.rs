@@ -1,4 +1,4 @@
-//! Ranks that another launcher started, while they wait for one another, and strangers who come by the same way.
+//! Ranks started by another launcher while they wait for each other, and unrelated processes that connect or interfere.
 
 use std::fs::File;
 use std::io::Write;
@@ -11,7 +11,7 @@ use colo_grpo::internal::torch::Store;
 
 use crate::program::{SMALL_RUN, command, end, signal, wait_until};
 
-/// A rank of two, as torchrun starts it.
+/// Starts one of two ranks, as torchrun does.
 fn rank(rank: usize, port: u16, more: &str) -> Command {
     let folder = std::env::temp_dir().join("colo-grpo-test-that-never-starts");
     let mut command = command(&format!("{SMALL_RUN} output_dir={} {more}", folder.display()));
@@ -27,7 +27,7 @@ fn listen() -> (TcpListener, u16) {
     (listener, port)
 }
 
-/// 4: there is nothing to save yet, and nothing to wait for.
+/// Row 4: at this point there is nothing to save, so the rank ends at once.
 #[test]
 fn a_rank_waiting_for_others_reacts_to_a_signal() {
     let (listener, port) = listen();
@@ -47,7 +47,7 @@ fn a_rank_waiting_for_others_reacts_to_a_signal() {
     assert_eq!(ended.code, Some(75), "{}", ended.stderr);
 }
 
-/// A rank 0 that dies before the others have met it is told in a line.
+/// If rank 0 ends before the other ranks have connected to it, they print a one-line error.
 #[test]
 fn a_dead_rank_0_is_reported_in_one_line() {
     let (listener, port) = listen();
@@ -57,7 +57,7 @@ fn a_dead_rank_0_is_reported_in_one_line() {
     assert_eq!(ended.stderr.trim().lines().count(), 1, "{}", ended.stderr);
 }
 
-/// 41: under this crate's launcher ranks meet in memory that they inherit.
+/// Row 41: with this crate's launcher, ranks meet in inherited memory.
 #[test]
 fn an_unrelated_client_on_the_port_changes_nothing() {
     let (listener, port) = listen();
@@ -74,7 +74,7 @@ fn an_unrelated_client_on_the_port_changes_nothing() {
     stranger.join().unwrap();
 }
 
-/// 41: elsewhere the store is open to everyone, and what it says is not believed.
+/// Row 41: with other launchers, any process can write to the store, so its contents are checked.
 #[test]
 fn shared_memory_named_by_another_user_is_refused() {
     let store = Store::host("127.0.0.1", 0, None, Duration::from_secs(600)).unwrap();

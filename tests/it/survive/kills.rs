@@ -1,4 +1,4 @@
-//! A run that saves every step and is killed as a whole, again and again, at moments of no choosing.
+//! A run that saves every step is killed completely, again and again, at random moments.
 
 use std::path::Path;
 use std::time::Duration;
@@ -14,7 +14,7 @@ fn line(output_dir: &Path) -> String {
     format!("--nproc 2 {SMALL_RUN} {steps} output_dir={}", output_dir.display())
 }
 
-/// Kills the launcher `num_kills` times: its workers go with it. What is left is whole, and never older than what was there.
+/// Kills the launcher `num_kills` times, which also ends its workers. The latest checkpoint must be complete and never older than before.
 fn kill_again_and_again(num_kills: u64) {
     let folder = tempfile::tempdir().unwrap();
     let output_dir = folder.path().join("run");

@@ -1,5 +1,5 @@
-//! Every phase x every way to fail x the first and the last of four ranks: how soon it is noticed, how soon all are gone,
-//! and that the next start goes on to the end that an undisturbed run reaches, bit for bit.
+//! Tests every combination of a phase, a kind of failure, and the first or last of four ranks: how soon the failure is noticed, how soon all
+//! processes have ended, and that the restarted run equals an undisturbed one bit for bit.
 
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
@@ -25,9 +25,9 @@ const PHASES: [&str; 12] = [
     "write",
     "eval",
 ];
-/// Kind and the exit code that it must lead to.
+/// Kinds of failures and their exit codes.
 const KINDS: [(&str, i32); 5] = [("kill", 10), ("stop", 15), ("segv", 10), ("exit", 10), ("oom", 11)];
-/// Seconds without a heartbeat after which a rank of these runs hangs.
+/// Heartbeat timeout of these runs in seconds.
 const LIMIT_S: f64 = 5.0;
 
 struct Cell {
@@ -37,13 +37,13 @@ struct Cell {
     rank: usize,
 }
 
-/// From the fault to the launcher's notice, and from there to the end of the last process.
+/// Time from the fault to its detection by the launcher, and from there to the end of the last process.
 struct Times {
     noticed: Duration,
     gone: Duration,
 }
 
-/// Three steps of four ranks, two engines of two; everything is saved after every step.
+/// A run with three steps on four ranks and two engines of two ranks, which saves a checkpoint after every step.
 fn run_of(output_dir: &Path, more: &str) -> Command {
     let limits: String = ["load", "checkpoint", "write"].map(|name| format!(" heartbeat.{name}_s={LIMIT_S}")).concat();
     let mut run = command(&format!(
@@ -55,7 +55,7 @@ fn run_of(output_dir: &Path, more: &str) -> Command {
     run
 }
 
-/// The folder of an undisturbed run, made once.
+/// The folder of an undisturbed run, which is made once.
 fn straight() -> &'static Path {
     static FOLDER: OnceLock<tempfile::TempDir> = OnceLock::new();
     let folder = FOLDER.get_or_init(|| {
@@ -72,7 +72,7 @@ fn copy(from: &Path, to: &Path) {
     assert!(copied.success());
 }
 
-/// Resumes after the first step, fails in the second, and is started again.
+/// Resumes after the first step, fails in the second, and is restarted.
 fn survive(cell: &Cell) -> Times {
     let what = format!("rank {}, {}, {}", cell.rank, cell.phase, cell.kind);
     let folder = tempfile::tempdir().unwrap();
@@ -106,7 +106,7 @@ fn survive(cell: &Cell) -> Times {
     Times { noticed: noticed.saturating_duration_since(fired), gone: ended - noticed }
 }
 
-/// The lines of a run's standard error, each with the moment it came.
+/// The lines of a run's standard error, each with its time of arrival.
 fn timed_lines(run: &mut Child) -> Receiver<(Instant, String)> {
     let (sender, receiver) = channel();
     let stderr = run.stderr.take().unwrap();
@@ -117,7 +117,7 @@ fn timed_lines(run: &mut Child) -> Receiver<(Instant, String)> {
     receiver
 }
 
-/// How soon is held to limits on a machine that does nothing else.
+/// Checks all cases. Times are compared with limits only if `is_alone`, on an otherwise idle machine.
 fn check(cells: &[Cell], is_alone: bool) {
     let told = |cell: &Cell| {
         let times = survive(cell);

@@ -1,13 +1,13 @@
-//! Runs whose memory ends in a phase. The fault `fill` takes what is left when the phase begins: what fails is then whatever
-//! allocation comes next. gpu_survival does the same on GPUs, the engine's phases too. Numbers are rows of docs/faults.md.
+//! Runs that run out of memory in a phase. The fault `fill` allocates the remaining memory at the start of the phase, so that the next
+//! allocation fails. gpu_survival does the same on GPUs, also for the engine's phases. Numbers in comments are rows of docs/faults.md.
 
 use crate::program::{SMALL_RUN, run};
 
-/// A batch whose activations are far larger than what is left.
+/// A batch whose activations need far more memory than is left.
 const LARGE: &str = "per_device_train_batch_size=1536 num_generations=16 max_tokens_per_micro_batch=1000000 \
     kv_cache_bytes=33554432 beta=0.1";
 
-/// 6: wherever in a forward or backward memory ends, it is told as such, with the key, and the run is not started again.
+/// Row 6: wherever memory runs out in forward or backward, the error says so and names a key, and the run is not restarted.
 #[test]
 fn out_of_memory_in_training_names_the_key_without_restart() {
     for (phase, left_mib) in [("score", 48), ("forward_backward", 48), ("forward_backward", 160)] {

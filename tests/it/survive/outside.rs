@@ -1,4 +1,4 @@
-//! What happens outside of a run: its terminal goes, its files are deleted, its program is replaced. Numbers are rows of
+//! Events outside of a run: its terminal is closed, its files are deleted, its program file is replaced. Numbers in comments are rows of
 //! docs/faults.md.
 
 use std::ffi::OsStr;
@@ -17,7 +17,7 @@ fn full() -> Stdio {
     File::options().write(true).open("/dev/full").unwrap().into()
 }
 
-/// 36: a message that nobody reads is no reason to end.
+/// Row 36: a run does not end because its messages cannot be written.
 #[test]
 fn a_run_continues_when_its_messages_cannot_be_written() {
     let folder = tempfile::tempdir().unwrap();
@@ -38,7 +38,7 @@ fn a_run_continues_when_its_messages_cannot_be_written() {
     }
 }
 
-/// 4, 36: `program 2>&1 | tee log`, where a signal ends `tee` first, or a terminal that is closed.
+/// Rows 4 and 36: `program 2>&1 | tee log`, where a signal ends `tee` first, or the terminal is closed.
 #[test]
 fn a_run_stopped_after_its_reader_exited_still_saves() {
     let folder = tempfile::tempdir().unwrap();
@@ -59,7 +59,7 @@ fn a_run_stopped_after_its_reader_exited_still_saves() {
     }
 }
 
-/// 36: results that are written nowhere else are lost; those that are saved are not.
+/// Row 36: it is an error if results are only written to standard output and this fails, but not if they are also saved.
 #[test]
 fn a_full_standard_output_is_an_error_if_results_are_lost() {
     let folder = tempfile::tempdir().unwrap();
@@ -74,7 +74,7 @@ fn a_full_standard_output_is_an_error_if_results_are_lost() {
     assert!(trained.stderr.contains("warning: standard output: No space left"), "{}", trained.stderr);
 }
 
-/// Text that others wrote does not control the terminal.
+/// Text from other sources cannot send control codes to the terminal.
 #[test]
 fn escape_codes_reach_the_terminal_as_text() {
     let mut refused = command("plan");
@@ -93,7 +93,7 @@ fn arguments_that_are_not_utf8_are_named() {
     ended.assert_error("bytes", 2, &["argument 2 = \"output_dir=\\xFF\"", "UTF-8"]);
 }
 
-/// 1: what is started again is the program that was started, not what has its name by now.
+/// Row 1: a restart runs the original program, not a file that now has its name.
 #[test]
 fn a_restart_uses_the_original_program_file() {
     let folder = tempfile::tempdir().unwrap();
@@ -117,7 +117,7 @@ fn a_restart_uses_the_original_program_file() {
     assert_eq!(metrics(&output_dir).len(), 3);
 }
 
-/// 8: an output folder that is deleted or moved while the run writes to it is made again, and said.
+/// Row 8: if the output folder is deleted or moved during the run, it is created again and a message says so.
 #[test]
 fn a_deleted_output_folder_is_created_again() {
     let folder = tempfile::tempdir().unwrap();
@@ -137,7 +137,7 @@ fn a_deleted_output_folder_is_created_again() {
     }
 }
 
-/// 38: the next start removes what a killed process has left.
+/// Row 38: the next start removes temporary folders of killed processes.
 #[test]
 fn temporary_folders_of_dead_processes_are_removed_at_start() {
     if let Some(done) = std::env::var_os(LEFT_VARIABLE) {
@@ -169,7 +169,7 @@ fn temporary_folders_of_dead_processes_are_removed_at_start() {
     assert_eq!(num_left(), 0);
 }
 
-/// A run cut short at any moment of its start leaves nothing outside of its output folder.
+/// A run interrupted at any moment of its start leaves no files outside of its output folder.
 #[test]
 fn an_interrupted_start_leaves_no_files() {
     let folder = tempfile::tempdir().unwrap();
@@ -187,7 +187,7 @@ fn an_interrupted_start_leaves_no_files() {
     assert_eq!(fs::read_dir(temporary).unwrap().count(), 0);
 }
 
-/// The names of the memory that processes share with one another, one a process.
+/// Names of the shared memory of these processes, one per process.
 fn shared_memory_of(pids: &[String]) -> Vec<String> {
     let maps = |pid: &String| fs::read_to_string(Path::new("/proc").join(pid).join("maps")).unwrap_or_default();
     let is_shared = |name: &&str| name.starts_with("/dev/shm/") || name.contains("colo-grpo-world");

@@ -1,13 +1,13 @@
-//! Files of a room import each other in no circle.
+//! Checks that files of a module do not import each other cyclically.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::sources;
 
-/// A module's place in the crate, by names from the root.
+/// A module's path from the crate's root, as a list of names.
 type ModulePath = Vec<String>;
 
-/// A path as a file writes it: its names, `crate`, `self` and `super` among them.
+/// Splits a path in source code into its names, including `crate`, `self` and `super`.
 fn names(path: &str) -> ModulePath {
     path.split("::")
         .map(|name| name.trim().split(" as ").next().unwrap().to_owned())
@@ -15,7 +15,7 @@ fn names(path: &str) -> ModulePath {
         .collect()
 }
 
-/// The paths of a `use`, its groups written out.
+/// The paths of a `use` declaration, with its groups expanded.
 fn used_paths(tree: &str, before: &str, found: &mut Vec<ModulePath>) {
     let Some((head, rest)) = tree.split_once('{') else { return found.push(names(&format!("{before}{tree}"))) };
     let mut depth = 0;
@@ -26,7 +26,7 @@ fn used_paths(tree: &str, before: &str, found: &mut Vec<ModulePath>) {
     items.for_each(|item| used_paths(item.trim(), &format!("{before}{}", head.trim()), found));
 }
 
-/// The modules of a source tree that are not tests, with the paths that each imports and all that it names.
+/// The modules of a source tree without tests. For each, the paths that it imports and all paths that it names.
 struct ModuleTree {
     modules: BTreeMap<ModulePath, (Vec<ModulePath>, Vec<ModulePath>)>,
 }
@@ -62,7 +62,7 @@ impl ModuleTree {
         Self { modules: sources.iter().map(module).filter(|(path, _)| !is_test(path)).collect() }
     }
 
-    /// The module that defines what `path` names, written in `from`: through what other modules export again.
+    /// The module that defines the item named by `path` in module `from`, after resolving re-exports.
     fn definer(&self, from: &[String], path: &[String], depth: usize) -> Option<ModulePath> {
         let mut module = from.to_vec();
         let mut names = path;
@@ -94,7 +94,7 @@ impl ModuleTree {
         again.or_else(|| self.modules.contains_key(&module).then_some(module))
     }
 
-    /// Modules that import each other, directly or through others. What a module imports of those that it is in counts as their own.
+    /// Sets of modules that import each other, directly or indirectly. A module's imports from its parents count as its own.
     fn circles(&self) -> Vec<BTreeSet<String>> {
         let imports = |(path, (_, all)): (&ModulePath, &(Vec<ModulePath>, Vec<ModulePath>))| {
             let found = all.iter().filter_map(|named| self.definer(path, named, 0));

@@ -1,8 +1,8 @@
-//! What crosses rooms has names: no function that another room can call takes or returns a tuple, but for three that say themselves.
+//! Checks that functions which other modules can call take and return no tuples, except for three self-explanatory ones.
 
 use super::sources;
 
-/// Signatures of the functions that other rooms can call, of a file's own code, tests aside: name, and all up to the body.
+/// Signatures of the functions in a file, without tests, that other modules can call: name, and text up to the body.
 fn signatures(text: &str) -> Vec<(String, String)> {
     let tests = regex::Regex::new(r"(?ms)^#\[cfg\(test\)\]\nmod \w+ \{\n.*?^\}\n").unwrap();
     let comment = regex::Regex::new(r"(?s)/\*.*?\*/|//[^\n]*").unwrap();
@@ -22,7 +22,7 @@ fn signatures(text: &str) -> Vec<(String, String)> {
     function.captures_iter(&code).map(signature).collect()
 }
 
-/// The tuples among a signature's types, each with what is before it.
+/// The tuples among a signature's types, each with the text before it.
 fn tuples(signature: &str) -> Vec<(&str, &str)> {
     let whole = |(start, _): (usize, &str)| {
         let (mut depth, mut commas) = (0, 0);
@@ -40,7 +40,7 @@ fn tuples(signature: &str) -> Vec<(&str, &str)> {
     signature.match_indices('(').filter_map(whole).collect()
 }
 
-/// Whether a tuple needs no names: libtorch's options of a tensor; an entry of a table, its key and its value; an output, and what its backward
+/// Whether a tuple is self-explanatory: a libtorch tensor's options; a table entry of key and value; an output, and the values that its backward
 /// reads.
 fn says_itself(before: &str, tuple: &str) -> bool {
     let num_parts = tuple.split(", ").count();

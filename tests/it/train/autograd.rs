@@ -1,5 +1,5 @@
-//! What the trainer is held to: the same decoder written once more for libtorch's autograd in f64, one sequence at a time
-//! with dense attention, and AdamW on whole tensors as its paper prints it. Shares only the weights' layout.
+//! The reference for training tests: the decoder, implemented separately for libtorch's autograd in f64, one sequence at a time
+//! with dense attention; and AdamW on whole tensors as in its paper. Only the layout of weights is shared with the trainer.
 
 use colo_grpo::internal::model::{
     AttentionSpec, BlockParams, BlockSpec, EmbeddingParams, HeadParams, Matrix, Mixer, ModelSpec, ParamName,
@@ -11,13 +11,13 @@ use tch::{Device, Kind, Tensor};
 
 use super::delta_net;
 
-/// One leaf per unit, with its moments.
+/// A model with one autograd leaf per unit, and the optimizer moments.
 pub struct Model {
     pub table: ParamTable,
     pub units: Vec<Tensor>, // [len], leaves
     moments: Vec<[Tensor; 2]>,
     num_updates: i32,
-    /// Size of what is added to the routers' logits where they choose, by token and place: a sampler that is off.
+    /// Size of the noise on router logits when experts are chosen, as a function of token and position: simulates an inexact sampler.
     pub router_noise: f64,
 }
 
@@ -26,7 +26,7 @@ impl Model {
         Self::of_kind(Kind::Double, table, source)
     }
 
-    /// In another kind than f64, where `source` has the weights.
+    /// A model in another data type than f64. `source` returns the weights.
     pub fn of_kind(kind: Kind, table: ParamTable, source: impl Fn(usize) -> Tensor) -> Self {
         let units: Vec<Tensor> = (0..table.units.len()).map(|index| leaf(&source(index).to_kind(kind))).collect();
         let moments = units.iter().map(|unit| [unit.zeros_like(), unit.zeros_like()].map(|zeros| zeros.detach()));
@@ -40,7 +40,7 @@ impl Model {
         (logprobs, entropy)
     }
 
-    /// The residual stream behind the last block.
+    /// The residual stream after the last block.
     fn hidden(&self, sequence: &Sequence, routes: &mut Vec<[Tensor; 2]>) -> Tensor {
         let spec = &self.table.spec;
         let ids: Vec<i64> = sequence.token_ids.iter().map(|&id| i64::from(id)).collect();
@@ -57,7 +57,8 @@ impl Model {
         x
     }
 
-    /// The same; and of every layer with experts [T, E] what was chosen (0 or 1) and the probabilities.
+    /// Log-probabilities and entropies like [`Model::scores`]; and for every layer with experts, the chosen experts (0 or 1) and the probabilities,
+    /// [T, E].
     pub fn scores_and_routes(&self, sequence: &Sequence, temperature: f64) -> (Tensor, Tensor, Vec<[Tensor; 2]>) {
         let mut routes = Vec::new();
         let spec = &self.table.spec;
@@ -80,7 +81,7 @@ impl Model {
         (logprobs.masked_select(&scored), entropy.masked_select(&scored), routes)
     }
 
-    /// The sum over a sequence's scored tokens of -ln p by the head that drafts tokens, which has no influence on the rest of the model.
+    /// The sum of -ln p of a sequence's scored tokens under the draft head, which does not affect the rest of the model.
     pub fn draft_loss(&self, sequence: &Sequence, temperature: f64) -> Tensor {
         let spec = &self.table.spec;
         let (draft, eps) = (spec.draft_spec().unwrap(), spec.rms_norm_eps);
@@ -110,7 +111,7 @@ impl Model {
         -log_p.sum(Kind::Double)
     }
 
-    /// The experts of all tokens but the last, as a sampler tells them.
+    /// The experts of all tokens except the last, in a sampler's format.
     pub fn routed_experts(&self, sequence: &Sequence) -> RoutedExperts {
         let (_, _, routes) = self.scores_and_routes(sequence, 1.0);
         let k = self.table.spec.experts().unwrap().router.num_experts_per_tok as i64;
@@ -125,7 +126,7 @@ impl Model {
         routed
     }
 
-    /// One step on the gradient of `loss`; returns the gradient's norm.
+    /// Makes one step with the gradient of `loss`. Returns the gradient's norm.
     pub fn step(&mut self, loss: Tensor, lr: f64, max_grad_norm: f64, adam: &AdamOptions) -> f64 {
         let gradients = Tensor::run_backward(&[loss], &self.units, false, false);
         let is_head: Vec<bool> = self.table.units.iter().map(|layout| layout.unit == Unit::DraftHead).collect();
@@ -150,7 +151,7 @@ impl Model {
         norm
     }
 
-    /// 1 where weight decay applies.
+    /// A tensor that is 1 for elements with weight decay and 0 for others.
     fn decay(&self, index: usize) -> Tensor {
         let layout = &self.table.units[index];
         let decay = Tensor::zeros([layout.len as i64], (Kind::Double, Device::Cpu));
@@ -161,7 +162,7 @@ impl Model {
     }
 }
 
-/// Noise, tokens and choices of routers.
+/// Router noise, token ids and chosen experts.
 struct Experts<'a> {
     noise: f64,
     routes: &'a mut Vec<[Tensor; 2]>,
@@ -223,7 +224,7 @@ fn mlp(x: &Tensor, gate_up: &Tensor, down: &Tensor) -> Tensor {
     (gate_up.select(2, 0).silu() * gate_up.select(2, 1)).matmul(&down.tr())
 }
 
-/// Token by token and choice by choice.
+/// Computes experts for each token and each of its choices.
 fn experts(spec: &ModelSpec, x: &Tensor, weights: [&Tensor; 3], told: &mut Experts<'_>) -> Tensor {
     let ([router, gate_up, down], shape) = (weights, spec.experts().unwrap());
     let (k, num_experts) = (shape.router.num_experts_per_tok as i64, shape.num_experts as i64);

@@ -1,4 +1,4 @@
-//! Models with gated delta nets: every ZeRO stage, shared prompts and recomputation against the recurrence under autograd.
+//! Models with gated delta nets: every ZeRO stage, shared prompts and recomputation, compared with the recurrence under autograd.
 
 use colo_grpo::internal::config::GradientCheckpointing;
 use colo_grpo::internal::model::{BlockParams, Matrix, ModelSpec, ParamName};
@@ -10,7 +10,7 @@ use super::run::{LR, Run};
 use super::{follows_plain_adamw, stages_equal};
 use crate::ranks;
 
-/// Prompts are run once for several completions, or not: a completion begins with a fork of its prompt's state.
+/// With and without shared prompts, in which a completion begins with a copy of its prompt's state.
 #[test]
 fn gated_delta_nets_train_like_plain_adamw() {
     let mesh = World::single().mesh(1, 1).unwrap();
@@ -51,7 +51,7 @@ fn zero_stages_with_gated_delta_nets_are_bitwise_equal() {
     });
 }
 
-/// A gated delta net over one sequence, token by token. [T, D]
+/// A gated delta net over one sequence, token by token. Returns [T, D].
 pub fn mix(spec: &ModelSpec, w: &BlockParams, x: &Tensor /* [T, D] */) -> Tensor {
     let heads = spec.delta_net().unwrap().heads;
     let [keys, values, k_dim, v_dim, width] =

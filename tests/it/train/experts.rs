@@ -1,4 +1,4 @@
-//! Models with experts: their gradients with the loss that balances the load, and with the sampler's choices.
+//! Mixture-of-experts models: gradients with the load balancing loss, and with replay of the sampler's routes.
 
 use colo_grpo::internal::config::GradientCheckpointing;
 use colo_grpo::internal::ranks::{Backend, World};
@@ -9,7 +9,7 @@ use tch::{Kind, Tensor};
 use super::follows_plain_adamw;
 use super::run::{ADAM, ENTROPY_COEF, LR, Run, TEMPERATURE, max_difference, unpadded, weights};
 
-/// The router's gradient too, with the loss that keeps experts equally busy.
+/// Includes the router's gradient, with the load balancing loss.
 #[test]
 fn experts_train_like_plain_adamw() {
     let mesh = World::single().mesh(1, 1).unwrap();
@@ -22,8 +22,8 @@ fn experts_train_like_plain_adamw() {
     }
 }
 
-/// The sampler's routers are off, so that some tokens went to other experts. The gradient is that of the network that was sampled from
-/// where these are taken, and another one where the trainer routes by itself.
+/// The sampler's routers are inexact, so that some tokens went to other experts. If these routes are replayed, the gradient is that of the network
+/// that sampled; if the trainer computes its own routes, it differs.
 #[test]
 fn training_replays_recorded_experts() {
     let mesh = World::single().mesh(1, 1).unwrap();
@@ -71,8 +71,8 @@ fn training_replays_recorded_experts() {
     }
 }
 
-/// The sampler's routers have a thousandth of noise in their logits, as much as rounding in bfloat16 makes: a few of thousands of choices
-/// are others. With them the trainer's gradient is that of the network that was sampled from, without them it is off.
+/// The sampler's router logits have noise of 0.001, as much as bfloat16 rounding causes: a few of thousands of choices
+/// differ. With replay the trainer's gradient is that of the network that sampled, without replay it differs.
 #[test]
 fn small_router_errors_change_gradients_only_without_replay() {
     let mesh = World::single().mesh(1, 1).unwrap();
@@ -137,7 +137,7 @@ fn gpu_experts_train_like_plain_adamw() {
     }
 }
 
-/// E sum_e f_e P_e over the rows of all layers and sequences, as the paper prints it.
+/// The load balancing loss E sum_e f_e P_e over the rows of all layers and sequences, as in the paper.
 pub fn load_balance(routes: &[[Tensor; 2]]) -> Tensor {
     let rows = |n: usize| Tensor::cat(&routes.iter().map(|both| &both[n]).collect::<Vec<_>>(), 0);
     let mean = |rows: Tensor| rows.mean_dim(0, false, None);

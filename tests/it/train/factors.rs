@@ -1,4 +1,4 @@
-//! Models with factors of the embedding, of scores, of sublayers and of logits, and a layer that turns nothing.
+//! Models with multipliers of embedding, scores, sublayers and logits, and a layer without rotary embedding.
 
 use colo_grpo::internal::config::GradientCheckpointing;
 use colo_grpo::internal::ranks::World;
@@ -7,7 +7,7 @@ use tch::Kind;
 use super::follows_plain_adamw;
 use super::run::Run;
 
-/// Tied to the embedding, whose gradient has both factors, and not; beside gated delta nets, too.
+/// The output head is tied to the embedding, whose gradient then contains both multipliers, or not; also with gated delta nets.
 #[test]
 fn layers_with_multipliers_train_like_plain_adamw() {
     let mesh = World::single().mesh(1, 1).unwrap();

@@ -1,5 +1,5 @@
-//! Training in FP8, as a CPU simulates it: its gradients beside those of products that are not rounded, and the same bits however state is
-//! sharded and activations are computed again.
+//! FP8 training as simulated on a CPU: its gradients compared with unrounded ones, and equal bits for any sharding of state and any
+//! recomputation of activations.
 
 use colo_grpo::internal::config::{GradientCheckpointing, MixedPrecision, Quantization, TargetModule};
 use colo_grpo::internal::model::{
@@ -18,7 +18,7 @@ fn fp8(stage: u8, kind: Kind) -> Run {
     Run { format: &Fp8::ROWS, ..Run::new(stage, kind) }
 }
 
-/// The gradients of weights, too, are made in FP8.
+/// A run in which GEMMs for weight gradients are in FP8, too.
 fn fp8_all(stage: u8, kind: Kind) -> Run {
     Run { format: &Fp8::ALL, ..Run::new(stage, kind) }
 }
@@ -71,8 +71,9 @@ fn recomputation_in_fp8_changes_no_bit() {
     }
 }
 
-/// Weights of which blocks add little, as trained ones do; with channels 100 times as large as the others, and what multiplies them as much
-/// smaller, where `outliers` are asked for.
+/// Weights with which blocks add little to their input, as in trained models. With `outliers`, some channels are 100 times as large, and the weights
+/// for
+/// them 100 times smaller.
 fn model(spec: &ModelSpec, layout: &UnitLayout, outliers: bool) -> Tensor {
     let flat = initial(layout);
     let Unit::Block(_) = layout.unit else { return flat };
@@ -92,7 +93,7 @@ fn model(spec: &ModelSpec, layout: &UnitLayout, outliers: bool) -> Tensor {
     flat
 }
 
-/// The gradients of all matrices of blocks after one backward, up to a factor: first moments of AdamW.
+/// The gradients of all matrices in blocks after one backward, up to a constant: AdamW's first moments.
 fn gradients(mesh: &Mesh, run: Run, outliers: bool) -> Vec<Vec<f64>> {
     let table = run.table(1);
     let spec = table.spec.clone();
@@ -104,7 +105,7 @@ fn gradients(mesh: &Mesh, run: Run, outliers: bool) -> Vec<Vec<f64>> {
     pieces.map(|(.., parts)| parts["m"].iter().map(|bits| f64::from_bits(*bits)).collect()).collect()
 }
 
-/// The norm of the difference of some gradients over theirs.
+/// Norm of the gradients' difference divided by the norm of `expected`.
 fn distance(got: &[Vec<f64>], expected: &[Vec<f64>]) -> f64 {
     let sum = |of: &dyn Fn(f64, f64) -> f64| -> f64 {
         got.iter().flatten().zip(expected.iter().flatten()).map(|(&a, &b)| of(a, b)).sum()
@@ -128,7 +129,7 @@ fn fp8_gradients_stay_close_with_outliers() {
     }
 }
 
-/// Beside frozen matrices in FP8 adapters are multiplied as they are.
+/// Adapters are not rounded, although their frozen base is in FP8.
 #[test]
 fn adapters_train_on_a_base_in_fp8() {
     let mesh = World::single().mesh(1, 1).unwrap();

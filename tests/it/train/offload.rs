@@ -1,4 +1,4 @@
-//! Kept tensors of blocks on the host between forward and backward: training has the bits of a run without.
+//! Offloading of blocks' kept tensors to the host between forward and backward: bits equal those of training without it.
 
 use colo_grpo::Error;
 use colo_grpo::internal::config::GradientCheckpointing;
@@ -10,7 +10,7 @@ use tch::{Device, Kind};
 use super::run::{LR, MAX_GRAD_NORM, Run, TEMPERATURE, weights};
 use crate::ranks;
 
-/// Host bytes of one micro-batch's tensors, as the plan has them.
+/// Host memory in bytes for the tensors of one micro-batch, as planned.
 fn planned(run: &Run, mesh: &Mesh, tokens: usize) -> usize {
     let table = run.table(mesh.shard.size());
     let model = TrainedModel {
@@ -26,7 +26,7 @@ fn longest(micro_batches: &[MicroBatch]) -> usize {
     micro_batches.iter().map(MicroBatch::num_tokens).max().unwrap()
 }
 
-/// Three steps, one of which is preceded by a pass that fails; the weights behind them.
+/// Makes three steps, one of which follows a pass that fails. Returns the weights.
 fn trained(run: &Run, mesh: &Mesh, policy: &mut Policy) -> Vec<Vec<f64>> {
     for step in 0..3 {
         if step == 1 {
@@ -69,7 +69,7 @@ fn offloaded_activations_return_bit_for_bit() {
     }
 }
 
-/// Every tensor that leaves comes back once, and they are those that are planned.
+/// Every offloaded tensor is loaded back once, and their sizes are as planned.
 #[test]
 fn offloaded_bytes_match_the_plan() {
     let mesh = World::single().mesh(1, 1).unwrap();
@@ -96,7 +96,7 @@ fn offloaded_bytes_match_the_plan() {
     }
 }
 
-/// Ranks that share micro-batches and shards, some of them without sequences, have the bits of ranks that do not offload.
+/// Ranks that share micro-batches and shards, some without sequences, give the same bits with and without offloading.
 #[test]
 fn sequence_parallel_ranks_offload_their_parts() {
     ranks::run(2, "train::offload::sequence_parallel_ranks_offload_their_parts", |world: World| {

@@ -1,5 +1,5 @@
-//! AdamW with 8-bit moments and Muon over real ranks: every ZeRO stage and home against the others bit for bit, and against a step on
-//! autograd's gradients of each of a checkpoint's matrices by itself.
+//! AdamW with 8-bit moments and Muon on real ranks: all ZeRO stages and locations of state are equal bit for bit, and equal a step on
+//! autograd's gradients for each matrix of a checkpoint separately.
 
 use colo_grpo::internal::config::AdjustLr;
 use colo_grpo::internal::model::{Param, ParamName, Unit};
@@ -16,7 +16,7 @@ use crate::ranks;
 
 const MUON: MuonOptions =
     MuonOptions { momentum: 0.95, nesterov: true, ns_steps: 5, adjust_lr: AdjustLr::MatchRmsAdamw };
-/// Query and key have other factors than each other.
+/// Muon options with which query and key get different learning rate multipliers.
 const ORIGINAL: MuonOptions = MuonOptions { nesterov: false, adjust_lr: AdjustLr::Original, ..MUON };
 
 fn run(stage: u8, kind: Kind, optim: Optim) -> Run {
@@ -52,7 +52,7 @@ fn optimizer_steps_are_equal_for_all_zero_stages_and_residencies() {
     );
 }
 
-/// Resident at stage 0 against streamed and swapped states at the others, in one micro-batch.
+/// Compares resident state at stage 0 with streamed and swapped state at the other stages, for one micro-batch.
 fn stages_step_alike(mesh: &Mesh, of_stage_0: Run) {
     let first = Run { budget: 1000, ..of_stage_0 };
     let (run, optim) = (|stage| Run { stage, ..first }, first.optim);
@@ -76,7 +76,7 @@ fn stages_step_alike(mesh: &Mesh, of_stage_0: Run) {
     }
 }
 
-/// From two ranks at stage 3 to one, and back.
+/// State is moved from two ranks at stage 3 to one rank, and back.
 fn state_moves(mesh: &Mesh, alone: &Mesh, optim: Optim) {
     let (from, to) = (run(3, Kind::Float, optim), Run { num_sharers: 1, ..run(0, Kind::Float, optim) });
     let (mut policy, mut moved, mut back) = (from.policy(mesh), to.policy(alone), from.policy(mesh));
@@ -100,7 +100,7 @@ fn state_moves(mesh: &Mesh, alone: &Mesh, optim: Optim) {
     }
 }
 
-/// A code, or an element of a bfloat16 matrix, may be rounded to the other side.
+/// Tolerance for an 8-bit code, or an element of a bfloat16 matrix, that is rounded differently.
 fn tolerance(optim: Optim) -> f64 {
     match optim {
         Optim::AdamW | Optim::AdamW8bit => 0.05 * LR,
@@ -128,7 +128,7 @@ fn follows(mesh: &Mesh, run: Run) {
     }
 }
 
-/// Moments of every unit, and what they are stepped with.
+/// The moments of every unit, with their optimizer options.
 struct Reference {
     moments: Vec<[Tensor; 2]>,
     maps: Maps,
@@ -141,7 +141,7 @@ impl Reference {
         Self { moments: plain.units.iter().map(zeros).collect(), maps: Maps::new(Device::Cpu).unwrap(), num_updates: 0 }
     }
 
-    /// One step of every parameter on the gradient of `loss`; returns the gradient's norm.
+    /// Makes one step of every parameter with the gradient of `loss`. Returns the gradient's norm.
     fn step(&mut self, plain: &mut Model, loss: Tensor, optim: Optim) -> f64 {
         let gradients = Tensor::run_backward(&[loss], &plain.units, false, false);
         let norm = gradients.iter().map(|g| g.square().sum(Kind::Double).double_value(&[])).sum::<f64>().sqrt();
@@ -183,7 +183,7 @@ impl Reference {
     }
 }
 
-/// Every block of a parameter's moments to the nearest levels times the block's largest, by looking at all levels.
+/// Rounds every block of a parameter's moments to the nearest levels times the block's maximum, by exhaustive search.
 fn rounded(moments: &Tensor, levels: &Tensor) {
     let (n, levels) = (moments.size()[0], levels.to_kind(Kind::Double));
     for start in (0..n).step_by(BLOCK) {
@@ -194,7 +194,7 @@ fn rounded(moments: &Tensor, levels: &Tensor) {
     }
 }
 
-/// Query, key and value, and gate and up, each by itself, by the layout that `model/params.rs` prints.
+/// Makes Muon steps for query, key and value, and for gate and up, each separately, in the layout documented in `model/params.rs`.
 fn step_muon(
     spec: &colo_grpo::internal::model::ModelSpec,
     param: &Param,

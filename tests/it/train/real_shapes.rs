@@ -1,5 +1,5 @@
-//! On a GPU, with the widths of Qwen2.5-1.5B: loss and gradients of the fused network in bfloat16, and the head's memory. On any
-//! machine what a wider residual stream is good for.
+//! With the widths of Qwen2.5-1.5B on a GPU: loss and gradients of the fused network in bfloat16, and the output head's memory. On any
+//! machine: the effect of a wider residual stream.
 
 use std::sync::Arc;
 
@@ -24,7 +24,7 @@ use super::autograd;
 
 const PROMPT_LEN: usize = 200;
 
-/// Both are held to the unfused network in float32: what the fused one is off by is at most what bfloat16 costs the unfused one.
+/// Both are compared with the unfused network in float32. The fused network's error must be at most that of the unfused network in bfloat16.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_fused_kernels_are_as_accurate_as_unfused_ones() {
@@ -64,7 +64,7 @@ fn gpu_fused_kernels_are_as_accurate_as_unfused_ones() {
     }
 }
 
-/// Of sixteen blocks that each add little to what they are given, the roundings of the stream are most of what bfloat16 is off by.
+/// In sixteen blocks that each add little to their input, rounding of the residual stream causes most of bfloat16's error.
 #[test]
 fn a_float32_residual_stream_is_closer_to_float32_training() {
     let world = World::single();
@@ -103,7 +103,7 @@ fn a_float32_residual_stream_is_closer_to_float32_training() {
     }
 }
 
-/// Log-probabilities, then the flat gradient of every unit: Adam's first moment where it forgets at once.
+/// Log-probabilities, followed by the flat gradient of every unit (Adam's first moment with beta1 = 0).
 fn fused(
     world: &World,
     spec: &Arc<ModelSpec>,
@@ -146,7 +146,7 @@ fn fused(
     logprobs.into_iter().chain(gradients).collect()
 }
 
-/// Norm of the difference over the norm of what is expected.
+/// Norm of the difference divided by the norm of `expected`.
 fn off(got: &Tensor, expected: &Tensor) -> f64 {
     let [got, expected] = [got, expected].map(|t| t.to_kind(Kind::Float));
     ((got - &expected).norm() / expected.norm()).double_value(&[])
@@ -158,7 +158,7 @@ fn sequence(len: usize, vocab_size: usize) -> Sequence {
     Sequence::of_tokens(token_ids, PROMPT_LEN)
 }
 
-/// 16,384 scored tokens, a vocabulary of 152,064, rows of 3,584: forward and backward beside weights and their gradients.
+/// 16,384 scored tokens, a vocabulary of 152,064, rows of 3,584: memory of forward and backward in addition to weights and their gradients.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_the_output_head_needs_less_than_a_gigabyte() {
@@ -195,7 +195,7 @@ fn gpu_the_output_head_needs_less_than_a_gigabyte() {
     assert!(took < 1_000_000_000, "{took}");
 }
 
-/// More tokens than a chunk has, so that backward goes by slices of the vocabulary: every slice has targets, the last fewer columns.
+/// More tokens than a chunk holds, so that backward processes slices of the vocabulary. Every slice contains targets; the last one is narrower.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_sliced_head_gradients_match_float32() {

@@ -1,4 +1,4 @@
-//! What the trainer's tests train: a small model whose weights depend on their place alone, on eight sequences.
+//! The model and data of training tests: a small model whose weights depend only on the parameter, and eight sequences.
 
 use std::sync::Arc;
 
@@ -23,11 +23,11 @@ pub const LR: f64 = 1e-3;
 pub const MAX_GRAD_NORM: f64 = 0.5;
 pub const TEMPERATURE: f64 = 0.8;
 pub const ENTROPY_COEF: f64 = 0.05;
-/// `eps` is above f32's rounding of the gradients: below it Adam steps by the sign of noise.
+/// AdamW options. `eps` is larger than the f32 rounding errors of the gradients; otherwise Adam would step by the sign of noise.
 pub const ADAM: AdamOptions = AdamOptions { beta1: 0.9, beta2: 0.99, eps: 1e-6, weight_decay: 0.1 };
 pub const BUDGET: usize = 40;
 
-/// What a test trains, and how.
+/// Options of a training test.
 #[derive(Debug, Clone, Copy)]
 pub struct Run {
     pub stage: u8,
@@ -38,26 +38,26 @@ pub struct Run {
     pub experts: bool,
     /// Whether two of three layers have gated delta nets.
     pub delta_nets: bool,
-    /// Whether a head drafts tokens, whose loss has the weight 1.
+    /// Whether the model has a draft head, whose loss has weight 1.
     pub draft_head: bool,
-    /// Whether a layer turns nothing, and the embedding, scores, sublayers and logits have factors.
+    /// Whether one layer has no rotary embedding, and embedding, scores, sublayers and logits have multipliers.
     pub factors: bool,
-    /// Whether two of three layers have windows and sinks, all have one norm over all heads, and a gate of their output.
+    /// Whether two of three layers have windows and sinks, and all have a norm over all heads and an output gate.
     pub windows: bool,
-    /// Weight of the loss that keeps experts equally busy.
+    /// Weight of the load balancing loss.
     pub aux_loss_coef: f64,
     pub recompute: GradientCheckpointing,
     pub budget: usize,
     pub gradients: GradientOptions,
-    /// Whether the last backward before a step is said to be.
+    /// Whether the last backward before a step is announced to the policy.
     pub announced: bool,
     pub share_prompts: bool,
-    /// Whether some tokens of the longer completions are context.
+    /// Whether some tokens of the longer completions are context, which was not sampled.
     pub has_turns: bool,
-    /// Ranks that share the sequences; the others have none.
+    /// Number of ranks that have sequences; the others have none.
     pub num_sharers: usize,
     pub optim: Optim,
-    /// Whether blocks multiply in FP8.
+    /// The format of GEMMs in blocks, such as FP8.
     pub format: &'static dyn Format,
 }
 
@@ -88,7 +88,7 @@ impl Run {
         }
     }
 
-    /// With 8-bit moments a wider one: all of its matrices but `O` have 4,096 elements.
+    /// The model's shape. With 8-bit moments it is wider: all of its matrices except `O` have 4,096 elements.
     fn spec(&self) -> ModelSpec {
         let mut narrow = spec(self.tied);
         let hidden = narrow.hidden_size;
@@ -170,7 +170,7 @@ impl Run {
         Policy::with_home(self.table(mesh.shard.size()), mesh, self.options(mesh), home, &source).unwrap()
     }
 
-    /// Host memory for the optimizer's state.
+    /// A host memory pool for the optimizer state.
     pub fn pool(&self, mesh: &Mesh) -> HostPool {
         let table = self.table(mesh.shard.size());
         let model =
@@ -185,7 +185,7 @@ impl Run {
         autograd::Model::new(table, |index| sources[index].shallow_clone())
     }
 
-    /// Eight sequences of different lengths, neighbours with the same prompt among them.
+    /// Eight sequences of different lengths; some neighbors have the same prompt.
     pub fn sequences(&self) -> Vec<Sequence> {
         let lengths = [(3, 4), (3, 9), (3, 2), (7, 12), (7, 1), (5, 6), (5, 10), (1, 8)];
         let id = |i: usize, salt: usize| ((i * i + 5 * salt + 3 * i) % 47) as u32;
@@ -218,12 +218,12 @@ impl Run {
         micro_batches
     }
 
-    /// Makes gradients large enough to be clipped.
+    /// Divisor of the loss. It makes gradients so large that they are clipped.
     pub fn denominator(&self) -> f64 {
         10.0
     }
 
-    /// Gradients of the sum over tokens of (-advantage * logprob + coefficient * entropy) / denominator.
+    /// Gradients of the loss: the sum over tokens of (-advantage * logprob + coefficient * entropy) / denominator.
     pub fn loss(&self, micro_batch: &MicroBatch, scores: &Scores) -> TokenGradients {
         let advantages = micro_batch.advantages.index_select(0, &micro_batch.sequence_of_token);
         let dentropy = scores.entropy.ones_like() * (ENTROPY_COEF / self.denominator());
@@ -248,7 +248,7 @@ impl Run {
     }
 }
 
-/// Qwen2-like when tied, Qwen3-like when not.
+/// A shape like Qwen2 if `tied`, or else like Qwen3.
 pub fn spec(tied: bool) -> ModelSpec {
     let spec = ModelSpec::preset("micro").unwrap().with_widths(24, 40).with_num_layers(3);
     let spec = spec.map_attention(|_, attention| {
@@ -268,7 +268,7 @@ pub fn spec(tied: bool) -> ModelSpec {
     }
 }
 
-/// Weights that depend on the parameter alone, not on its place: matrices about 0, norms about 1.
+/// Initial weights that depend only on the parameter, not on its shard: matrices around 0, norms around 1.
 pub fn initial(layout: &UnitLayout) -> Tensor {
     let flat = Tensor::zeros([layout.len as i64], (Kind::Double, Device::Cpu));
     for (n, param) in layout.params.iter().enumerate() {

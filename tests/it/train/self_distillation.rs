@@ -1,4 +1,4 @@
-//! Updates of a policy that is its own teacher held to TRL's `SDFTTrainer` and `SDPOTrainer`: `scripts/golden_self_distillation.py`.
+//! Updates of a policy that is its own teacher, compared with TRL's `SDFTTrainer` and `SDPOTrainer` by `scripts/golden_self_distillation.py`.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use tch::Device;
 use super::run::unpadded;
 use super::updates::{DemoModel, check_changes};
 
-/// Scores of a teacher are float32 here.
+/// The teacher's scores are float32 here, which limits the precision.
 const TOLERANCE: f64 = 1e-5;
 
 #[test]
@@ -95,7 +95,7 @@ fn check(golden: &Value, case: &Value, world: &Arc<World>, max_tokens_per_micro_
     check_changes(case, &table, (&before, &after), &near);
 }
 
-/// A prompt, a completion, the prompt of its teacher, whether it has one, and its advantage.
+/// A sequence of a row: prompt, completion, the teacher's prompt (if it has one), and advantage.
 fn sequence(row: &Value, teacher_skips: usize) -> Sequence {
     let ids = |value: &Value| -> Vec<u32> { serde_json::from_value(value.clone()).unwrap() };
     let prompt = ids(&row[0]);

@@ -1,4 +1,4 @@
-//! Ranks that share micro-batches: losses, gradients and weights are those of one rank that has them whole.
+//! Ranks that share micro-batches: losses, gradients and weights equal those of one rank with the whole micro-batches.
 
 use std::sync::Arc;
 
@@ -13,12 +13,12 @@ use tch::{Device, Kind, Tensor};
 use super::run::{ADAM, LR, MAX_GRAD_NORM, Run, TEMPERATURE, max_difference, unpadded};
 use crate::ranks;
 
-/// The mesh of shard groups of `shard` in which `size` ranks share micro-batches.
+/// A mesh with shard groups of `shard` ranks, in which groups of `size` ranks share micro-batches.
 fn mesh(world: &World, shard: usize, size: usize) -> Mesh {
     world.mesh(1, shard).unwrap().with_sequence_groups(world, world.size(), size).unwrap()
 }
 
-/// Loss and gradient norm of each of three steps, and the weights that train behind them.
+/// Loss and gradient norm of each of three steps, and the trained weights after them.
 fn steps(run: &Run, policy: &mut Policy, mesh: &Mesh, micro_batches: &[MicroBatch]) -> (Vec<[f64; 2]>, Vec<Vec<f64>>) {
     let step = |_: usize| -> [f64; 2] {
         let mut loss = [0.0];
@@ -45,7 +45,7 @@ fn steps(run: &Run, policy: &mut Policy, mesh: &Mesh, micro_batches: &[MicroBatc
     (numbers, unpadded(policy.trained_table(), |unit| policy.trained_weights(unit).unwrap()))
 }
 
-/// Scores, losses, gradient norms and weights of `run` are those of one rank that has all of its sequences.
+/// Asserts that scores, losses, gradient norms and weights of `run` equal those of one rank with all sequences.
 fn equals_one_rank(mesh: &Mesh, run: &Run, policy_of: &dyn Fn(&Mesh) -> Policy, tolerance: f64) {
     let alone = World::single().mesh(1, 1).unwrap();
     let whole = Run { announced: false, ..*run };
@@ -123,7 +123,7 @@ fn four_sequence_parallel_ranks_equal_one_with_every_mixer() {
     );
 }
 
-/// Shard groups that are smaller than groups of shared micro-batches, and groups some of which have nothing to do.
+/// Shard groups smaller than sequence-parallel groups, and groups of which some have no sequences.
 #[test]
 fn sequence_parallel_groups_in_hybrid_shards_equal_one_rank() {
     let name = "train::sequence_parallel::sequence_parallel_groups_in_hybrid_shards_equal_one_rank";
@@ -137,7 +137,7 @@ fn sequence_parallel_groups_in_hybrid_shards_equal_one_rank() {
     });
 }
 
-/// Adapters of a base in float32 or NF4, at the width that NF4 asks for.
+/// Adapters on a base in float32 or NF4, with a width that NF4 supports.
 #[test]
 fn sequence_parallel_adapters_equal_one_rank() {
     ranks::run(2, "train::sequence_parallel::sequence_parallel_adapters_equal_one_rank", |world: World| {
@@ -165,7 +165,7 @@ fn sequence_parallel_adapters_equal_one_rank() {
     });
 }
 
-/// Attention that is not computed again has the bits that it has when it is, whether ranks share rows or not.
+/// Attention outputs that are kept have the same bits as recomputed ones, with and without sequence parallelism.
 #[test]
 fn kept_attention_equals_full_recomputation_bit_for_bit() {
     let name = "train::sequence_parallel::kept_attention_equals_full_recomputation_bit_for_bit";
@@ -193,7 +193,7 @@ fn gpu_two_ranks_with_sequence_parallelism_equal_one() {
     ranks::run_on_gpus(2, name, |world: World| every_mixer(&mesh(&world, 2, 2)));
 }
 
-/// In bfloat16 by the GPU's kernels, beside ranks that have micro-batches of their own: seven query heads a key, key heads of delta nets.
+/// GPU kernels in bfloat16, compared with ranks that have their own micro-batches: seven query heads per key head, and key heads of gated delta nets.
 #[test]
 #[ignore = "needs two GPUs"]
 fn gpu_kernels_support_sequence_parallelism() {
@@ -226,7 +226,7 @@ fn gpu_kernels_support_sequence_parallelism() {
     });
 }
 
-/// Three ranks cannot have equal parts of four heads.
+/// Four heads cannot be divided among three ranks.
 #[test]
 fn sequence_parallelism_refuses_indivisible_heads() {
     let spec = ModelSpec::preset("micro").unwrap();

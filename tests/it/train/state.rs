@@ -1,4 +1,4 @@
-//! Optimizer state: where it lives, how it travels, what it takes.
+//! Optimizer state: where it is stored, how it is copied, and its memory.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -57,7 +57,7 @@ pub fn offloads(mesh: &Mesh) {
     }
 }
 
-/// A step waits for a state that is still on its way back, and the transition says so; one that came in time was not waited for.
+/// A step waits until the state is copied back, and the transition reports this. If the copy ends in time, no waiting is reported.
 pub fn counts_waiting(mesh: &Mesh) {
     let run = Run::new(0, Kind::Float);
     let table = Arc::new(ParamTable::new(Arc::new(ModelSpec { vocab_size: 1 << 21, ..spec(false) }), 1));
@@ -177,9 +177,9 @@ fn ledger_bytes_match_the_formulas() {
     });
 }
 
-/// A range of a parameter with every part of its state: the part's name and its values as bits.
+/// A range of a parameter with all parts of its optimizer state.
 type Piece = (Unit, ParamName, Range<usize>, Parts);
-/// By the part's name.
+/// Bits of the values by name of the part, such as a moment.
 type Parts = BTreeMap<String, Vec<u64>>;
 
 /// This rank's slice of the optimizer state.
@@ -196,7 +196,7 @@ pub fn state(policy: &Policy) -> Vec<Piece> {
     policy.export_state().map(piece).collect()
 }
 
-/// What all ranks of a shard group save, put together: it must cover every parameter exactly once.
+/// The optimizer state saved by all ranks of a shard group, assembled. Asserts that every parameter is covered exactly once.
 pub fn saved_state(policy: &Policy, mesh: &Mesh) -> BTreeMap<(Unit, ParamName), Parts> {
     let own = serde_json::to_vec(&state(policy)).unwrap();
     let mut saved: BTreeMap<_, Parts> = BTreeMap::new();

@@ -1,4 +1,4 @@
-//! Whole updates of a real model held to TRL's own trainer, under accumulation and on several ranks: `scripts/golden_updates.py`.
+//! Whole updates of a real model compared with TRL's trainer by `scripts/golden_updates.py`, with gradient accumulation and on several ranks.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -49,7 +49,7 @@ fn updates_on_two_ranks_equal_trl() {
     });
 }
 
-/// Both ranks have every micro-batch together.
+/// Both ranks share every micro-batch.
 #[test]
 fn updates_on_two_sequence_parallel_ranks_equal_trl() {
     ranks::run(2, "train::updates::updates_on_two_sequence_parallel_ranks_equal_trl", |world: World| {
@@ -61,7 +61,7 @@ fn updates_on_two_sequence_parallel_ranks_equal_trl() {
     });
 }
 
-/// Trains on a case's generation batch, of which every rank brings its part in order; loss, gradient norm and weights are TRL's.
+/// Trains on a case's generation batch, of which every rank has a part in order. Loss, gradient norm and weights must equal TRL's.
 fn check(golden: &Value, case: &Value, (world, mesh): (&Arc<World>, &Mesh), max_tokens_per_micro_batch: usize) {
     tch::set_num_threads(1);
     let (size, rank) = (world.size(), world.rank());
@@ -161,8 +161,8 @@ impl DemoModel {
     }
 }
 
-/// Sum and norm of the change of each layer's weights, and of all others', are a case's. `near` compares a number with an expected one at
-/// a scale.
+/// Asserts that sum and norm of the change of each layer's weights, and of all other weights, equal the case's. `near` compares a number with an
+/// expected one, relative to a scale.
 pub(super) fn check_changes(
     case: &Value,
     table: &ParamTable,
@@ -186,10 +186,10 @@ pub(super) fn check_changes(
     }
 }
 
-/// Old log-probabilities are float32 here, and vespo's loss takes the exponential of their sums: 3.2e-5 is the most.
+/// Old log-probabilities are float32 here, and vespo's loss takes the exponential of their sums; the largest error was 3.2e-5.
 const TOLERANCE: f64 = 1e-4;
 
-/// A prompt, a completion, whether it is masked, and its advantage.
+/// A sequence of a row: prompt, completion, whether it is masked, and its advantage.
 fn sequence(row: &Value) -> Sequence {
     let ids = |value: &Value| -> Vec<u32> { serde_json::from_value(value.clone()).unwrap() };
     let prompt = ids(&row[0]);
