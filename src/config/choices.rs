@@ -26,12 +26,12 @@ choices! {
     /// How a prompt that is plain text reaches the model.
     #[derive(Default)]
     PromptFormat {
-        /// As a user message if the model has a chat template, else unchanged.
+        /// A plain text prompt becomes a user message if the model has a chat template, else it stays unchanged.
         #[default]
         Auto = "auto",
-        /// As a user message.
+        /// A plain text prompt becomes a user message.
         Chat = "chat",
-        /// Unchanged.
+        /// A plain text prompt reaches the model unchanged.
         Text = "text",
     }
 }
@@ -175,63 +175,63 @@ choices! {
 choices! {
     /// What happens to groups without a training signal (equal rewards).
     DynamicSampling {
-        /// They stay in the batch with advantages of 0.
+        /// Groups with equal rewards stay in the batch with advantages of 0.
         None = "none",
-        /// They are removed from the update.
+        /// Groups with equal rewards are left out of the update.
         Filter = "filter",
-        /// The next prompts are sampled in their place, within the same rollout.
+        /// Groups with equal rewards are replaced within the same rollout: the next prompts are sampled instead.
         Replace = "replace",
     }
 }
 choices! {
     /// The divisor of advantages.
     ScaleRewards {
-        /// Standard deviation of the group.
+        /// Advantages are divided by the standard deviation of the group's rewards.
         Group = "group",
-        /// Standard deviation of the whole generation batch.
+        /// Advantages are divided by the standard deviation of rewards in the whole generation batch.
         Batch = "batch",
-        /// No division.
+        /// Advantages are not divided.
         None = "none",
     }
 }
 choices! {
     /// How the difference between the sampler's and the trainer's log-probabilities is corrected (TRL's modes).
     ImportanceSamplingMode {
-        /// Token ratios, clipped to the bounds.
+        /// Tokens are weighted by their probability ratio, clipped to the bounds.
         TokenTruncate = "token_truncate",
-        /// Token ratios, set to 0 outside of the bounds.
+        /// Tokens are weighted by their probability ratio; those with a ratio outside of the bounds get weight 0.
         TokenMask = "token_mask",
-        /// Sequence ratios, clipped to the bounds.
+        /// Sequences are weighted by their probability ratio, clipped to the bounds.
         SequenceTruncate = "sequence_truncate",
-        /// Sequence ratios, set to 0 outside of the bounds.
+        /// Sequences are weighted by their probability ratio; those with a ratio outside of the bounds get weight 0.
         SequenceMask = "sequence_mask",
     }
 }
 choices! {
     /// Learning rate schedule after warm-up.
     LrSchedulerType {
-        /// Stays at the peak.
+        /// The learning rate stays at its peak.
         Constant = "constant",
-        /// Decreases linearly to 0.
+        /// The learning rate decreases linearly to 0.
         Linear = "linear",
-        /// Decreases to 0 along a half cosine.
+        /// The learning rate decreases to 0 along a half cosine.
         Cosine = "cosine",
-        /// Decreases along a half cosine to a fraction of the peak.
+        /// The learning rate decreases along a half cosine to a fraction of its peak.
         CosineWithMinLr = "cosine_with_min_lr",
     }
 }
 choices! {
     /// Which activations backward recomputes instead of keeping them. Each value also recomputes what the ones before it do.
     GradientCheckpointing {
-        /// Only norms, the activation function and the convolution of gated delta nets, which cost one pass over memory.
+        /// Recomputes only norms, the activation function and the convolution of gated delta nets, which cost one pass over memory.
         KeepChunks = "keep_chunks",
-        /// Also the chunks of gated delta nets; the same as `keep_chunks` in models without them.
+        /// Recomputes also the chunks of gated delta nets; the same as `keep_chunks` in models without them.
         None = "none",
-        /// Also the output of the MLP's first GEMM, the largest activation of a block.
+        /// Recomputes also the output of the MLP's first GEMM, the largest activation of a block.
         Selective = "selective",
-        /// The whole block from its input, except for the output and log-sum-exp of attention, which are kept; `full` in layers without attention.
+        /// Recomputes the whole block from its input, except for the output and log-sum-exp of attention; `full` in layers without attention.
         KeepAttention = "keep_attention",
-        /// The whole block from its input.
+        /// Recomputes the whole block from its input.
         Full = "full",
     }
 }
@@ -316,7 +316,7 @@ choices! {
         Ngram = "ngram",
         /// The model's own draft head.
         Mtp = "mtp",
-        /// As `ngram`, with the number of draft tokens per step that is fastest by the measured step times.
+        /// Like `ngram`, with the number of draft tokens per step that is fastest by the measured step times.
         Auto = "auto",
     }
 }

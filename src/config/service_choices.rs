@@ -3,7 +3,7 @@
 use super::choice::choices;
 
 choices! {
-    /// What one request to a reward's process contains.
+    /// The completions in one request to a reward's process.
     RewardBatch {
         /// One completion; a failure masks only that completion.
         Completion = "completion",
@@ -14,23 +14,23 @@ choices! {
 choices! {
     /// A protection layer around code written by the model.
     SandboxLayer {
-        /// Its own user ids, without privileges outside of the sandbox.
+        /// The program has its own user ids, without privileges outside of the sandbox.
         UserNamespace = "user_namespace",
-        /// Its own file system: system files are readable, one empty folder is writable.
+        /// The program has its own file system: system files are readable, one empty folder is writable.
         MountNamespace = "mount_namespace",
-        /// No network devices.
+        /// The program has no network devices.
         NetworkNamespace = "network_namespace",
-        /// No visible processes outside of the sandbox, and none left behind.
+        /// The program sees no processes outside of the sandbox, and none of its own outlives it.
         PidNamespace = "pid_namespace",
-        /// File access limited by the kernel's Landlock rules; no TCP.
+        /// The program's file access is limited by the kernel's Landlock rules; no TCP.
         Landlock = "landlock",
-        /// No system calls for sockets, tracing, mounting or new processes.
+        /// The program cannot use system calls for sockets, tracing, mounting or new processes.
         Seccomp = "seccomp",
     }
 }
 
 choices! {
-    /// Where metrics go besides metrics.jsonl.
+    /// A service to which metrics are sent in addition to metrics.jsonl.
     ReportService {
         /// Event files of TensorBoard.
         TensorBoard = "tensorboard",

@@ -5,12 +5,6 @@
 //! of bars and the colours of this file control the terminal. Messages are redacted, and one message cannot look like two: warnings and log lines are
 //! one line each, with `\n` for a newline, and further lines of other messages are indented. Results are written unchanged.
 //!
-//! Messages never fail: where the reader is gone or the disk is full they are lost, and the run goes on. Results that exist
-//! nowhere else return an error instead. All text may come from a model, a template or a reward, so control characters are
-//! written as `\u001b`; only the bars' frames and this file's colours control the terminal. Messages are redacted, and none can pass for
-//! two: warnings and log lines are one line each, with `\n` for a newline, and the further lines of any other message are indented.
-//! Results are written whole, as they were asked for.
-//!
 //! | file | what it is |
 //! |---|---|
 //! | `redact` | removes secrets from text and from JSON values |

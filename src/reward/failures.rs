@@ -23,13 +23,13 @@ impl FailureCount {
 /// Why a reward gave no score.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FailureKind {
-    /// It returned an error.
+    /// The reward returned an error.
     Error,
-    /// It panicked.
+    /// The reward function panicked.
     Panic,
-    /// It did not return within its time limit.
+    /// The reward did not return within its time limit.
     Timeout,
-    /// It returned NaN or an infinity.
+    /// The reward returned NaN or an infinity.
     NonFinite,
     /// The reward's worker process ended.
     Died,

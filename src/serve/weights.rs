@@ -45,9 +45,9 @@ impl From<&EngineRanks> for EnginePart {
 /// Where the engine's weights are stored.
 #[derive(Debug)]
 enum Storage {
-    /// In the policy's own memory.
+    /// The engine reads the policy's own memory.
     InPlace,
-    /// As tensor-parallel slices, which are gathered at every wake.
+    /// The engine has its own tensor-parallel slices, which are gathered at every wake.
     Gathered(Arena, Kind),
     /// Quantized in the policy's memory. Two buffers hold dequantized blocks, which are written in turn when they are needed.
     Dequantized(Arena, Kind),
