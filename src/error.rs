@@ -32,9 +32,9 @@ pub enum Error {
     /// A value that a key cannot take.
     #[error("{key} = {got}: expected {expected}")]
     InvalidValue {
-        /// The key.
+        /// The configuration key.
         key: String,
-        /// The value as written.
+        /// The invalid value of the key, as written.
         got: String,
         /// The accepted values; for numbers, the nearest valid ones.
         expected: String,
@@ -45,9 +45,9 @@ pub enum Error {
     /// A configuration file that does not parse.
     #[error("{origin}: {message}")]
     ConfigSyntax {
-        /// File and line.
+        /// Configuration file and line of the syntax error.
         origin: String,
-        /// The parser's message.
+        /// The message of the TOML or YAML parser.
         message: String,
     },
 
@@ -55,7 +55,7 @@ pub enum Error {
     /// A data or model file that is missing, malformed or inconsistent.
     #[error("{}: {message}", path.display())]
     BadFile {
-        /// The file or folder.
+        /// The faulty file or folder.
         path: PathBuf,
         /// The fault, the expected contents and how to mend it.
         message: String,
@@ -63,17 +63,17 @@ pub enum Error {
     /// A line of a data file that cannot be used.
     #[error("{}:{line}: {message}", path.display())]
     BadLine {
-        /// The file.
+        /// The data file with the faulty line.
         path: PathBuf,
-        /// Line number, from 1.
+        /// Number of the faulty line, from 1.
         line: usize,
-        /// The fault, and the columns that were seen.
+        /// The fault in the line, and the columns that it has.
         message: String,
     },
     /// A data set of which no row is left to train on.
     #[error("{}: no usable prompts ({stages})", path.display())]
     EmptyDataset {
-        /// The data file.
+        /// The data file without usable rows.
         path: PathBuf,
         /// Row counts: rows read, and rows dropped by each filter.
         stages: String,
@@ -89,7 +89,7 @@ pub enum Error {
     Hub {
         /// Name and revision of the repository.
         repo: String,
-        /// The attempts, their outcome and the remedy.
+        /// The attempts to find the repository, their outcome, and how to fix it.
         message: String,
     },
     /// The tokenizer and the model do not match.
@@ -101,7 +101,7 @@ pub enum Error {
     /// A chat template that is missing, does not compile, fails or exceeds its limits.
     #[error("chat template: {message}")]
     ChatTemplate {
-        /// The fault and the remedy.
+        /// What is wrong with the template, and how to fix it.
         message: String,
     },
 
@@ -109,7 +109,7 @@ pub enum Error {
     /// Something that the machine or the launching program must provide.
     #[error("{message}")]
     Environment {
-        /// The missing thing, what was found in its place, and the remedy.
+        /// What is missing, what was found instead, and how to fix it.
         message: String,
     },
 
@@ -117,9 +117,9 @@ pub enum Error {
     /// A checkpoint that cannot be resumed from.
     #[error("checkpoint {}: {message}", path.display())]
     Checkpoint {
-        /// The checkpoint's folder.
+        /// Folder of the unusable checkpoint.
         path: PathBuf,
-        /// Which file is wrong, and how.
+        /// The faulty file of the checkpoint, and what is wrong with it.
         message: String,
     },
 
@@ -127,9 +127,9 @@ pub enum Error {
     /// A collective operation (such as all_reduce) that failed.
     #[error("{op} in group '{group}' on rank {rank}: {message}")]
     Collective {
-        /// The operation.
+        /// Name of the failed collective operation.
         op: &'static str,
-        /// The group's name.
+        /// Name of the process group.
         group: String,
         /// World rank of the process that reports the error.
         rank: usize,
@@ -147,7 +147,7 @@ pub enum Error {
         group: String,
         /// World rank of the process that reports the error.
         rank: usize,
-        /// Seconds waited.
+        /// Seconds that the rank waited for its peers.
         timeout_s: f64,
         /// World ranks that had not arrived.
         missing: Vec<usize>,
@@ -161,11 +161,11 @@ pub enum Error {
     Hang {
         /// Name of the phase that makes no progress.
         phase: &'static str,
-        /// Seconds without progress.
+        /// Seconds since the rank's last heartbeat.
         stood_s: f64,
         /// The limit of that phase in seconds.
         limit_s: f64,
-        /// The rank's last activity.
+        /// The last activity that the hanging rank reported.
         state: String,
     },
     /// A helper process of a rank (such as that of the tools) that stopped answering, although it limits the time of every request itself.
@@ -175,9 +175,9 @@ pub enum Error {
     Silent {
         /// What the helper process does, for example "the process of the tools".
         process: &'static str,
-        /// Process id.
+        /// Id of the silent process.
         pid: u32,
-        /// Seconds without an answer.
+        /// Seconds since the process last answered.
         silent_s: f64,
         /// The configuration key that limits the time of a request.
         key: &'static str,
@@ -199,9 +199,9 @@ pub enum Error {
     /// A rank whose process ended without reporting an error.
     #[error("rank {rank} died: {how}")]
     RankDied {
-        /// The rank.
+        /// World rank of the process that ended.
         rank: usize,
-        /// Signal or exit status, and its phase where known.
+        /// Signal or exit status with which the process ended, and its phase if known.
         how: String,
     },
 
@@ -219,11 +219,11 @@ pub enum Error {
     /// The CUDA driver refused an operation.
     #[error("{op}: CUDA code {code}, {message}")]
     Cuda {
-        /// The driver's function.
+        /// Name of the CUDA driver function that failed.
         op: &'static str,
-        /// The `CUresult`.
+        /// The `CUresult` that the driver returned.
         code: u32,
-        /// Name of the code and the driver's description.
+        /// The driver's name and description of the error code.
         message: String,
     },
 
@@ -231,7 +231,7 @@ pub enum Error {
     /// Reading or writing failed.
     #[error("{}: {}", path.display(), explained(source))]
     Io {
-        /// The file.
+        /// The file that could not be read or written.
         path: PathBuf,
         /// The operating system's error.
         source: std::io::Error,
@@ -273,11 +273,11 @@ pub enum Error {
         "reward '{name}' failed {num_failures} times in a row without a score (limit: reward.max_worker_failures); last failure: {message}"
     )]
     RewardService {
-        /// The reward.
+        /// Name of the failed reward.
         name: String,
         /// Failures since the last score.
         num_failures: usize,
-        /// The last failure.
+        /// Message of the reward's last failure.
         message: String,
     },
 
@@ -305,19 +305,19 @@ pub enum Error {
     /// The engine's weights are older than the policy's.
     #[error("stale weights: the engine holds version {engine}, the policy is at {policy}; wake it inside with_rollout")]
     StaleWeights {
-        /// Version in the engine.
+        /// Version of the engine's weights.
         engine: u64,
-        /// Version of the policy.
+        /// Version of the policy's weights.
         policy: u64,
     },
     /// An argument that a function of the library cannot take.
     #[error("{op}: expected {expected}, got {got}")]
     InvalidArgument {
-        /// The function.
+        /// Name of the function that got the invalid argument.
         op: &'static str,
-        /// The accepted argument.
+        /// Description of the arguments that the function accepts.
         expected: String,
-        /// The argument that was given.
+        /// The invalid argument that was given.
         got: String,
     },
     /// An error that libtorch returned.
@@ -328,7 +328,7 @@ pub enum Error {
     Panic {
         /// The place where the panic was caught.
         place: &'static str,
-        /// The panic's message.
+        /// The message with which the code panicked.
         message: String,
     },
     /// Stopped by a signal before training began.
@@ -337,9 +337,9 @@ pub enum Error {
     /// Stopped by a signal (TERM, INT, USR1, HUP) after saving a checkpoint.
     #[error("stopped by a signal at step {step}; saved {}", saved.display())]
     Preempted {
-        /// The step saved.
+        /// Step of the checkpoint that was saved.
         step: u64,
-        /// The checkpoint's folder.
+        /// Folder of the checkpoint that was saved.
         saved: PathBuf,
     },
     /// A fault injected for tests by the hidden key `fault`.

@@ -64,7 +64,7 @@ fn means_the_same(key: &KeyDoc, others: &[KeyDoc]) -> bool {
     others.iter().any(|other| meaning(other) == meaning(key))
 }
 
-/// Tables of supervised runs are the same as those of GRPO runs.
+/// The name of a key, or of its table: supervised runs share whole tables with GRPO runs.
 fn table_or_key(key: &KeyDoc) -> String {
     key.key.split_once('.').map_or_else(|| format!("`{}`", key.key), |(table, _)| format!("`{table}.*`"))
 }

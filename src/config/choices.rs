@@ -108,11 +108,11 @@ choices! {
 choices! {
     /// Estimator of the KL divergence from the policy to the reference, with verl's names. d is the policy's log-probability minus the reference's.
     KlEstimator {
-        /// `d`.
+        /// The estimator `d`: unbiased, can be negative.
         K1 = "k1",
-        /// `d^2 / 2`.
+        /// The estimator `d^2 / 2`: never negative.
         K2 = "k2",
-        /// `exp(-d) + d - 1`, which is never negative.
+        /// The estimator `exp(-d) + d - 1`: never negative.
         K3 = "k3",
     }
 }
@@ -262,21 +262,21 @@ choices! {
     /// A projection that can have a LoRA adapter.
     #[derive(PartialOrd, Ord)]
     TargetModule {
-        /// Queries.
+        /// The projection to queries.
         QProj = "q_proj",
-        /// Keys.
+        /// The projection to keys.
         KProj = "k_proj",
-        /// Values.
+        /// The projection to values.
         VProj = "v_proj",
-        /// Attention output.
+        /// The output projection of attention.
         OProj = "o_proj",
-        /// Gate of the MLP.
+        /// The gate projection of the MLP.
         GateProj = "gate_proj",
-        /// Up projection of the MLP.
+        /// The up projection of the MLP.
         UpProj = "up_proj",
-        /// Down projection of the MLP.
+        /// The down projection of the MLP.
         DownProj = "down_proj",
-        /// Queries, keys and values of a gated delta net.
+        /// The projection to queries, keys and values of a gated delta net.
         InProjQkv = "in_proj_qkv",
         /// Gate of a gated delta net's norm.
         InProjZ = "in_proj_z",
@@ -364,20 +364,20 @@ choices! {
 choices! {
     /// Where optimizer state is stored during rollout.
     OptimizerResidency {
-        /// On the device, always.
+        /// Optimizer state always stays on the device.
         Resident = "resident",
-        /// In host memory during rollout, on the device for training.
+        /// Optimizer state is in host memory during rollout, and on the device for training.
         Swap = "swap",
-        /// In host memory; the optimizer step streams it through the device in buckets.
+        /// Optimizer state is in host memory; the optimizer step streams it through the device in buckets.
         Stream = "stream",
     }
 }
 choices! {
     /// Where the reference weights are stored.
     ReferenceResidency {
-        /// On the device, sharded over the shard group.
+        /// Reference weights are on the device, sharded over the shard group.
         Resident = "resident",
-        /// In pinned host memory; each layer is copied to the device one layer ahead of its use.
+        /// Reference weights are in pinned host memory; each layer is copied to the device one layer ahead of its use.
         Host = "host",
     }
 }

@@ -80,20 +80,20 @@ impl DataConfig {
 /// A split of a data set given by name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct NamedSplit<'a> {
-    /// [`DataConfig::dataset_name`]
+    /// Name of the data set, the value of [`DataConfig::dataset_name`].
     pub dataset: &'a str,
-    /// The split's name.
+    /// Name of the split.
     pub split: &'a str,
 }
 
 /// Where the model and the rows of a run are.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Sources {
-    /// `model_name_or_path`.
+    /// Value of the key `model_name_or_path`.
     pub model: PathBuf,
-    /// `model_revision`.
+    /// Value of the key `model_revision`.
     pub revision: Option<String>,
-    /// `teacher_model_name_or_path` and `teacher_model_revision`, if there is a teacher.
+    /// Values of `teacher_model_name_or_path` and `teacher_model_revision`, if there is a teacher.
     pub teacher: Option<(PathBuf, Option<String>)>,
     /// Keys for rows and prompts.
     pub data: DataConfig,

@@ -19,7 +19,7 @@ pub(crate) trait FromValue: Sized {
     fn expected(range: &NumberRange) -> String;
     /// Converts a value; `None` if it has the wrong type or is a number outside of `range`.
     fn from_value(value: &Value, range: &NumberRange) -> Option<Self>;
-    /// The inverse of `from_value`.
+    /// Converts to a configuration value, from which `from_value` gets the same back.
     fn to_value(&self) -> Value;
 }
 

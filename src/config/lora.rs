@@ -42,7 +42,7 @@ impl LoraConfig {
 pub enum TargetModules {
     /// Every linear projection that the model's blocks have.
     AllLinear,
-    /// Only these projections.
+    /// Only the listed projections get adapters.
     Some(Vec<TargetModule>),
 }
 

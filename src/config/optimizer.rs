@@ -27,7 +27,7 @@ keys! {
         pub max_grad_norm: f64 = 1.0 => at_least(0.0),
         /// Learning rate schedule after warm-up.
         pub lr_scheduler_type: LrSchedulerType = LrSchedulerType::Linear,
-        /// Settings of the schedule.
+        /// Settings of the learning rate schedule.
         pub lr_scheduler_kwargs: LrSchedulerKwargs,
         /// Number of updates of linear warm-up.
         pub warmup_steps: usize = 0 => from_to(0.0, MAX_COUNT as f64),

@@ -54,12 +54,12 @@ impl NumberRange {
         Self { why, ..self }
     }
 
-    /// Excludes the lower bound.
+    /// The same range without its lower bound.
     pub const fn without_low(self) -> Self {
         Self { low_is_in: false, ..self }
     }
 
-    /// Excludes negative numbers.
+    /// The same range without negative numbers.
     pub fn not_negative(self) -> Self {
         if self.low < 0.0 { Self { low: 0.0, low_is_in: true, ..self } } else { self }
     }

@@ -100,7 +100,7 @@ struct Shown {
 }
 
 impl Bars {
-    /// No bars, on this screen.
+    /// An empty list of bars for this screen.
     pub fn new(screen: Screen) -> Self {
         let target = ProgressDrawTarget::term_like(Box::new(screen.clone()));
         Self { multi: MultiProgress::with_draw_target(target), screen, shown: Mutex::default() }

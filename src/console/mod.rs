@@ -148,7 +148,7 @@ pub fn is_shown() -> bool {
 /// A warning that this process has given.
 #[derive(Debug, Clone)]
 pub struct KeptWarning {
-    /// When it was given.
+    /// Time at which the warning was given.
     pub at: SystemTime,
     /// The message, cut to the length that is kept.
     pub text: String,

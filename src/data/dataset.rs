@@ -111,13 +111,13 @@ impl DatasetOptions {
 /// Numbers of rows read, left out and kept. Prompts that are too long are left out, never truncated.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct DatasetCounts {
-    /// Rows in all files.
+    /// Number of rows in all files.
     pub read: usize,
     /// Rows left out because they are longer than `max_prompt_length`.
     pub over_max_prompt_length: usize,
     /// Rows left out because `max_model_length` has not enough tokens left for the completion.
     pub over_context: usize,
-    /// Rows kept.
+    /// Number of rows kept.
     pub kept: usize,
     /// The limit by which `over_max_prompt_length` was counted, in tokens.
     pub max_prompt_length: Option<usize>,

@@ -27,7 +27,7 @@ const SHOWN_CHARS: usize = 60;
 pub enum Reply {
     /// Results of tools that the assistant called.
     Tool,
-    /// A user's message.
+    /// A message of the user follows.
     User,
 }
 

@@ -36,11 +36,11 @@ pub enum RequestUpdate {
         /// The most probable tokens; their number was requested.
         top_logprobs: Vec<TokenLogprob>,
     },
-    /// A choice ended.
+    /// A choice of the request ended.
     Finished {
         /// Index of the choice.
         choice: usize,
-        /// Why it ended.
+        /// Why the choice ended.
         reason: FinishReason,
         /// All tokens after the prompt, with log-probabilities and other recorded data.
         trajectory: Box<Trajectory>,

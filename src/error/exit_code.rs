@@ -14,7 +14,7 @@ use super::Error;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[repr(u8)]
 pub enum ExitCode {
-    /// Success.
+    /// The command succeeded.
     Done = 0,
     /// The configuration is wrong.
     Configuration = 2,
@@ -22,25 +22,25 @@ pub enum ExitCode {
     Files = 3,
     /// The machine or launching program lacks something that is required.
     Environment = 4,
-    /// No usable checkpoint.
+    /// The run found no usable checkpoint to resume from.
     Checkpoint = 5,
     /// A rank died or could not be reached.
     RankDied = 10,
     /// Out of memory, on the device or the host.
     OutOfMemory = 11,
-    /// Storage failed or is full.
+    /// A file could not be read or written, for example because the disk is full.
     Storage = 12,
     /// Too many non-finite losses or gradients, or `verify` found a model that differs from transformers.
     Numerics = 13,
     /// A reward's workers keep failing, or no reward gives a score.
     RewardService = 14,
-    /// No progress for the configured time.
+    /// A rank made no progress for the configured time.
     Hang = 15,
     /// With `exact = true`, sampler and trainer do not agree bit for bit.
     Unequal = 16,
-    /// Stopped by a signal; a checkpoint was saved.
+    /// The run was stopped by a signal and saved a checkpoint.
     Preempted = 75,
-    /// Ended at once by a second signal (130, as shells report an interrupt).
+    /// The run was ended at once by a second signal (130, as shells report an interrupt).
     Interrupted = 130,
 }
 

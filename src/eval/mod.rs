@@ -50,7 +50,7 @@ pub struct EvalOutcome {
 /// A mean with its standard error.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Estimate {
-    /// Mean over problems.
+    /// Mean of a metric over problems.
     pub mean: f64,
     /// Standard error of that mean over problems; NaN below two problems.
     pub standard_error: f64,

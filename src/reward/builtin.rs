@@ -13,11 +13,11 @@ use crate::error::{Error, Result};
 /// The columns that a built-in reward requires.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum RequiredColumns {
-    /// No column.
+    /// The reward requires no column.
     Nothing,
-    /// The column with the reference answer.
+    /// The reward requires the column with the reference answer.
     Answer,
-    /// The column with a program's tests.
+    /// The reward requires the column with a program's tests.
     Tests,
 }
 
@@ -26,9 +26,9 @@ type AnswerComparison = fn(&str, Option<&Regex>, &Map<String, Value>, &str) -> R
 
 /// How a built-in reward is computed.
 enum Scorer {
-    /// By a function in this process, created from the settings.
+    /// The reward is computed by a function in this process, created from the settings.
     Function(fn(&RewardConfig) -> Result<RewardFunction>),
-    /// In another process: with math-verify, or in the sandbox.
+    /// The reward is computed in another process: with math-verify, or in the sandbox.
     Process,
 }
 

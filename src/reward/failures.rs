@@ -7,7 +7,7 @@ use crate::error::Error;
 pub struct FailureCount {
     /// The reward's name.
     pub reward: String,
-    /// The reason.
+    /// Why the scores are missing.
     pub kind: FailureKind,
     /// Number of missing scores.
     pub count: usize,

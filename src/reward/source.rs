@@ -28,11 +28,11 @@ const ENVIRONMENTS: &str = include_str!("../tools/environments.py");
 const SANDBOX_OVERHEAD: Duration = Duration::from_secs(10);
 
 pub(super) enum RewardSource {
-    /// By a function of this process.
+    /// The reward is computed by a function of this process.
     Function(RewardFunction),
-    /// By worker processes.
+    /// The reward is computed by worker processes.
     Service(RewardService),
-    /// By an HTTP service.
+    /// The reward is computed by an HTTP service.
     Endpoint(Box<ServiceEndpoint>),
 }
 

@@ -41,9 +41,9 @@ pub(crate) struct Program {
 /// Where a program was configured; determines the error message if it does not start.
 #[derive(Debug, Clone)]
 pub(crate) enum Origin {
-    /// A configuration key and its value.
+    /// A configuration key names the program; the key and its value.
     Key(String, String),
-    /// The sandbox.
+    /// The program is the sandbox worker, which no key configures.
     Sandbox,
     /// math-verify in the Python interpreter `python`, for the reward `reward`.
     MathVerify { reward: String, python: String },

@@ -28,9 +28,9 @@ pub struct ResidualArgs {
 /// Source of sampling parameters that are not given.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GenerationConfig {
-    /// The model's `generation_config.json`.
+    /// Use the model's `generation_config.json`.
     Auto,
-    /// The program's defaults: temperature 1 and no filters.
+    /// Use the program's defaults: temperature 1 and no filters.
     None,
 }
 

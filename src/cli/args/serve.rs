@@ -15,11 +15,11 @@ use crate::serve::{EngineDivision, NamedAdapter};
 /// How tool calls are recognized in answers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ToolCallFormat {
-    /// In the format detected from the chat template.
+    /// Tool calls are parsed in the format detected from the chat template.
     Auto,
     /// Tool calls stay in the text.
     None,
-    /// In this format.
+    /// Tool calls are parsed in this format.
     Named(ToolCallParser),
 }
 

@@ -48,9 +48,9 @@ pub(super) struct PeerOutputs {
 /// Token ids of each text.
 #[derive(Debug, Deserialize)]
 pub(super) struct PeerTokens {
-    /// From `tokenizer.json` alone.
+    /// Token ids according to `tokenizer.json` alone.
     pub file: TokensOrReason,
-    /// From AutoTokenizer.
+    /// Token ids according to transformers' AutoTokenizer.
     pub auto: TokensOrReason,
     /// Class name of the tokenizer that AutoTokenizer returns.
     pub class: String,

@@ -103,7 +103,7 @@ impl Combination {
         Self { settings: settings.into_iter().collect(), circumstances: Vec::new() }
     }
 
-    /// Takes only some keys.
+    /// A configuration of which only some keys are known.
     pub(crate) fn of<'a>(settings: impl IntoIterator<Item = (&'a str, Value)>) -> Self {
         Self { settings: BTreeMap::new(), circumstances: Vec::new() }.with(settings)
     }

@@ -57,7 +57,7 @@ impl HubOptions {
     }
 }
 
-/// Leaves out the token.
+/// Formats all options except the access token, which is secret.
 impl fmt::Debug for HubOptions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut shown = f.debug_struct("HubOptions");
