@@ -163,7 +163,7 @@ impl Draft {
             let old = self.keys.remove(at);
             match old.value == new.value {
                 true => self.dropped.push(old.line("the key is set twice")),
-                false => self.lost.push(old.line(&format!("{} = {} counts", new.key, toml_value(&new.value)))),
+                false => self.lost.push(old.line(&format!("{} = {} is used instead", new.key, toml_value(&new.value)))),
             }
         }
         self.keys.push(new);
@@ -214,7 +214,7 @@ impl Draft {
         for (key, value, written) in theirs.entries {
             let advice = migration::advice(&key).unwrap_or(NONE);
             match migration::renamed(&key) {
-                _ if is_nothing(&value) => self.drop(&key, "nothing is set"),
+                _ if is_nothing(&value) => self.drop(&key, "the value is empty"),
                 _ if is_ours(&key) => match written {
                     Some(written) => self.set(&key, value, format!("it was {}", toml_value(&written))),
                     None => self.keep(&key, value),

@@ -64,7 +64,7 @@ fn translated(read: Foreign, version: Option<TrlVersion>) -> (Draft, String) {
     read.files.lost.iter().for_each(|(key, value, why)| draft.lose(key, value, why));
     read.unread.into_iter().for_each(|word| draft.lose_word(word));
     for (key, value) in theirs.take_unfilled(read.is_script) {
-        draft.lose(&key, &value, "a value without variables, or a variable that this script sets");
+        draft.lose(&key, &value, "expected a value without variables, or a variable that this script sets");
     }
     let program = match theirs.has_table(&["actor_rollout_ref.", "data.", "algorithm.", "trainer."]) {
         true => {

@@ -160,7 +160,7 @@ fn the_trl_version_comes_from_an_option_a_pin_or_the_keys() {
         draft.text(&file, &program)
     };
     let newest = with("", None);
-    assert!(newest.contains("(defaults of trl 1.16, as the file names no version; --trl_version"), "{newest}");
+    assert!(newest.contains("(defaults of trl 1.16, because the file names no version; use --trl_version"), "{newest}");
     assert!(!newest.contains("beta") && !newest.contains("loss_type"), "{newest}");
     let old = with("", Some("0.18.2"));
     for line in [
@@ -174,12 +174,12 @@ fn the_trl_version_comes_from_an_option_a_pin_or_the_keys() {
         assert!(old.lines().any(|known| known == line), "{line}: {old}");
     }
     let told = with("beta: 0.0\nmax_prompt_length: 1024\n", None);
-    assert!(told.contains("(defaults of trl 0.27, the last that has max_prompt_length;"), "{told}");
+    assert!(told.contains("(defaults of trl 0.27, the last version that has max_prompt_length;"), "{told}");
     assert!(!told.contains("use_bias_correction_kl") && !told.contains("loss_type"), "{told}");
     std::fs::write(folder.path().join("setup.py"), "deps = [\n    \"trl[vllm]==0.23.1\",\n]\n").unwrap();
     let pinned = with("", None);
     for part in [
-        "defaults of trl 0.23, which ",
+        "defaults of trl 0.23, pinned by ",
         "\nimportance_sampling_mode = \"token_truncate\"\n",
         "\nimportance_sampling_clip_max = 2.0\n",
     ] {

@@ -77,7 +77,10 @@ fn evaluations_of_verl_are_greedy_unless_they_sample() {
     let default = said(&[]);
     assert!(default.contains("eval_temperature = 0: verl's default"), "{default}");
     let greedy = said(&[("do_sample", json!(false)), ("temperature", json!(0.6)), ("n", json!(4))]);
-    for part in ["eval_temperature = 0: rollout.val_kwargs.do_sample is false", "rollout.val_kwargs.n = 4: greedy"] {
+    for part in [
+        "eval_temperature = 0: rollout.val_kwargs.do_sample is false",
+        "rollout.val_kwargs.n = 4: verl makes one greedy",
+    ] {
         assert!(greedy.contains(part), "{part}: {greedy}");
     }
     let sampled = said(&[("do_sample", json!(true)), ("temperature", json!(0.6)), ("n", json!(4))]);
@@ -267,7 +270,7 @@ fn a_key_given_twice_is_imported_once() {
     let notes = lists(&both);
     assert!(notes[0].contains("WITHOUT") && notes[0].contains("torch_dtype = \"bfloat16\""), "{notes:?}");
     let notes = lists(&[("num_generations_eval", json!(4)), ("eval_num_generations", json!(8))]);
-    assert!(notes[0].contains("it was num_generations_eval; eval_num_generations = 8 counts"), "{notes:?}");
+    assert!(notes[0].contains("it was num_generations_eval; eval_num_generations = 8 is used instead"), "{notes:?}");
 }
 
 #[test]

@@ -60,7 +60,7 @@ fn sampling(theirs: &mut ForeignKeys, draft: &mut Draft) {
         let name = format!("generation_kwargs.{theirs_name}");
         let Some(value) = theirs.take(&name) else { continue };
         if theirs.take(ours).is_some() {
-            draft.drop(ours, &format!("{name} counts"));
+            draft.drop(ours, &format!("{name} is used instead"));
         }
         let value = crate::migration::value(ours, &value).unwrap_or(value);
         draft.set(ours, value, format!("it was {name}"));
@@ -71,8 +71,8 @@ fn sampling(theirs: &mut ForeignKeys, draft: &mut Draft) {
 fn number_type(theirs: &mut ForeignKeys, draft: &mut Draft) {
     let (old, new) = (theirs.take("torch_dtype"), theirs.take("dtype"));
     match (old, &new) {
-        (Some(old), Some(new)) if old == *new => draft.drop("torch_dtype", "dtype says the same"),
-        (Some(old), Some(_)) => draft.lose("torch_dtype", &old, "dtype, its newer name, is set and counts"),
+        (Some(old), Some(new)) if old == *new => draft.drop("torch_dtype", "dtype has the same value"),
+        (Some(old), Some(_)) => draft.lose("torch_dtype", &old, "dtype, its newer name, is used instead"),
         (Some(old), None) if old == "float32" => draft.set("dtype", "float32", "it was torch_dtype"),
         (Some(old), None) if old == "bfloat16" || old == "auto" => {
             draft.drop("torch_dtype", "dtype = auto is bfloat16 on a GPU")
@@ -92,41 +92,45 @@ fn mixture(theirs: &mut ForeignKeys, draft: &mut Draft) {
         let text = |set: &Value, key: &str| set.get(key).and_then(Value::as_str).map(str::to_owned);
         let split = |set: &Value| text(set, "split").unwrap_or_else(|| "train".to_owned());
         if let [set] = listed.as_slice() {
-            draft.set("dataset_name", text(set, name).unwrap_or_default(), format!("the only one of {key}"));
+            draft.set("dataset_name", text(set, name).unwrap_or_default(), format!("{key} has one entry"));
             if let Some(config) = text(set, config) {
-                draft.set("dataset_config", config, format!("of {key}"));
+                draft.set("dataset_config", config, format!("from {key}"));
             }
-            draft.set("dataset_train_split", split(set), format!("of {key}"));
+            draft.set("dataset_train_split", split(set), format!("from {key}"));
         } else {
             let file = |set: &Value| {
                 let folder = text(set, config).map(|config| format!("{config}/")).unwrap_or_default();
                 format!("hf://datasets/{}/{folder}{}*", text(set, name).unwrap_or_default(), split(set))
             };
             let files: Vec<_> = listed.iter().map(file).collect();
-            draft.set("train_file", files, format!("{key}; LOOK whether these are the names of the files on the Hub"));
+            draft.set("train_file", files, format!("{key}; CHECK that these are the names of the files on the Hub"));
         }
         let weights: Vec<_> =
             listed.iter().map(|set| set.get("weight").and_then(Value::as_f64).unwrap_or(1.0)).collect();
         if weights.iter().any(|weight| *weight != 1.0) {
             match weights.as_slice() {
-                [weight] => {
-                    draft.lose(key, &(*weight).into(), "a share of one data set: max_train_samples counts its rows")
-                }
-                weights => {
-                    draft.set("train_file_weights", weights.to_vec(), format!("weights of {key}, shares of rows"))
-                }
+                [weight] => draft.lose(
+                    key,
+                    &(*weight).into(),
+                    "a fraction of one data set; set max_train_samples to a number of rows",
+                ),
+                weights => draft.set(
+                    "train_file_weights",
+                    weights.to_vec(),
+                    format!("the weights in {key}, as fractions of rows"),
+                ),
             }
         }
         if listed.iter().any(|set| set.get("columns").is_some()) {
-            draft.drop(&format!("{key}.columns"), "every column of a row reaches the rewards");
+            draft.drop(&format!("{key}.columns"), "rewards get all columns of a row");
         }
     }
     if theirs.take("dataset_mixture.seed").is_some() {
-        draft.drop("dataset_mixture.seed", "seed orders the rows");
+        draft.drop("dataset_mixture.seed", "the key seed determines the order of rows");
     }
     for name in ["dataset_mixture.test_split_size", "test_split_size"] {
         if let Some(size) = theirs.take(name) {
-            draft.lose(name, &size, "eval_file, or dataset_test_split, names held-out rows");
+            draft.lose(name, &size, "set eval_file or dataset_test_split to held-out rows");
         }
     }
 }
@@ -136,15 +140,15 @@ fn schedule(theirs: &mut ForeignKeys, draft: &mut Draft) {
     let without_warm_up = ["warmup_steps", "warmup_ratio"].into_iter().filter(|_| name == Some("constant".into()));
     for warm_up in without_warm_up {
         if theirs.take(warm_up).is_some() {
-            draft.drop(warm_up, "transformers' constant has no warm-up; constant_with_warmup has");
+            draft.drop(warm_up, "transformers' schedule constant has no warm-up");
         }
     }
     let is_share = |steps: &Value| steps.as_f64().is_some_and(|steps| 0.0 < steps && steps < 1.0);
     if let Some(share) = theirs.take_if("warmup_steps", is_share) {
-        draft.set("warmup_ratio", share, "it was warmup_steps, below 1 a share of all updates");
+        draft.set("warmup_ratio", share, "it was warmup_steps, which is a fraction of all updates if below 1");
     }
     if theirs.number("warmup_steps").is_some_and(|steps| steps >= 1.0) && theirs.take("warmup_ratio").is_some() {
-        draft.drop("warmup_ratio", "warmup_steps counts");
+        draft.drop("warmup_ratio", "warmup_steps is used instead");
     }
     let Some(name) = name else { return };
     match name.as_str() {
@@ -161,9 +165,11 @@ fn schedule(theirs: &mut ForeignKeys, draft: &mut Draft) {
                 }
             }
         }
-        Some("constant_with_warmup") => {
-            draft.set("lr_scheduler_type", "constant", "constant_with_warmup is constant here")
-        }
+        Some("constant_with_warmup") => draft.set(
+            "lr_scheduler_type",
+            "constant",
+            "the schedule constant has warm-up here; it was constant_with_warmup",
+        ),
         _ => draft.keep("lr_scheduler_type", name),
     }
 }
@@ -172,36 +178,36 @@ fn schedule(theirs: &mut ForeignKeys, draft: &mut Draft) {
 fn strategies(theirs: &mut ForeignKeys, draft: &mut Draft) {
     if let Some(strategy) = theirs.take("save_strategy") {
         match strategy.as_str() {
-            Some("steps") => draft.drop("save_strategy", "save_steps counts steps"),
+            Some("steps") => draft.drop("save_strategy", "save_steps is the interval in steps"),
             Some("no") => {
-                let steps = theirs.take("save_steps").map(|steps| format!(", save_steps = {steps} counts no steps"));
+                let steps = theirs.take("save_steps").map(|steps| format!(", so save_steps = {steps} had no effect"));
                 draft.set("save_steps", "none", format!("save_strategy = no{}", steps.unwrap_or_default()));
             }
-            _ => draft.lose("save_strategy", &strategy, "save_steps counts steps"),
+            _ => draft.lose("save_strategy", &strategy, "save_steps is the interval in steps"),
         }
     }
     for name in ["eval_strategy", "evaluation_strategy"] {
         let Some(strategy) = theirs.take(name) else { continue };
         match strategy.as_str() {
-            Some("steps") => draft.drop(name, "eval_steps counts steps"),
+            Some("steps") => draft.drop(name, "eval_steps is the interval in steps"),
             Some("no") => {
-                draft.drop(name, "nothing is evaluated without eval_steps and eval_file");
+                draft.drop(name, "without eval_steps and eval_file there is no evaluation");
                 if theirs.take("eval_steps").is_some() {
                     draft.drop("eval_steps", &format!("{name} = no"));
                 }
             }
-            _ => draft.lose(name, &strategy, "eval_steps counts steps"),
+            _ => draft.lose(name, &strategy, "eval_steps is the interval in steps"),
         }
     }
     if theirs.take("do_eval").is_some() {
-        draft.drop("do_eval", "eval_steps asks for evaluations");
+        draft.drop("do_eval", "eval_steps switches evaluation on");
     }
 }
 
 fn adapters(theirs: &mut ForeignKeys, draft: &mut Draft) {
     let use_peft = theirs.take("use_peft");
     if use_peft.is_some() {
-        draft.drop("use_peft", "lora.r turns adapters on");
+        draft.drop("use_peft", "lora.r switches adapters on");
     }
     let uses_adapters = use_peft.is_some_and(|is_on| is_on == true);
     let names = [
@@ -217,7 +223,7 @@ fn adapters(theirs: &mut ForeignKeys, draft: &mut Draft) {
             "lora_target_modules",
             "lora.target_modules",
             vec!["q_proj", "v_proj"].into(),
-            "PEFT's default for Qwen2, Qwen3, Llama and Mistral; it has none for OLMo 2",
+            "PEFT's default for Qwen2, Qwen3, Llama and Mistral (PEFT has none for OLMo 2)",
         ),
     ];
     for (name, ours, value, whose) in defaults.into_iter().filter(|(name, ..)| uses_adapters && !theirs.has(name)) {
@@ -262,7 +268,7 @@ fn neutral(theirs: &mut ForeignKeys, draft: &mut Draft) {
             Some(value)
                 if value == nothing || value.as_f64().is_some_and(|number| nothing.as_f64() == Some(number)) =>
             {
-                draft.drop(name, "nothing at this value");
+                draft.drop(name, "this value has no effect");
             }
             Some(value) => draft.lose(name, &value, crate::migration::advice(name).unwrap_or_default()),
             None => (),

@@ -90,7 +90,7 @@ impl TrlVersion {
         if parts.any(|part| part.is_err()) || (major, minor) < (0, 14) {
             return Err(refuse());
         }
-        Ok(Self { number: (major, minor), reason: "as --trl_version says".into() })
+        Ok(Self { number: (major, minor), reason: "given by --trl_version".into() })
     }
 
     /// The version pinned by the project that contains the file: in its folder or above, up to the root of the repository.
@@ -102,7 +102,7 @@ impl TrlVersion {
                 let text = untrusted::read_text(&folder.join(name), MAX_RUN_CONFIG_BYTES).unwrap_or_default();
                 let Some(found) = pin.captures(&text) else { continue };
                 let number = (found[1].parse().ok()?, found[2].parse().ok()?);
-                return Some(Self { number, reason: format!("which {} pins", folder.join(name).display()) });
+                return Some(Self { number, reason: format!("pinned by {}", folder.join(name).display()) });
             }
             if folder.join(".git").exists() {
                 return None;
@@ -113,14 +113,17 @@ impl TrlVersion {
 
     /// The newest version that has all keys of the file; for keys of open-r1 the version that it pins.
     pub fn by_keys(theirs: &ForeignKeys) -> Self {
-        let is_said = "--trl_version chooses another";
+        let is_said = "use --trl_version for another one";
         if let Some(key) = OPEN_R1.iter().find(|key| theirs.has(key)) {
-            return Self { number: OF_OPEN_R1, reason: format!("which open-r1 pins, whose key {key} is; {is_said}") };
+            return Self {
+                number: OF_OPEN_R1,
+                reason: format!("pinned by open-r1, which has the key {key}; {is_said}"),
+            };
         }
         let removed = REMOVED.iter().filter(|(key, _)| theirs.has(key)).min_by_key(|(_, last)| *last);
         match removed {
-            Some((key, last)) => Self { number: *last, reason: format!("the last that has {key}; {is_said}") },
-            None => Self { number: NEWEST, reason: format!("as the file names no version; {is_said}") },
+            Some((key, last)) => Self { number: *last, reason: format!("the last version that has {key}; {is_said}") },
+            None => Self { number: NEWEST, reason: format!("because the file names no version; {is_said}") },
         }
     }
 
@@ -146,14 +149,14 @@ impl TrlVersion {
             };
             let Some(value) = self.default_of(history).filter(|_| is_read && !theirs.sets(key)) else { continue };
             let more = match *key {
-                "max_prompt_length" => ", which cuts longer prompts from the left; here they are left out",
+                "max_prompt_length" => ", which truncates longer prompts on the left; here they are left out",
                 _ => "",
             };
             draft.fill(key, value, &format!("the default of trl {major}.{minor}{more}"));
         }
         if theirs.has("eval_steps") && !theirs.sets("eval_num_generations") {
             let num = theirs.number("num_generations").unwrap_or(8.0) as u64;
-            draft.fill("eval_num_generations", num, "TRL evaluates with num_generations");
+            draft.fill("eval_num_generations", num, "TRL uses num_generations for evaluations, too");
         }
     }
 }

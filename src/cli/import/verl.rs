@@ -29,16 +29,16 @@ fn batch(theirs: &mut ForeignKeys, draft: &mut Draft) -> u64 {
     let per_update = whole(theirs.take_number("actor.ppo_mini_batch_size")).unwrap_or(256).min(num_prompts);
     let num_generations = whole(theirs.number("rollout.n")).unwrap_or(1);
     if !theirs.has("rollout.n") {
-        draft.lose("rollout.n", &1.into(), "verl's default, as it is not set: num_generations is at least 2 here");
+        draft.lose("rollout.n", &1.into(), "verl's default; num_generations must be at least 2 here");
     }
     let gpus = theirs.take_number("trainer.n_gpus_per_node");
     if gpus.is_some() {
-        draft.drop("trainer.n_gpus_per_node", "--nproc says how many GPUs there are");
+        draft.drop("trainer.n_gpus_per_node", "--nproc sets the number of GPUs");
     }
     let gpus = whole(gpus).unwrap_or(8);
     let nodes = theirs.take_number("trainer.nnodes");
     if nodes.is_some() {
-        draft.drop("trainer.nnodes", "--nnodes says how many nodes there are");
+        draft.drop("trainer.nnodes", "--nnodes sets the number of nodes");
     }
     let nodes = whole(nodes).unwrap_or(1);
     draft.nproc = Some(gpus).filter(|gpus| *gpus > 1);
@@ -51,17 +51,17 @@ fn batch(theirs: &mut ForeignKeys, draft: &mut Draft) -> u64 {
     draft.set(
         "per_device_train_batch_size",
         completions.div_ceil(gpus),
-        format!("completions of an update on each GPU: {note}"),
+        format!("completions per update on each GPU: {note}"),
     );
     if !completions.is_multiple_of(gpus) || !num_prompts.is_multiple_of(per_update) {
         draft.lose(
             "data.train_batch_size",
             &num_prompts.into(),
-            &format!("it does not divide evenly, so that the batch is another one: {note}"),
+            &format!("it is not divisible, so the batch size differs: {note}"),
         );
     }
     if updates > 1 {
-        draft.set("steps_per_generation", updates, "updates of a generation batch");
+        draft.set("steps_per_generation", updates, "updates per generation batch");
     }
     updates * whole(theirs.number("actor.ppo_epochs")).unwrap_or(1)
 }
@@ -76,7 +76,7 @@ fn steps(theirs: &mut ForeignKeys, draft: &mut Draft, num_updates: u64) {
     ] {
         let is_counted = |steps: &Value| num_updates > 1 && steps.as_u64().is_some_and(|steps| steps > 0);
         if let Some(steps) = theirs.take_if(name, is_counted).and_then(|steps| steps.as_u64()) {
-            let note = format!("{name} = {steps}, of {num_updates} updates each");
+            let note = format!("{name} = {steps} generation batches with {num_updates} updates each");
             draft.set(ours, steps.saturating_mul(num_updates), note);
         }
     }
@@ -85,12 +85,12 @@ fn steps(theirs: &mut ForeignKeys, draft: &mut Draft, num_updates: u64) {
 fn schedule(theirs: &mut ForeignKeys, draft: &mut Draft) {
     // verl sets this one to its own number of steps, whatever a file says.
     if theirs.take("actor.optim.total_training_steps").is_some() {
-        draft.drop("actor.optim.total_training_steps", "the schedule ends with the run");
+        draft.drop("actor.optim.total_training_steps", "the learning rate schedule always ends with the run");
     }
     for name in ["trainer.total_training_steps"] {
         if theirs.number(name).is_some_and(|steps| steps < 1.0) {
             theirs.take(name);
-            draft.drop(name, "epochs count");
+            draft.drop(name, "the number of epochs is used instead");
         }
     }
     if theirs.number("actor.optim.lr_warmup_steps").is_some_and(|steps| steps < 0.0) {
@@ -106,7 +106,7 @@ fn schedule(theirs: &mut ForeignKeys, draft: &mut Draft) {
         draft.set("lr_scheduler_type", "constant", "verl's default");
     }
     if !theirs.has("actor.optim.weight_decay") {
-        draft.set("weight_decay", 0.01, "verl's default, there of norms and biases, too");
+        draft.set("weight_decay", 0.01, "verl's default (verl applies it to norms and biases, too)");
     }
     if let Some(least) = theirs.take_number("actor.optim.min_lr_ratio") {
         let falls = names.iter().find(|name| theirs.is_word(name, "cosine")).filter(|_| least > 0.0);
@@ -120,7 +120,7 @@ fn schedule(theirs: &mut ForeignKeys, draft: &mut Draft) {
                 );
                 draft.set("lr_scheduler_kwargs.min_lr_rate", least, "it was actor.optim.min_lr_ratio");
             }
-            None => draft.drop("actor.optim.min_lr_ratio", "nothing falls to it"),
+            None => draft.drop("actor.optim.min_lr_ratio", "it has no effect with this schedule"),
         }
     }
     if !theirs.has("trainer.total_epochs") && !theirs.has("trainer.total_training_steps") && !draft.has("max_steps") {
@@ -157,17 +157,16 @@ fn rewards(theirs: &mut ForeignKeys, draft: &mut Draft) {
         let (reward, note) = match is_gsm8k {
             true => (
                 "numeric_answer",
-                "verl scores GSM8K by the number behind ####; here \\boxed{} and <answer> count, too",
+                "verl scores GSM8K by the number after ####; here an answer in \\boxed{} or <answer> is accepted, too",
             ),
-            false => (
-                "math",
-                "verl chooses a reward by each row's data_source; this one compares answers as mathematics (math-verify)",
-            ),
+            false => {
+                ("math", "verl chooses a reward by each row's data_source; math compares answers with math-verify")
+            }
         };
         draft.set("reward_funcs", vec![reward], note);
     }
     for name in ["reward_model.enable", "reward.reward_model.enable"] {
-        switch(theirs, draft, name, "reward_funcs are functions, commands and services over HTTP");
+        switch(theirs, draft, name, "reward_funcs may be functions, commands and HTTP services");
     }
     overlong(theirs, draft);
 }
@@ -191,7 +190,7 @@ fn overlong(theirs: &mut ForeignKeys, draft: &mut Draft) {
             if draft.adds_reward("soft_overlong_punishment", theirs.number(&factor).unwrap_or(1.0)) =>
         {
             theirs.take(&enable);
-            draft.drop(&enable, "the reward soft_overlong_punishment takes its place, with its factor as weight");
+            draft.drop(&enable, "replaced by the reward soft_overlong_punishment, with the penalty factor as weight");
             draft.set("reward.max_completion_len", most as u64, "the longest completion of verl's overlong buffer");
             draft.set("reward.soft_punish_cache", cache as u64, format!("it was {length}"));
             for name in [&length, &factor] {
@@ -203,7 +202,7 @@ fn overlong(theirs: &mut ForeignKeys, draft: &mut Draft) {
         _ if !is_on => {
             for name in [&enable, &length, &factor] {
                 if theirs.take(name).is_some() {
-                    draft.drop(name, "the penalty is off");
+                    draft.drop(name, "the penalty is switched off");
                 }
             }
         }
@@ -211,7 +210,7 @@ fn overlong(theirs: &mut ForeignKeys, draft: &mut Draft) {
     }
     for name in [&log, &longest[0]] {
         if theirs.take(name).is_some() {
-            draft.drop(name, "it is logged as rewards/soft_overlong_punishment, and measured from max_completion_len");
+            draft.drop(name, "logged as rewards/soft_overlong_punishment, computed from max_completion_len");
         }
     }
 }
@@ -224,7 +223,7 @@ fn groups(theirs: &mut ForeignKeys, draft: &mut Draft) {
         true => {
             draft.set("dynamic_sampling", "replace", format!("{enable} is true"));
             if theirs.take("data.gen_batch_size").is_some() {
-                draft.drop("data.gen_batch_size", "groups are sampled until the batch is whole");
+                draft.drop("data.gen_batch_size", "groups are sampled until the batch is full");
             }
         }
         false => draft.drop(&enable, "off"),
@@ -247,12 +246,12 @@ fn output(theirs: &mut ForeignKeys, draft: &mut Draft) {
         let known = |name: &Value| ["wandb", "tensorboard", "trackio"].iter().any(|known| name == known);
         let (known, others): (Vec<_>, Vec<_>) = listed.into_iter().partition(known);
         for other in others.into_iter().filter(|name| name != "console") {
-            draft.lose("trainer.logger", &other, "report_to takes tensorboard, wandb and trackio");
+            draft.lose("trainer.logger", &other, "report_to accepts tensorboard, wandb and trackio");
         }
         draft.set(
             "report_to",
             if known.is_empty() { "none".into() } else { Value::Array(known) },
-            "trainer.logger, without the console, which is always written",
+            "it was trainer.logger; output to the console is always on",
         );
     }
     for (name, ours) in [("trainer.save_freq", "save_steps"), ("trainer.test_freq", "eval_steps")] {
@@ -274,7 +273,7 @@ fn evaluations(theirs: &mut ForeignKeys, draft: &mut Draft) {
     }
     let (samples, temperature) = (theirs.take_if(SAMPLES, Value::is_boolean), theirs.take(TEMPERATURE));
     if samples == Some(true.into()) {
-        let note = format!("it was {TEMPERATURE}, or 0 without it, as {SAMPLES} is true");
+        let note = format!("it was {TEMPERATURE} (default 0), because {SAMPLES} is true");
         return draft.set("eval_temperature", temperature.unwrap_or_else(|| 0.into()), note);
     }
     draft.set(
@@ -283,10 +282,10 @@ fn evaluations(theirs: &mut ForeignKeys, draft: &mut Draft) {
         if samples.is_some() { format!("{SAMPLES} is false") } else { "verl's default".into() },
     );
     if temperature.is_some() {
-        draft.drop(TEMPERATURE, "evaluations that do not sample have none");
+        draft.drop(TEMPERATURE, "greedy evaluations have no temperature");
     }
     if let Some(num) = theirs.take_if(NUM, |num| num.as_u64().is_some_and(|num| num > 1)) {
-        draft.lose(NUM, &num, "greedy completions of a prompt are all equal, and verl makes one");
+        draft.lose(NUM, &num, "verl makes one greedy completion per prompt, as all would be equal");
     }
 }
 
@@ -295,12 +294,12 @@ fn shared_micro_batches(theirs: &mut ForeignKeys, draft: &mut Draft) {
     const SIZE: &str = "actor.ulysses_sequence_parallel_size";
     const BUDGET: &str = "actor.ppo_max_token_len_per_gpu";
     if theirs.take("ref.ulysses_sequence_parallel_size").is_some() {
-        draft.drop("ref.ulysses_sequence_parallel_size", "the reference model scores the micro-batches that train");
+        draft.drop("ref.ulysses_sequence_parallel_size", "the reference model uses the trainer's micro-batches");
     }
     let Some(size) = theirs.take_number(SIZE) else { return };
     draft.set("sequence_parallel_size", size as u64, format!("it was {SIZE}"));
     if let Some(tokens) = theirs.take_number(BUDGET) {
-        let why = format!("it was {BUDGET}, which each of {size} GPUs has");
+        let why = format!("it was {BUDGET} per GPU; {size} GPUs share a micro-batch");
         draft.set("max_tokens_per_micro_batch", (tokens * size) as u64, why);
     }
 }
@@ -329,16 +328,16 @@ fn rest(theirs: &mut ForeignKeys, draft: &mut Draft) {
     ] {
         if theirs.number(name) == Some(1.0) {
             theirs.take(name);
-            draft.drop(name, "1 is off");
+            draft.drop(name, "1 means off");
         }
     }
     shared_micro_batches(theirs, draft);
     experts(theirs, draft);
     match theirs.take("data.truncation") {
         Some(how) if how != "error" => {
-            draft.lose("data.truncation", &how, "prompts longer than max_prompt_length are left out, never cut")
+            draft.lose("data.truncation", &how, "prompts longer than max_prompt_length are left out, never truncated")
         }
-        Some(_) => draft.drop("data.truncation", "prompts longer than max_prompt_length are left out, never cut"),
+        Some(_) => draft.drop("data.truncation", "prompts longer than max_prompt_length are left out, never truncated"),
         None => (),
     }
     for (name, ours) in
@@ -350,7 +349,7 @@ fn rest(theirs: &mut ForeignKeys, draft: &mut Draft) {
     }
     for name in ["data.train_max_samples", "data.val_max_samples"] {
         if theirs.take_if(name, |num| num.as_f64().is_some_and(|num| num < 0.0)).is_some() {
-            draft.drop(name, "all rows");
+            draft.drop(name, "all rows are used, as by default");
         }
     }
 }
@@ -360,20 +359,20 @@ fn experts(theirs: &mut ForeignKeys, draft: &mut Draft) {
     let (name, ours) = ("rollout.expert_parallel_size", "enable_expert_parallel");
     let of_engine = theirs.number("rollout.tensor_model_parallel_size");
     if theirs.take_if(name, |size| *size == 1).is_some() {
-        draft.drop(name, "1 is off");
+        draft.drop(name, "1 means off");
     } else if theirs.take_if(name, |size| size.is_number() && size.as_f64() == of_engine).is_some() {
-        draft.set(ours, true, format!("{name} is rollout.tensor_model_parallel_size"));
+        draft.set(ours, true, format!("{name} equals rollout.tensor_model_parallel_size"));
     }
     let replay = "actor.router_replay.mode";
     if !theirs.has(replay) {
-        draft.set("router_replay", "disabled", "verl's default, of models with experts");
+        draft.set("router_replay", "disabled", "verl's default for models with experts");
     }
     if theirs.has_experts("model.path") {
-        draft.fill("router_aux_loss_coef", 0, "verl's loss has no such term");
+        draft.fill("router_aux_loss_coef", 0, "verl's loss has no load balancing term");
     }
     let name = "rollout.enable_rollout_routing_replay";
     if theirs.take_if(name, Value::is_boolean).is_some() {
-        draft.drop(name, &format!("router_replay says so, which is {replay}"));
+        draft.drop(name, &format!("set by router_replay, from {replay}"));
     }
 }
 

@@ -32,7 +32,7 @@ pub(super) fn read(columns: &Map<String, Value>, column: &str) -> Result<Vec<Tes
     let value = match value {
         Value::String(text) => {
             parsed = serde_json::from_str::<Value>(text)
-                .map_err(|error| bad(&format!("neither a list nor JSON: {error}")))?;
+                .map_err(|error| bad(&format!("expected a list, or a list as JSON text: {error}")))?;
             &parsed
         }
         other => other,
@@ -40,7 +40,7 @@ pub(super) fn read(columns: &Map<String, Value>, column: &str) -> Result<Vec<Tes
     let value = value.get("test_cases").unwrap_or(value);
     if value.get("fn_name").is_some_and(|name| !name.is_null()) {
         return Err(bad(
-            "tests that call a function (fn_name) are not served, only those of standard input and output",
+            "tests that call a function (fn_name) are not supported, only tests with standard input and output",
         ));
     }
     let pairs: Vec<(Option<&Value>, Option<&Value>)> = match (value, value.get("inputs"), value.get("outputs")) {
@@ -48,11 +48,13 @@ pub(super) fn read(columns: &Map<String, Value>, column: &str) -> Result<Vec<Tes
         (_, Some(Value::Array(inputs)), Some(Value::Array(outputs))) if inputs.len() == outputs.len() => {
             inputs.iter().map(Some).zip(outputs.iter().map(Some)).collect()
         }
-        _ => return Err(bad("expected a list of {input, output}, or {inputs, outputs} of one length")),
+        _ => return Err(bad("expected a list of {input, output}, or lists {inputs, outputs} of equal length")),
     };
     let test = |(input, output)| Some(Test { input: text(input?)?, expected: text(output?)? });
     let tests: Option<Vec<Test>> = pairs.into_iter().map(test).collect();
-    tests.filter(|tests| !tests.is_empty()).ok_or_else(|| bad("expected one test or more, input and output as text"))
+    tests
+        .filter(|tests| !tests.is_empty())
+        .ok_or_else(|| bad("expected at least one test, with input and output as text"))
 }
 
 /// The text of a string or of a list of lines.
@@ -87,10 +89,10 @@ mod unit_tests {
         }
         for (value, part) in [
             (json!({"inputs": ["1"], "outputs": ["1"], "fn_name": "f"}), "fn_name"),
-            (json!({"inputs": ["1"], "outputs": []}), "of one length"),
-            (json!([]), "one test or more"),
+            (json!({"inputs": ["1"], "outputs": []}), "of equal length"),
+            (json!([]), "at least one test"),
             (json!([{"input": 1, "output": "1"}]), "as text"),
-            (json!("assert f(1) == 1"), "neither a list nor JSON"),
+            (json!("assert f(1) == 1"), "a list as JSON text"),
         ] {
             assert!(tests(value.clone()).unwrap_err().contains(part), "{value}");
         }

@@ -9,7 +9,7 @@ pub(super) fn translate(theirs: &mut ForeignKeys, draft: &mut Draft, has_several
     divergence(theirs, draft);
     if theirs.number("actor.entropy_coeff") == Some(0.0) {
         theirs.take("actor.entropy_coeff");
-        draft.drop("actor.entropy_coeff", "nothing at 0");
+        draft.drop("actor.entropy_coeff", "0 has no effect");
     }
     let form = policy_loss(theirs, draft);
     clipping(theirs, draft, form);
@@ -32,14 +32,14 @@ fn policy_loss(theirs: &mut ForeignKeys, draft: &mut Draft) -> PolicyTerm {
     let Some(mode) = theirs.take(name) else { return PolicyTerm::Clipped };
     let form = match mode.as_str() {
         Some("vanilla") => {
-            draft.drop(name, "the clipped term");
+            draft.drop(name, "the clipped policy term is the default");
             return PolicyTerm::Clipped;
         }
         Some("gspo") => PolicyTerm::Gspo,
         Some("sapo") => PolicyTerm::Sapo,
         Some("cispo") => PolicyTerm::Cispo,
         _ => {
-            draft.lose(name, &mode, "vanilla, gspo, sapo and cispo have an equivalent; the term is the clipped one");
+            draft.lose(name, &mode, "only vanilla, gspo, sapo and cispo are supported; the clipped term is used");
             return PolicyTerm::Clipped;
         }
     };
@@ -64,15 +64,15 @@ fn clipping(theirs: &mut ForeignKeys, draft: &mut Draft, form: PolicyTerm) {
     const HIGH: &str = "actor.clip_ratio_high";
     const MOST: &str = "actor.clip_ratio_c";
     if theirs.take(BOTH).is_some() {
-        let why = format!("verl reads {LOW} and {HIGH}, which are 0.2 where they are not set");
+        let why = format!("verl uses {LOW} and {HIGH} instead, each 0.2 by default");
         draft.drop(BOTH, &why);
     }
     match form {
         PolicyTerm::Cispo => {
             let high = theirs.take_number(HIGH).unwrap_or(0.2);
-            draft.set("epsilon_high", 1.0 + high, format!("1 + {HIGH}: cispo bounds the ratio itself"));
+            draft.set("epsilon_high", 1.0 + high, format!("1 + {HIGH}, because cispo limits the ratio itself"));
             let low = theirs.take(LOW).unwrap_or_else(|| 0.2.into());
-            draft.lose(LOW, &low, "cispo has no lower bound of the ratio here");
+            draft.lose(LOW, &low, "cispo has no lower limit of the ratio here");
         }
         PolicyTerm::Sapo => {
             for name in [LOW, HIGH] {
@@ -88,10 +88,10 @@ fn clipping(theirs: &mut ForeignKeys, draft: &mut Draft, form: PolicyTerm) {
     }
     match form {
         PolicyTerm::Clipped if !theirs.has(MOST) => {
-            draft.set("delta", 3, format!("verl's default of {MOST}: the ratio of negative advantages is bounded"));
+            draft.set("delta", 3, format!("verl's default of {MOST}, which limits the ratio for negative advantages"));
         }
         PolicyTerm::Clipped => (),
-        _ if theirs.take(MOST).is_some() => draft.drop(MOST, "this form of the policy term does not read it"),
+        _ if theirs.take(MOST).is_some() => draft.drop(MOST, "it has no effect in this form of the policy term"),
         _ => (),
     }
 }
@@ -103,12 +103,12 @@ fn aggregation(theirs: &mut ForeignKeys, draft: &mut Draft, form: PolicyTerm, ha
     let written = mode.as_str().unwrap_or_default();
     match (form, written) {
         (PolicyTerm::Sapo, _) => {
-            draft.set("loss_type", "sapo", format!("its tokens are averaged by sequence, whatever {NAME} is"))
+            draft.set("loss_type", "sapo", format!("sapo averages tokens by sequence and ignores {NAME}"))
         }
         (PolicyTerm::Cispo, "token-mean") => draft.set("loss_type", "cispo", format!("{NAME} = token-mean")),
         (_, "token-mean") => {
-            let of_update =
-                "; verl divides by the tokens of each update, here by those of the generation batch over its updates";
+            let of_update = "; verl divides by the tokens of each update, this program by the mean over the updates of a \
+                 generation batch";
             let note = format!("verl's {NAME} token-mean{}", if has_several_updates { of_update } else { "" });
             draft.set("loss_type", "dapo", note);
         }
@@ -125,7 +125,7 @@ fn aggregation(theirs: &mut ForeignKeys, draft: &mut Draft, form: PolicyTerm, ha
             "seq-mean-token-sum-norm" => {
                 draft.lose("actor.loss_scale_factor", &factor, "dr_grpo divides by max_completion_length");
             }
-            _ => draft.drop("actor.loss_scale_factor", "only seq-mean-token-sum-norm reads it"),
+            _ => draft.drop("actor.loss_scale_factor", "it has an effect only with seq-mean-token-sum-norm"),
         }
     }
 }
@@ -133,21 +133,21 @@ fn aggregation(theirs: &mut ForeignKeys, draft: &mut Draft, form: PolicyTerm, ha
 fn advantages(theirs: &mut ForeignKeys, draft: &mut Draft) {
     match theirs.take("algorithm.norm_adv_by_std_in_grpo") {
         Some(Value::Bool(false)) => draft.set("scale_rewards", "none", "algorithm.norm_adv_by_std_in_grpo is false"),
-        Some(_) => draft.drop("algorithm.norm_adv_by_std_in_grpo", "scale_rewards = group does so"),
+        Some(_) => draft.drop("algorithm.norm_adv_by_std_in_grpo", "the default scale_rewards = group does the same"),
         None => (),
     }
     let name = "algorithm.adv_estimator";
     match theirs.take(name) {
         Some(estimator) if estimator == "rloo" => {
             draft.set("advantage_estimator", "rloo", format!("it was {name}"));
-            draft.set("scale_rewards", "none", "verl's rloo divides by no deviation");
+            draft.set("scale_rewards", "none", "verl's rloo does not divide by the standard deviation");
         }
         Some(estimator) if estimator != "grpo" => draft.lose(name, &estimator, "advantage_estimator = grpo or rloo"),
-        Some(_) => draft.drop(name, "advantages are GRPO's"),
+        Some(_) => draft.drop(name, "GRPO's advantages are the default"),
         None => draft.lose(
             name,
             &"gae".into(),
-            "verl's default, as it is not set, trains a critic; here advantages are GRPO's",
+            "verl's default, because it is not set; it needs a critic, so GRPO's advantages are used here",
         ),
     }
 }
@@ -167,12 +167,12 @@ fn divergence(theirs: &mut ForeignKeys, draft: &mut Draft) {
     let of_reward = ("algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty", "kl");
     for ((coef, kind, _), is_read) in [(of_loss, in_loss), (of_reward, in_reward && !in_loss)] {
         let unread = [coef, kind].into_iter().filter(|name| !is_read && theirs.take(name).is_some());
-        unread.for_each(|name| draft.drop(name, "it weighs nothing"));
+        unread.for_each(|name| draft.drop(name, "this KL divergence is switched off"));
     }
     let (coef, kind, default) = match (in_loss, in_reward) {
         (true, false) => of_loss,
         (true, true) => {
-            let why = "beta weighs the divergence in the loss, and none in the reward beside it";
+            let why = "the KL divergence can be either in the loss or in the reward; it is in the loss";
             draft.lose("algorithm.use_kl_in_reward", &true.into(), why);
             of_loss
         }
@@ -184,18 +184,18 @@ fn divergence(theirs: &mut ForeignKeys, draft: &mut Draft) {
     };
     let whose = if in_loss { "actor.use_kl_loss" } else { "algorithm.use_kl_in_reward" };
     let weight = theirs.take_number(coef).unwrap_or(0.001);
-    draft.set("beta", weight, format!("{coef}, as {whose} is true"));
+    draft.set("beta", weight, format!("it was {coef}, because {whose} is true"));
     let named = theirs.take(kind).unwrap_or_else(|| default.into());
     if weight == 0.0 {
-        return draft.drop(kind, "a weight of 0 takes none");
+        return draft.drop(kind, "with a weight of 0 there is no KL divergence");
     }
     if in_loss {
-        draft.set("use_bias_correction_kl", false, "verl's divergence in the loss has no factor of the ratio");
+        draft.set("use_bias_correction_kl", false, "verl does not multiply the KL divergence in the loss by the ratio");
     }
     match named.as_str() {
         Some("kl" | "k1") => draft.set("kl_estimator", "k1", format!("{kind} = {named}")),
         Some("mse" | "k2" | "mse+" | "k2+") => draft.set("kl_estimator", "k2", format!("{kind} = {named}")),
-        Some("low_var_kl" | "k3") => draft.drop(kind, "kl_estimator = k3 is verl's low_var_kl"),
+        Some("low_var_kl" | "k3") => draft.drop(kind, "verl's low_var_kl is the default kl_estimator = k3"),
         _ => draft.lose(kind, &named, "kl_estimator = k1, k2 or k3"),
     }
 }
@@ -213,7 +213,7 @@ fn correction(theirs: &mut ForeignKeys, draft: &mut Draft) {
         }
     }
     if !theirs.has(&bypass) && theirs.take(&loss).is_some() {
-        draft.drop(&loss, "read with bypass_mode alone");
+        draft.drop(&loss, "it has an effect only with bypass_mode");
     }
     let cap = theirs.take_if("actor.tis_imp_ratio_cap", Value::is_number);
     let bound = theirs.take(&threshold);
@@ -233,16 +233,16 @@ fn correction(theirs: &mut ForeignKeys, draft: &mut Draft) {
         (None, cap) => {
             for name in [(bound.is_some(), threshold.as_str()), (cap.is_some(), "actor.tis_imp_ratio_cap")] {
                 if name.0 {
-                    draft.drop(name.1, "no correction reads it");
+                    draft.drop(name.1, "it has no effect without a correction");
                 }
             }
-            let note = format!("verl's default of {kind}: it does not correct for the sampler");
+            let note = format!("verl's default of {kind}: no correction for the sampler");
             return draft.set("importance_sampling_correction", false, note);
         }
     };
     draft.set("importance_sampling_mode", mode, format!("it was {named}"));
     match bound.as_f64().or_else(|| bound.as_str().and_then(|text| text.parse().ok())) {
-        Some(most) => draft.set("importance_sampling_clip_max", most, format!("{threshold}, 2 where it is not set")),
-        None => draft.lose(&threshold, &bound, "importance_sampling_clip_max is one number"),
+        Some(most) => draft.set("importance_sampling_clip_max", most, format!("{threshold}, by default 2")),
+        None => draft.lose(&threshold, &bound, "importance_sampling_clip_max must be a single number"),
     }
 }
