@@ -213,7 +213,7 @@ pub(crate) const KEYS: &[(&[&str], &str)] = &[
     (&["chat_template_path", "chat_template"], "the chat template of the model's folder"),
     (
         &["overwrite_output_dir"],
-        "a run beside an earlier one's checkpoints is refused; resume_from_checkpoint or another output_dir",
+        "a run cannot write to the output_dir of an earlier one; set resume_from_checkpoint or another output_dir",
     ),
     (&["model_init_kwargs", "trust_remote_code"], "weights are safetensors; no code of a model's folder runs"),
     (

@@ -82,7 +82,7 @@ fn card(config: &[(String, String)], metrics: &[(&str, u64, f64)], model: &Path,
     let version = env!("CARGO_PKG_VERSION");
     let _ = writeln!(text, "# {name}\n\n{what} trained{from} with GRPO by colo-grpo {version}.\n");
     if config.is_empty() {
-        text += "No run_config.json lay beside the trained folder, so how it was trained is not known here.\n";
+        text += "No run_config.json was found next to the trained folder, so the training configuration is unknown.\n";
         return text;
     }
     let _ = writeln!(text, "## Data\n\n{}", table(&DATA, get));
@@ -91,8 +91,8 @@ fn card(config: &[(String, String)], metrics: &[(&str, u64, f64)], model: &Path,
         let fence = "`".repeat(longest.max(2) + 1);
         let _ = writeln!(
             text,
-            "## System prompt\n\nIt was trained behind this message of the system, which the folder does not have:\n\n\
-             {fence}text\n{prompt}\n{fence}\n"
+            "## System prompt\n\nThe model was trained with this system message, which the folder does not \
+             contain:\n\n{fence}text\n{prompt}\n{fence}\n"
         );
     }
     let _ = writeln!(
@@ -143,7 +143,7 @@ mod tests {
         }
         write(&out, &run.join("final"), false).unwrap();
         let text = || std::fs::read_to_string(out.join("README.md")).unwrap();
-        assert!(text().contains("# gsm8k") && text().contains("how it was trained is not known"), "{}", text());
+        assert!(text().contains("# gsm8k") && text().contains("the training configuration is unknown"), "{}", text());
         let config = r#"{"model_name_or_path": "Qwen/Qwen2.5-7B", "dataset_name": "x/y", "beta": 0.1, "loss_type": "a|`b\n",
             "lora": {"r": 16}, "train_file": null, "seed": 1, "system_prompt": "Put it in\n```\nfences."}"#;
         std::fs::write(run.join("run_config.json"), config).unwrap();

@@ -175,7 +175,7 @@ impl DatasetCounts {
         match (self.texts, self.text_is_chat) {
             (0, _) => "conversations, through the chat template",
             (_, true) => "text as a user's message, through the chat template",
-            (texts, false) if texts == self.read => "text, as it is",
+            (texts, false) if texts == self.read => "text, unchanged",
             _ => "text unchanged, conversations through the chat template",
         }
     }
@@ -198,7 +198,7 @@ impl fmt::Display for DatasetCounts {
         write!(f, "{} read", self.read)?;
         self.left_out().iter().try_for_each(|stage| write!(f, ", {stage}"))?;
         write!(f, ", {} kept", self.kept)?;
-        self.drawn.map_or(Ok(()), |drawn| write!(f, ", {drawn} an epoch by their weights"))
+        self.drawn.map_or(Ok(()), |drawn| write!(f, ", {drawn} per epoch by their weights"))
     }
 }
 

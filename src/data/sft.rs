@@ -117,7 +117,7 @@ impl SftDataset {
         let SftExample { token_ids, prompt_len } = &self.examples[0];
         let (prompt, completion) = token_ids.split_at(*prompt_len);
         let text = |ids: &[u32]| tokenizer.decode_all(ids).map(|text| quoted(&text));
-        Ok(format!("examples: the first one learns {} behind {}", text(completion)?, text(prompt)?))
+        Ok(format!("examples: the first one learns {} after {}", text(completion)?, text(prompt)?))
     }
 
     /// Describes the numbers of rows and completions that were read, left out and kept.
@@ -239,7 +239,7 @@ mod tests {
         let data = read(&TokenizerFolder::new(), &rows, 6).unwrap();
         assert_eq!(data.counts(), "4 rows read, 4 completions, 1 longer than 6 tokens, 3 kept");
         let told = data.description(&TokenizerFolder::new().tokenizer()).unwrap();
-        assert_eq!(told, "examples: the first one learns \"one two three </s>\" behind \"<s> one\"");
+        assert_eq!(told, "examples: the first one learns \"one two three </s>\" after \"<s> one\"");
         assert_eq!(data.notices(), ["warning: 1 of 4 completions are left out: longer than 6 tokens"]);
         assert_eq!(data.examples, [example(&[0, 1], &[1, 2, 3, 9]), example(&[0, 7], &[9]), example(&[0, 7], &[1, 9])]);
         let error = read(&TokenizerFolder::new(), &rows, 2).unwrap_err().to_string();

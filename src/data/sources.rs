@@ -212,7 +212,7 @@ mod tests {
         ids.sort_unstable();
         ids.dedup();
         assert_eq!(ids.len(), rows.len());
-        assert!(rows.counts().to_string().ends_with(&format!("10 kept, {} an epoch by their weights", rows.len())));
+        assert!(rows.counts().to_string().ends_with(&format!("10 kept, {} per epoch by their weights", rows.len())));
 
         let few = train(&[&whole, "max_train_samples=5"]).unwrap();
         assert_eq!(read(&few).counts().to_string(), "5 read, 5 kept");

@@ -166,7 +166,7 @@ impl RunOutput {
         self.log.step(step, values.clone());
         if self.weighs_sequences && weight < LOW_WEIGHT && !std::mem::replace(&mut self.said_low_weight, true) {
             let why = "the ratio of a sequence is the product over its tokens, and sequences above \
-                       importance_sampling_clip_max count little or nothing";
+                       importance_sampling_clip_max have little or no weight";
             self.say(&format!(
                 "step {step}: warning: the importance sampling correction weights samples by {weight:.2} on average: \
                  {why}; importance_sampling_mode = token_truncate clips each token instead (reported once)"

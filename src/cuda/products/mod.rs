@@ -84,7 +84,7 @@ impl Products {
         context.make_current()?;
         // SAFETY: opens the library that libtorch has loaded, or the one the loader finds.
         if !unsafe { sys::is_culib_present() } {
-            return Err(Error::Environment { message: "libcublasLt.so.13 was not found beside libtorch".to_owned() });
+            return Err(Error::Environment { message: "libcublasLt.so.13 was not found next to libtorch".to_owned() });
         }
         // SAFETY: freed by drop alone.
         let workspace = check("cuMemAlloc", unsafe { result::malloc_sync(WORKSPACE_BYTES) })?;

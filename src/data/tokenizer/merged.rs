@@ -39,7 +39,7 @@ pub(super) const TOKENIZER_KEYS: KeyTable = KeyTable {
         (
             "fast_tokenizer_files",
             &["[]", "[\"tokenizer.json\"]"],
-            "tokenizer.json is used as it is, whatever the version of transformers",
+            "tokenizer.json is used unchanged with any version of transformers",
         ),
         (
             "fix_mistral_regex",

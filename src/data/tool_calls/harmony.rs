@@ -18,7 +18,7 @@ const RECIPIENT: &str = "to=functions.";
 pub(super) fn message(text: &str, at: usize) -> Result<CallBlock, Unreadable> {
     let role = text[..at].rfind(START).map_or(&text[..at], |start| &text[start + START.len()..at]);
     let role = if role.contains(MESSAGE) { "" } else { role }; // of the message before, which has no end
-    let open = || Unreadable::open(format!("no {MESSAGE} behind a channel"));
+    let open = || Unreadable::open(format!("no {MESSAGE} after a channel"));
     let (header, body) = text[at + CHANNEL.len()..].split_once(MESSAGE).ok_or_else(open)?;
     if header.contains(START) {
         return Err(open());

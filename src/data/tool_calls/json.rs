@@ -21,7 +21,7 @@ pub(super) fn hermes(text: &str, at: usize) -> Result<CallBlock, Unreadable> {
     let (object, len) = first_value(inner).map_err(unreadable)?;
     let behind = inner[len..].trim_start();
     if !behind.is_empty() && !behind.starts_with(CLOSE) && !behind.starts_with(OPEN) {
-        return Err(unreadable(format!("expected {CLOSE} behind its object")));
+        return Err(unreadable(format!("expected {CLOSE} after the JSON object")));
     }
     let call = call_of(object, &["arguments"]).map_err(Unreadable::call)?;
     let end = text.len() - behind.strip_prefix(CLOSE).unwrap_or(behind).len();
@@ -45,7 +45,7 @@ pub(super) fn mistral(text: &str, at: usize) -> Result<CallBlock, Unreadable> {
     let named = part.find('{').filter(|at| is_name(part[..*at].trim()));
     let Some(place) = named.or_else(|| part.find("[{")).or_else(|| part.find("[]")) else {
         return Err(Unreadable::open(
-            "neither a list of calls nor a name with its arguments behind [TOOL_CALLS]".into(),
+            "expected a list of calls, or a name and its arguments, after [TOOL_CALLS]".into(),
         ));
     };
     let what = if named.is_some() { "arguments are" } else { "a list of calls is" };

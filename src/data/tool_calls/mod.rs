@@ -211,7 +211,7 @@ fn pythonic_list(text: &str, thought: Option<&'static str>) -> ParsedMessage {
 fn call_of(mut object: Value, keys: &[&str]) -> Result<ToolCall, String> {
     let fields = object.as_object_mut().ok_or("expected an object with a name and arguments")?;
     let arguments = keys.iter().find_map(|key| fields.remove(*key));
-    let arguments = arguments.ok_or_else(|| format!("no '{}' beside the function's name", keys[0]))?;
+    let arguments = arguments.ok_or_else(|| format!("no '{}' next to the function's name", keys[0]))?;
     match fields.remove("name") {
         Some(Value::String(name)) if !name.is_empty() => Ok(ToolCall { name, arguments: decoded(arguments)? }),
         _ => Err("no 'name' of a function".to_owned()),

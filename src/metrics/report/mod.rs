@@ -48,7 +48,7 @@ pub fn charts(runs: &[(&str, &History)]) -> String {
 pub fn write_report(output_dir: &Path) -> Result<PathBuf> {
     let (folder, metrics) = (Folder::new(output_dir), output_dir.join(jsonl::FILE));
     if !folder.has(jsonl::FILE) {
-        return Err(Error::bad_file(metrics, "missing; the output folder of a run has it"));
+        return Err(Error::bad_file(metrics, "missing: expected the output folder of a run, which contains this file"));
     }
     let history = History::new(&read_metrics_in(&folder)?);
     if history.is_empty() {
