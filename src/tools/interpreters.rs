@@ -100,7 +100,7 @@ fn random() -> u64 {
     RandomState::new().hash_one(0)
 }
 
-/// Serves requests on standard input and output until the input ends; `settings` are [`InterpreterSettings`] as JSON. If the sandbox cannot be
+/// Serves requests on standard input and output until the input ends; `settings` are `InterpreterSettings` as JSON. If the sandbox cannot be
 /// set up, the first request is answered with the reason.
 ///
 /// # Errors
