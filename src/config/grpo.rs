@@ -186,7 +186,7 @@ keys! {
         pub loss_type: LossType = LossType::Dapo,
         /// Whether the policy ratio is computed per token or per sequence.
         pub importance_sampling_level: ImportanceSamplingLevel = ImportanceSamplingLevel::Token,
-        /// What advantages are divided by.
+        /// Divisor of advantages: the standard deviation of rewards in the group or in the generation batch, or none.
         pub scale_rewards: ScaleRewards = ScaleRewards::Group,
         /// Exclude completions that were cut by a length limit from the loss.
         pub mask_truncated_completions: bool = false,
