@@ -25,7 +25,7 @@
 //! # Ok::<(), colo_grpo::Error>(())
 //! ```
 //!
-//! The built-in rewards that are functions, [`numeric_answer`], [`exact_answer`] and [`format`], can be called by themselves.
+//! The built-in rewards that are functions, [`numeric_answer`], [`exact_answer`] and [`format()`], can be called by themselves.
 //!
 //! | file | what it is |
 //! |---|---|
