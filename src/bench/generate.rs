@@ -24,7 +24,7 @@ use crate::rollout::{
 use crate::serve::Served;
 use crate::types::{Prompt, SamplingParams};
 
-/// Tokens per KV block.
+/// Tokens per block of the KV cache.
 const BLOCK_SIZE: usize = 16;
 /// Maximum tokens per completion in the untimed warm-up run, which loads every library and touches all memory once.
 const WARM_UP_TOKENS: usize = 64;

@@ -22,7 +22,7 @@ use crate::model::{AttentionSpec, ModelSpec};
 /// Number of launches in a graph.
 const LAYERS: usize = 8;
 const REPLAYS: usize = 7;
-/// Tokens per KV block.
+/// Tokens per block of the KV cache.
 const BLOCK_SIZE: usize = 16;
 /// Bytes of the weights for measuring limits: far more than the GPU's caches hold.
 const LIMIT_BYTES: usize = 2 << 30;

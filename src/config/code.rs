@@ -8,7 +8,7 @@ use super::SandboxLayer;
 use super::field::{FromValue, keys};
 use super::range::{COUNT, NumberRange, SECONDS, at_least};
 
-/// An interpreter alone takes some tens of MiB of addresses.
+/// Minimum address space of a program in bytes: an interpreter alone takes some tens of MiB.
 const MIN_MEMORY_BYTES: f64 = (1 << 26) as f64;
 
 keys! {
@@ -32,24 +32,24 @@ keys! {
     /// ```
     #[derive(Debug, Clone, PartialEq, serde::Serialize, serde::Deserialize)]
     pub struct CodeConfig {
-        /// The column with the tests: a list of `{input, output}`, or `{inputs, outputs}`, or either as JSON text.
+        /// Column with the tests: a list of `{input, output}`, or `{inputs, outputs}`, or one of these as JSON text.
         pub tests_column: String = "tests".into(),
-        /// The command that runs the program, whose file is the last argument.
+        /// Command that runs the program; the program's file is appended as the last argument.
         pub command: CommandLine = CommandLine(vec!["python3".into(), "-I".into()]),
-        /// Longest time that all tests of a program may take, in seconds; those not passed by then are failed.
+        /// Time limit in seconds for all tests of a program; tests not passed by then count as failed.
         pub timeout_s: f64 = 10.0 => SECONDS,
-        /// Memory that the program may address, in bytes.
+        /// Maximum address space of the program in bytes.
         pub memory_bytes: usize = 1 << 30 => at_least(MIN_MEMORY_BYTES),
-        /// Programs run at once on each rank.
+        /// Number of programs that each rank runs at the same time.
         pub workers: usize = 1 => COUNT,
-        /// Files and folders of this machine that the program may read, beside the system's and the command's.
+        /// Files and folders that the program may read, in addition to those of the system and of the command.
         pub readable: Vec<PathBuf> = Vec::new(),
-        /// Layers of the sandbox that may be missing; without one that is not listed the run is refused.
+        /// Sandbox layers that may be missing; a run is refused if another one is missing.
         pub may_lack: Vec<SandboxLayer> = Vec::new(),
     }
 }
 
-/// A program and its arguments, a word each: always a list, as no text is split at its spaces.
+/// A program with its arguments, as a list; text is never split at spaces.
 #[derive(Debug, Clone, Default, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct CommandLine(pub Vec<String>);
 

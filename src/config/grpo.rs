@@ -18,7 +18,7 @@ impl Config {
         self.carried_kv == CarriedKv::Keep
     }
 
-    /// Names of all keys, in declaration order.
+    /// Names of all keys of `T`, in declaration order.
     pub fn keys() -> &'static [String] {
         static KEYS: OnceLock<Vec<String>> = OnceLock::new();
         KEYS.get_or_init(field::names::<Self>)
@@ -41,8 +41,8 @@ keys! {
         /// Keys for the output folder and for resuming.
         #[serde(flatten)]
         pub output: OutputConfig,
-        /// Longest prompt in tokens; longer ones are counted and left out. `none` leaves what the context allows. In either
-        /// case a prompt is left out that with `max_completion_length` tokens more is longer than the context.
+        /// Maximum prompt length in tokens; longer prompts are counted and dropped. `none` allows what the context allows. In either case a prompt is
+        /// dropped if prompt and `max_completion_length` together exceed the context.
         pub max_prompt_length: Option<usize> = None => COUNT,
         /// Shuffle training rows each epoch, with a counter-based random key.
         pub shuffle_dataset: bool = true,
@@ -111,7 +111,7 @@ keys! {
         pub gpu_memory_utilization: f64 = 0.9 => ABOVE_ZERO,
         /// Size of the KV cache per rank in bytes; `none` lets the plan decide.
         pub kv_cache_bytes: Option<usize> = None => at_least(1.0),
-        /// Tokens per KV block.
+        /// Tokens per block of the KV cache.
         pub kv_block_size: usize = 16 => from_to(1.0, 1024.0),
         /// Maximum number of sequences that an engine decodes at once.
         pub max_num_seqs: usize = 256 => COUNT,

@@ -23,15 +23,15 @@ keys! {
     pub struct ModelConfig: flat {
         /// Model that is trained: a folder, or a name on the Hugging Face Hub (`Qwen/Qwen2.5-1.5B-Instruct`).
         pub model_name_or_path: PathBuf,
-        /// Branch, tag or commit of a model that is named; `none` is `main`.
+        /// Branch, tag or commit of a model on the Hub; `none` is `main`.
         pub model_revision: Option<String> = None,
-        /// `auto` is CUDA where a GPU is visible.
+        /// Device; `auto` is CUDA if a GPU is visible, else the CPU.
         pub device: Device = Device::Auto,
-        /// Type of weights and activations; `auto` is bfloat16 on CUDA and float32 on a CPU.
+        /// Dtype of weights and activations; `auto` is bfloat16 on CUDA and float32 on a CPU.
         pub dtype: Dtype = Dtype::Auto,
-        /// Type of the residual stream, of policy, reference and engine alike; `auto` is `dtype`, in which its gradient stays.
-        /// `float32` halves what sampler and trainer differ by on a GPU, though the engine, and a CPU, still rounds to `dtype`
-        /// what it adds to the stream. No file of a model has it: `generate` and `eval` are to be given it again.
+        /// Dtype of the residual stream in policy, reference and engine; `auto` is `dtype`. Its gradient always has `dtype`. `float32` halves the
+        /// difference between sampler and trainer on a GPU; the engine, and a CPU, still round to `dtype` what is added to the stream. Model files do
+        /// not record it: give it to `generate` and `eval` again.
         pub residual_dtype: ResidualDtype = ResidualDtype::Auto,
         /// The precision in which training multiplies by the weights of blocks, in forward and for the gradients of activations. `fp8`
         /// rounds both factors to e4m3 as they are multiplied; weights' gradients are made of what is not rounded, and master weights and

@@ -79,8 +79,7 @@ keys! {
 }
 
 keys! {
-    /// A reward that is computed elsewhere (`rewards.NAME.*`): by a function or a command in processes of its own, or by a service
-    /// over HTTP.
+    /// A reward that is computed outside of the program (`rewards.NAME.*`): by a function or a command in separate processes, or by an HTTP service.
     ///
     /// A Python function that is asked about whole groups, and a model that judges:
     ///
@@ -140,7 +139,7 @@ keys! {
     }
 }
 
-/// `rewards.*`: rewards in processes of their own, by name.
+/// `rewards.*`: rewards with separate processes or services, by name.
 #[derive(Debug, Clone, Default, PartialEq, serde::Serialize)]
 pub struct ProcessRewards(BTreeMap<String, ProcessReward>);
 

@@ -26,7 +26,7 @@ keys! {
         /// Keys for the output folder and for resuming.
         #[serde(flatten)]
         pub output: OutputConfig,
-        /// Longest row in tokens, prompt and completion; longer ones are counted and left out.
+        /// Maximum row length in tokens, prompt and completion together; longer rows are counted and dropped.
         pub max_length: usize = 1024 => COUNT,
         /// Shuffle rows each epoch, with a counter-based random key.
         pub shuffle_dataset: bool = true,
@@ -71,7 +71,7 @@ keys! {
 }
 
 impl SftConfig {
-    /// Names of all keys, in declaration order.
+    /// Names of all keys of `T`, in declaration order.
     pub fn keys() -> Vec<String> {
         names::<Self>()
     }

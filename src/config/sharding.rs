@@ -5,7 +5,7 @@ use super::range::{COUNT, from_to};
 use super::{AutoOr, Dtype, OptimizerResidency, ReferenceResidency};
 
 keys! {
-    /// Sharding (`zero.*`).
+    /// Keys for ZeRO sharding (`zero.*`).
     ///
     /// ```
     /// use colo_grpo::Config;
@@ -20,21 +20,20 @@ keys! {
     /// ```
     #[derive(Debug, Clone, PartialEq, serde::Serialize)]
     pub struct ZeroConfig {
-        /// 0: nothing is sharded; 1: optimizer state; 2: gradients too; 3: weights too.
+        /// 0: nothing is sharded; 1: optimizer state; 2: also gradients; 3: also weights.
         pub stage: u8 = 2 => from_to(0.0, 3.0),
-        /// Ranks that share one copy of the state; `none` is the ranks that train, on several nodes those of one node, so that gradients
-        /// alone cross the network. Fewer are hybrid sharding.
+        /// Number of ranks that together hold one copy of the sharded state. `none` is all training ranks; on several nodes, those of one node, so
+        /// that only gradients cross the network. Fewer give hybrid sharding.
         pub shard_group_size: Option<usize> = None => COUNT,
-        /// Type that ranks send gradients to one another in; `auto` is float32. As FSDP's `reduce_dtype` and DeepSpeed's
-        /// `communication_data_type`.
+        /// Dtype in which ranks reduce gradients; `auto` is float32. Like FSDP's `reduce_dtype` and DeepSpeed's `communication_data_type`.
         pub reduce_dtype: Dtype = Dtype::Auto,
-        /// Type that gradients are added up in over micro-batches; `auto` is float32. As DeepSpeed's `grad_accum_dtype`.
+        /// Dtype in which gradients are accumulated over micro-batches; `auto` is float32. Like DeepSpeed's `grad_accum_dtype`.
         pub grad_accum_dtype: Dtype = Dtype::Auto,
     }
 }
 
 keys! {
-    /// Residency (`residency.*`).
+    /// Keys for where state is stored (`residency.*`).
     ///
     /// ```
     /// use colo_grpo::Config;
@@ -55,15 +54,15 @@ keys! {
     /// ```
     #[derive(Debug, Clone, PartialEq, serde::Serialize)]
     pub struct ResidencyConfig {
-        /// Master weights and Adam moments.
+        /// Where master weights and Adam moments are stored.
         pub optimizer: AutoOr<OptimizerResidency> = AutoOr::Auto,
-        /// Weights of the reference model, and of a teacher.
+        /// Where the weights of the reference model and of a teacher are stored.
         pub reference: AutoOr<ReferenceResidency> = AutoOr::Auto,
     }
 }
 
 impl ZeroConfig {
-    /// Ranks that share one copy of the state, of `num_trainers` ranks with `local_size` on each node.
+    /// Number of ranks that share one copy of the sharded state, out of `num_trainers` ranks with `local_size` per node.
     pub fn shard_group(&self, num_trainers: usize, local_size: usize) -> usize {
         let fits = self.stage > 0 && num_trainers > local_size && num_trainers.is_multiple_of(local_size);
         self.shard_group_size.unwrap_or(if fits { local_size } else { num_trainers })

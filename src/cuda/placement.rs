@@ -15,7 +15,7 @@ use crate::phase;
 pub struct Placement {
     /// Whether tensors are on GPUs, one per process, or on the CPU.
     pub on_cuda: bool,
-    /// Type of weights and activations.
+    /// Dtype of weights and activations.
     pub kind: Kind,
 }
 

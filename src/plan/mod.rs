@@ -72,7 +72,7 @@ pub struct MemoryPlan {
     pub kv_cache_bytes: usize,
     /// Number of KV blocks on each rank.
     pub num_kv_blocks: usize,
-    /// Tokens per KV block.
+    /// Tokens per block of the KV cache.
     pub kv_block_size: usize,
     /// Maximum length of prompt and completion together, in tokens.
     pub max_model_length: usize,

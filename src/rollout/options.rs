@@ -35,7 +35,7 @@ impl EngineFormats {
 pub struct EngineOptions {
     /// Bytes of this rank's KV cache. The group uses as many blocks as its rank with the smallest cache holds.
     pub kv_cache_bytes: usize,
-    /// Tokens per KV block.
+    /// Tokens per block of the KV cache.
     pub block_size: usize,
     /// Maximum number of sequences that are decoded at once.
     pub max_num_seqs: usize,

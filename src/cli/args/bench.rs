@@ -310,7 +310,7 @@ pub struct BenchStepArgs {
     /// Most tokens of a completion in the untimed first step, which warms up; as in the timed steps unless set
     #[arg(long, value_parser = count)]
     pub warm_up_len: Option<usize>,
-    /// Any configuration key: key=value, section.key=value (also --section.key value)
+    /// Any configuration key: key=value, section.key=value (or --section.key value)
     pub overrides: Vec<String>,
 }
 

@@ -74,7 +74,7 @@ pub(super) fn read(hydra: &Hydra, script: &Path) -> Result<HydraFiles> {
 /// Reads a file and the files named in its `defaults`.
 ///
 /// # Errors
-/// An error of the file that does not parse.
+/// An error of a file that does not parse.
 pub(super) fn read_file(file: &Path) -> Result<HydraFiles> {
     let mut files = HydraFiles::default();
     files.add(file, 0)?;

@@ -33,7 +33,7 @@ pub struct PlannedStep<'a> {
     pub config: &'a Config,
     /// The model.
     pub spec: &'a ModelSpec,
-    /// Ranks that train and ranks that generate.
+    /// Number of ranks that train and of ranks that generate.
     pub roles: Roles,
     /// Number of prompts of a generation batch, over all ranks.
     pub num_prompts: usize,

@@ -79,7 +79,7 @@ fn gpu_timing_gemms_does_not_change_delta_net_states() {
     const TRIES: &str = "COLO_GRPO_TEST_TRIES";
     if std::env::var_os(TRIES).is_none() {
         let cache = tempfile::tempdir().unwrap();
-        let test = "gpu_engine::delta_net::gpu_trials_of_products_move_no_state";
+        let test = "gpu_engine::delta_net::gpu_timing_gemms_does_not_change_delta_net_states";
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.args(["--exact", test, "--nocapture", "--include-ignored"]);
         let output = command.env(TRIES, "1").env("COLO_GRPO_CACHE", cache.path()).output().unwrap();
