@@ -136,10 +136,11 @@ keys! {
         /// Dtype in which the engine stores the states of gated delta nets between steps; they are computed in float32. `bfloat16` rounds them to
         /// nearest after every step, which halves their memory and memory traffic. `importance_sampling_correction` corrects for the rounding.
         pub mamba_ssm_cache_dtype: StateDtype = StateDtype::Float32,
-        /// Speculative decoding: the engine verifies draft tokens by sampling, so completions are distributed as without it but take fewer steps if
-        /// drafts are accepted. `ngram` proposes what followed the longest earlier occurrence of the completion's last tokens in it, its prompt, or
-        /// other and earlier completions of that prompt; `auto` does so as long as measured step times show a gain. `mtp` uses the draft head of
-        /// Qwen3.5, Qwen3.6 and Qwen3-Next (`mtp.*` in their files), on CPUs, and trains it with the model. [speculation.md](speculation.md)
+        /// Draft tokens, which the engine checks by drawing: completions are those of a run without them, in fewer steps where drafts are
+        /// right. `ngram` drafts what followed the longest end of a completion that occurred before, in it, in its prompt, and in other and
+        /// earlier completions of that; `auto` does so as far as the measured times of steps say that it pays. `mtp` is the draft
+        /// head of Qwen3.5, Qwen3.6 and Qwen3-Next (`mtp.*` in their files), which trains beside the model.
+        /// [speculation.md](speculation.md)
         pub speculation: Speculation = Speculation::None,
         /// Maximum number of draft tokens per completion and step.
         pub num_speculative_tokens: usize = 7 => from_to(1.0, 64.0),

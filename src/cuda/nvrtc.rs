@@ -38,10 +38,12 @@ sources! {
     ADD_RMS_NORM = "add_rms_norm.cu",
     ALL_REDUCE = "all_reduce.cu",
     DELTA_DECODE = "delta_decode.cu",
+    DELTA_DRAFTS = "delta_drafts.cu",
     DELTA_GRADIENTS = "delta_gradients.cu",
     DELTA_MIX = "delta_mix.cu",
     DELTA_RULE = "delta_rule.cu",
     DELTA_STEP = "delta_step.cu",
+    DRAFT_ROWS = "draft_rows.cu",
     EMBED = "embed.cu",
     EXACT_PRODUCT = "exact_product.cu",
     EXPERTS = "experts.cu",
@@ -79,7 +81,7 @@ sources! {
 }
 
 /// Headers that the sources include. CUDA's own headers, such as that for bf16, are not part of the compiler's package.
-const HEADERS: [(&CStr, &str); 20] = [
+const HEADERS: [(&CStr, &str); 21] = [
     (c"adamw.cuh", include_str!("../kernels/adamw.cuh")),
     (c"async.cuh", include_str!("../kernels/async.cuh")),
     (c"attention.cuh", include_str!("../kernels/attention.cuh")),
@@ -91,6 +93,7 @@ const HEADERS: [(&CStr, &str); 20] = [
     (c"cluster.cuh", include_str!("../kernels/cluster.cuh")),
     (c"delta.cuh", include_str!("../kernels/delta.cuh")),
     (c"delta_products.cuh", include_str!("../kernels/delta_products.cuh")),
+    (c"delta_step.cuh", include_str!("../kernels/delta_step.cuh")),
     (c"fp8.cuh", include_str!("../kernels/fp8.cuh")),
     (c"hopper.cuh", include_str!("../kernels/hopper.cuh")),
     (c"mma.cuh", include_str!("../kernels/mma.cuh")),

@@ -28,13 +28,14 @@ struct Layer {
     const bf16* __restrict__ a_log;     // [H]
     const bf16* __restrict__ dt_bias;   // [H]
     const bf16* __restrict__ norm;      // [dv]
-    bf16* tails;                        // [pages, width, C]: the row of position p in slot p % width
+    bf16* tails;                        // [pages, slots, C]: the row of position p in slot p % slots
     S* states;                          // [pages, H, dk, dv]
     const int* __restrict__ pages;      // [T], -1: none, outputs are 0
     const int* __restrict__ positions;  // [T]
     bf16* __restrict__ out;             // [T, H dv]
     int key_heads, value_heads;
     float eps;
+    int slots;
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -141,7 +142,8 @@ __device__ __forceinline__ void compute(const Layer<S>& layer, Shared<S>& at, in
             out[place] = bf16{0};
             continue;
         }
-        bf16* tail = layer.tails + static_cast<long long>(page) * WIDTH * channels;
+        bf16* tail = layer.tails + static_cast<long long>(page) * layer.slots * channels;
+        const int slot = start % layer.slots;
         // The thread's channels: of queries, of keys and of values.
         const int own[3] = {key_head * DIM + place, (layer.key_heads + key_head) * DIM + place,
                             (2 * layer.key_heads + head) * DIM + place};
@@ -154,7 +156,7 @@ __device__ __forceinline__ void compute(const Layer<S>& layer, Shared<S>& at, in
 #pragma unroll
             for (int d = 1; d < WIDTH; ++d)
                 past[kind][d] =
-                    start >= d ? tail[(start - d & WIDTH - 1) * static_cast<long long>(channels) + own[kind]] : bf16{0};
+                    start >= d ? tail[(slot >= d ? slot - d : slot - d + layer.slots) * static_cast<long long>(channels) + own[kind]] : bf16{0};
         }
         const bf16 gate = layer.z[run * layer.z_row + head * DIM + place];
         if (place == 0) {
@@ -170,7 +172,7 @@ __device__ __forceinline__ void compute(const Layer<S>& layer, Shared<S>& at, in
             for (int d = 1; d < WIDTH; ++d) y = fmaf(widen(past[kind][d]), widen(weights[kind].at[WIDTH - 1 - d]), y);
             mixed[kind] = y * sigmoid(y);
             if (kind == 2 || head % shared_by == 0)
-                tail[(start & WIDTH - 1) * static_cast<long long>(channels) + own[kind]] = past[kind][0];
+                tail[slot * static_cast<long long>(channels) + own[kind]] = past[kind][0];
         }
         at.raw_q[place] = mixed[0], at.raw_k[place] = mixed[1], at.v[place] = mixed[2];
         join(TOGETHER, COMPUTING);
@@ -269,11 +271,11 @@ __device__ __forceinline__ void delta_decode(const Layer<S>&, int) {}
         const bf16* qkv, const bf16* z, const bf16* b, const bf16* a, long long qkv_row, long long z_row,                 \
         long long b_row, long long a_row, const bf16* conv, const bf16* a_log, const bf16* dt_bias, const bf16* norm,     \
         bf16* tails, S* states, const int* pages, const int* positions, bf16* out, long long key_heads,                   \
-        long long value_heads, long long, long long, long long, float eps, long long tokens                               \
+        long long value_heads, long long, long long, long long, float eps, long long slots, long long tokens              \
     ) {                                                                                                                   \
         const Layer<S> layer = {                                                                                          \
             qkv, z, b, a, qkv_row, z_row, b_row, a_row, conv, a_log, dt_bias, norm, tails, states, pages, positions, out, \
-            static_cast<int>(key_heads), static_cast<int>(value_heads), eps                                               \
+            static_cast<int>(key_heads), static_cast<int>(value_heads), eps, static_cast<int>(slots)                      \
         };                                                                                                                \
         delta_decode(layer, static_cast<int>(tokens));                                                                    \
     }

@@ -2,74 +2,14 @@
 // (arXiv 2412.06464) and the gated norm. A run is some consecutive tokens of one sequence. The sequence has a page with the state of every head, and
 // with the rows that the convolution reads again. All sums are in float32.
 //
-// A block has one head of one run. The state is in registers from the run's first token to its last: a warp has 16 columns, a lane every eighth quad
-// of rows and 4 columns of them. Tokens pass through shared memory, several at once. With S the state before a token,
-//   delta = beta (v - exp(g) k S),   o = exp(g) q S + (q k) delta,   S <- exp(g) S + k delta,
+// A block has one head of one run. The state is in registers from the run's first token to its last. Tokens pass through shared memory, some at
+// once.
 //
 // so that one sum over the rows serves both. All sums have one order, whether a token comes alone or with others.
 //
 // If runs have one token, a block processes one head after the other, and loads everything for the next one to shared memory while it computes,
 // because such a step is bound by reading and writing states.
-#include "async.cuh"
-#include "scalar.cuh"
-
-constexpr int THREADS = 256;   // at most
-constexpr int CHUNK = 16;      // tokens in shared memory
-constexpr int BATCH = 8;       // of these, loaded by a thread at once
-constexpr int MOST_DIM = 128;  // columns of a key or a value
-constexpr int COLUMNS = 16;    // per warp
-constexpr int MOST_WIDTH = 4;  // of the convolution
-constexpr int QUADS = MOST_DIM / 8;  // of the state, per lane
-constexpr float LENGTH_EPS = 1e-6f;
-
-// DIM: the width of keys and values if it is a compile-time constant, and then the convolution's width is one too; else 0.
-template <int DIM>
-struct Shape {
-    int key_heads, value_heads, any_key_dim, any_value_dim, any_width;
-
-    __device__ __forceinline__ int key_dim() const { return DIM > 0 ? DIM : any_key_dim; }
-    __device__ __forceinline__ int value_dim() const { return DIM > 0 ? DIM : any_value_dim; }
-    __device__ __forceinline__ int width() const { return DIM > 0 ? MOST_WIDTH : any_width; }
-    __device__ __forceinline__ int channels() const { return 2 * key_heads * key_dim() + value_heads * value_dim(); }
-    // The first channel of a value head's queries, keys or values (kind 0, 1 or 2).
-    __device__ __forceinline__ int channel(int kind, int head) const {
-        const int key_head = head / (value_heads / key_heads);
-        return kind == 2 ? 2 * key_heads * key_dim() + head * value_dim() : (kind * key_heads + key_head) * key_dim();
-    }
-    __device__ __forceinline__ int threads() const { return DIM > 0 ? DIM / COLUMNS * 32 : blockDim.x; }
-};
-
-// A layer's inputs and outputs in a step.
-template <typename T, typename S, int DIM>
-struct Layer {
-    const T* __restrict__ qkv;          // [T, C], rows qkv_row apart
-    const T* __restrict__ z;            // [T, H dv], rows z_row apart
-    const T* __restrict__ b;            // [T, H], rows b_row apart
-    const T* __restrict__ a;            // [T, H], rows a_row apart
-    long long qkv_row, z_row, b_row, a_row;
-    const T* __restrict__ conv;         // [C, width]
-    const T* __restrict__ a_log;        // [H]
-    const T* __restrict__ dt_bias;      // [H]
-    const T* __restrict__ norm;         // [dv]
-    T* tails;                           // [pages, width, C]: the row of position p in slot p % width
-    S* states;                          // [pages, H, dk, dv]
-    const int* __restrict__ pages;      // [B], -1: none, outputs are 0
-    const int* __restrict__ positions;  // [T]
-    T* __restrict__ out;                // [T, H dv]
-    Shape<DIM> shape;
-    float eps;
-};
-
-// One head's tokens of a run.
-struct Part {
-    int head, page, first, count, start;  // first token, number of tokens, position of the first
-};
-
-template <int TOKENS>
-struct alignas(16) Shared {
-    float q[TOKENS][MOST_DIM], k[TOKENS][MOST_DIM], v[TOKENS][MOST_DIM], gate[TOKENS][MOST_DIM];
-    float decays[TOKENS], strengths[TOKENS], alongs[TOKENS], norm[MOST_DIM];
-};
+#include "delta_step.cuh"
 
 // What a token needs in addition to its state, in the format of memory.
 template <typename T, int DIM>
@@ -81,100 +21,25 @@ struct alignas(16) Staged {
 template <typename T>
 struct Staged<T, 0> {};
 
-// Numbers of one token and head.
-template <typename T>
-struct Scalars {
-    T a, b, a_log, dt_bias;
-};
-
-__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
-
-// A lane's rows of the state: quad r has four columns of this row.
-__device__ __forceinline__ int row_of(int r) { return r / 4 * 32 + threadIdx.x % 32 / 4 * 4 + r % 4; }
-__device__ __forceinline__ int first_column() { return threadIdx.x / 32 * COLUMNS + threadIdx.x % 4 * 4; }
-
-template <typename T, typename S, int DIM>
-__device__ __forceinline__ S* state_of(const Layer<T, S, DIM>& layer, const Part& part) {
-    const Shape<DIM>& shape = layer.shape;
-    return layer.states + (static_cast<long long>(part.page) * shape.value_heads + part.head) * shape.key_dim() * shape.value_dim() +
-           first_column();
-}
-
-// Four columns of a row of a state, in the format of memory. A state stored in bf16 is rounded to nearest when it is written.
-template <typename S>
-struct alignas(4 * sizeof(S)) Quad {
-    S at[4];
-};
-
-template <typename S>
-__device__ __forceinline__ float4 widen(const Quad<S>& quad) {
-    return make_float4(widen(quad.at[0]), widen(quad.at[1]), widen(quad.at[2]), widen(quad.at[3]));
-}
-
-__device__ __forceinline__ void copy_quad(unsigned to, const float* from) { copy_16(to, from, 16); }
-__device__ __forceinline__ void copy_quad(unsigned to, const bf16* from) {
-    asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
-}
-
-__device__ __forceinline__ float4 load_quad(const float* from) { return __ldcs(reinterpret_cast<const float4*>(from)); }
-__device__ __forceinline__ float4 load_quad(const bf16* from) {
-    const uint2 bits = __ldcs(reinterpret_cast<const uint2*>(from));
-    return make_float4(__uint_as_float(bits.x << 16), __uint_as_float(bits.x & 0xffff0000u), __uint_as_float(bits.y << 16),
-                       __uint_as_float(bits.y & 0xffff0000u));
-}
-
-__device__ __forceinline__ void store_quad(float* to, const float4& row) { __stcs(reinterpret_cast<float4*>(to), row); }
-__device__ __forceinline__ void store_quad(bf16* to, const float4& row) {
-    bf16 at[4];
-    narrow(row.x, at[0]), narrow(row.y, at[1]), narrow(row.z, at[2]), narrow(row.w, at[3]);
-    const uint2 bits = make_uint2(at[0].bits | static_cast<unsigned>(at[1].bits) << 16, at[2].bits | static_cast<unsigned>(at[3].bits) << 16);
-    __stcs(reinterpret_cast<uint2*>(to), bits);
-}
-
-// Loads weights of the norm, and zeroes keys and queries beyond their last column.
-template <int TOKENS, typename T, typename S, int DIM>
-__device__ __forceinline__ void prepare(Shared<TOKENS>& at, const Layer<T, S, DIM>& layer) {
-    for (int i = threadIdx.x; i < layer.shape.value_dim(); i += blockDim.x) at.norm[i] = widen(layer.norm[i]);
-    if (layer.shape.key_dim() == MOST_DIM) return;
-    for (int i = threadIdx.x; i < TOKENS * MOST_DIM; i += blockDim.x) at.q[0][i] = 0.0f, at.k[0][i] = 0.0f;
-}
-
-template <typename T, typename S, int DIM>
-__device__ __forceinline__ void write_zeros(const Layer<T, S, DIM>& layer, const Part& part) {
-    const long long row = static_cast<long long>(layer.shape.value_heads) * layer.shape.value_dim();
-    for (int t = 0; t < part.count; ++t)
-        for (int i = threadIdx.x; i < layer.shape.value_dim(); i += blockDim.x)
-            narrow(0.0f, layer.out[(part.first + t) * row + part.head * layer.shape.value_dim() + i]);
-}
-
-// Broadcasts a lane's number to the warp.
+// A lane's number, in all of the warp.
 __device__ __forceinline__ float of_lane(float value, int lane) { return __shfl_sync(~0u, value, lane); }
 __device__ __forceinline__ bf16 of_lane(bf16 value, int lane) {
     return {static_cast<unsigned short>(__shfl_sync(~0u, static_cast<int>(value.bits), lane))};
 }
 
-template <typename T, typename S, int DIM>
-__device__ __forceinline__ Scalars<T> scalars_of(const Layer<T, S, DIM>& layer, const Part& part, int token) {
-    const long long row = part.first + token;
-    return {layer.a[row * layer.a_row + part.head], layer.b[row * layer.b_row + part.head], layer.a_log[part.head],
-            layer.dt_bias[part.head]};
-}
-
-// Computes outputs of a part's tokens. The state, which `take` loads into registers, is updated there and in its page. For a run of one token this
-// also writes the convolution's row; for other runs `delta_tails` writes them, because other heads may still read the old rows.
+// Outputs of a part's tokens; the state, which `take` puts into registers, moves on there and in its page. Of a run of one token the convolution's row, too: of
+// others `delta_tails` writes them, as other heads may still read the old ones.
 template <int TOKENS, typename T, typename S, int DIM, typename Take>
 __device__ __forceinline__ void compute(const Layer<T, S, DIM>& layer, Shared<TOKENS>& at, const Staged<T, DIM>& staged,
                                         const Scalars<T>& scalars, const Part& part, const Take& take) {
     constexpr bool IS_STAGED = TOKENS == 1 && DIM > 0;
     float4 state[QUADS];
     const Shape<DIM>& shape = layer.shape;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = layer.shape.threads() / 32, group = lane / 4, column = first_column();
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = layer.shape.threads() / 32;
     const int dk = shape.key_dim(), dv = shape.value_dim(), head = part.head, width = shape.width(), channels = shape.channels();
     const int shared_by = shape.value_heads / shape.key_heads;
     const T* rows = layer.qkv + part.first * layer.qkv_row;
-    T* tail = layer.tails + static_cast<long long>(part.page) * width * channels;
-    const float scale = rsqrtf(static_cast<float>(dk));
-    const long long out_row = static_cast<long long>(shape.value_heads) * dv;
+    T* tail = tail_of(layer, part.page);
     for (int from = 0; from < part.count; from += TOKENS) {
         const int tokens = min(TOKENS, part.count - from);
         __syncthreads();  // earlier contents have been read
@@ -191,7 +56,7 @@ __device__ __forceinline__ void compute(const Layer<T, S, DIM>& layer, Shared<TO
                     const int earlier = min(d, width - 1), position = max(part.start + from - earlier, 0);
                     weights[d] = layer.conv[channel * width + width - 1 - earlier];
                     past[d] = from >= earlier ? rows[(from - earlier) * layer.qkv_row + channel]
-                                              : tail[position % width * static_cast<long long>(channels) + channel];
+                                              : tail[position % layer.slots * static_cast<long long>(channels) + channel];
                 }
             }
             float w[MOST_WIDTH], x[MOST_WIDTH];
@@ -220,7 +85,7 @@ __device__ __forceinline__ void compute(const Layer<T, S, DIM>& layer, Shared<TO
                 }
             }
             if (TOKENS == 1 && (kind == 2 || head % shared_by == 0))
-                tail[part.start % width * static_cast<long long>(channels) + channel] = past[0];
+                tail[part.start % layer.slots * static_cast<long long>(channels) + channel] = past[0];
         }
         for (int t = warp; t < tokens; t += warps)
             for (int i = lane; i < dv; i += 32) {
@@ -229,83 +94,17 @@ __device__ __forceinline__ void compute(const Layer<T, S, DIM>& layer, Shared<TO
                 else
                     at.gate[t][i] = widen(layer.z[(part.first + from + t) * layer.z_row + head * dv + i]);
             }
-        for (int t = threadIdx.x; t < tokens; t += layer.shape.threads()) {
-            const Scalars<T> own = IS_STAGED ? scalars : scalars_of(layer, part, from + t);
-            const float sum = widen(own.a) + widen(own.dt_bias);
-            at.decays[t] = expf(-expf(widen(own.a_log)) * (fmaxf(sum, 0.0f) + log1pf(expf(-fabsf(sum)))));
-            at.strengths[t] = sigmoid(widen(own.b));
-        }
+        for (int t = threadIdx.x; t < tokens; t += layer.shape.threads())
+            set_gates(at, t, IS_STAGED ? scalars : scalars_of(layer, head, part.first + from + t));
         __syncthreads();
-        for (int t = warp; t < tokens; t += warps) {
-            float qq = 0.0f, kk = 0.0f, qk = 0.0f;
-            for (int i = lane; i < dk; i += 32) {
-                const float query = at.q[t][i], key = at.k[t][i];
-                qq = fmaf(query, query, qq), kk = fmaf(key, key, kk), qk = fmaf(query, key, qk);
-            }
-            qq = rsqrtf(warp_sum(qq) + LENGTH_EPS) * scale, kk = rsqrtf(warp_sum(kk) + LENGTH_EPS), qk = warp_sum(qk);
-            for (int i = lane; i < dk; i += 32) at.q[t][i] *= qq, at.k[t][i] *= kk;
-            if (lane == 0) at.alongs[t] = qk * qq * kk;
-        }
+        set_lengths(at, tokens, dk, warps);
         __syncthreads();
         if (from == 0) take(state);
 #pragma unroll 1
-        for (int t = 0; t < tokens; ++t) {
-            float4 of_k = make_float4(0.0f, 0.0f, 0.0f, 0.0f), of_q = of_k, keys[QUADS / 4];
-            const float4 value = *reinterpret_cast<const float4*>(&at.v[t][column]);
-#pragma unroll
-            for (int j = 0; j < QUADS / 4; ++j) {
-                keys[j] = *reinterpret_cast<const float4*>(&at.k[t][32 * j + 4 * group]);
-                const float4 query = *reinterpret_cast<const float4*>(&at.q[t][32 * j + 4 * group]);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const float key_i = (&keys[j].x)[i], query_i = (&query.x)[i];
-                    const float4 row = state[4 * j + i];
-                    of_k.x = fmaf(key_i, row.x, of_k.x), of_k.y = fmaf(key_i, row.y, of_k.y);
-                    of_k.z = fmaf(key_i, row.z, of_k.z), of_k.w = fmaf(key_i, row.w, of_k.w);
-                    of_q.x = fmaf(query_i, row.x, of_q.x), of_q.y = fmaf(query_i, row.y, of_q.y);
-                    of_q.z = fmaf(query_i, row.z, of_q.z), of_q.w = fmaf(query_i, row.w, of_q.w);
-                }
-            }
-#pragma unroll
-            for (int step = 4; step < 32; step *= 2) {
-                of_k.x += __shfl_xor_sync(~0u, of_k.x, step), of_k.y += __shfl_xor_sync(~0u, of_k.y, step);
-                of_k.z += __shfl_xor_sync(~0u, of_k.z, step), of_k.w += __shfl_xor_sync(~0u, of_k.w, step);
-                of_q.x += __shfl_xor_sync(~0u, of_q.x, step), of_q.y += __shfl_xor_sync(~0u, of_q.y, step);
-                of_q.z += __shfl_xor_sync(~0u, of_q.z, step), of_q.w += __shfl_xor_sync(~0u, of_q.w, step);
-            }
-            __syncwarp();  // all lanes have read the value
-            const float decay = at.decays[t], strength = at.strengths[t], along = at.alongs[t];
-            const float4 delta = make_float4(strength * fmaf(-decay, of_k.x, value.x), strength * fmaf(-decay, of_k.y, value.y),
-                                             strength * fmaf(-decay, of_k.z, value.z), strength * fmaf(-decay, of_k.w, value.w));
-#pragma unroll
-            for (int r = 0; r < QUADS; ++r) {
-                const float key = (&keys[r / 4].x)[r % 4];
-                float4& row = state[r];
-                row.x = fmaf(decay, row.x, key * delta.x), row.y = fmaf(decay, row.y, key * delta.y);
-                row.z = fmaf(decay, row.z, key * delta.z), row.w = fmaf(decay, row.w, key * delta.w);
-            }
-            if (group == 0)  // overwrites the value
-                *reinterpret_cast<float4*>(&at.v[t][column]) =
-                    make_float4(fmaf(decay, of_q.x, along * delta.x), fmaf(decay, of_q.y, along * delta.y),
-                                fmaf(decay, of_q.z, along * delta.z), fmaf(decay, of_q.w, along * delta.w));
-        }
-        if (from + TOKENS >= part.count && column < dv) {
-            S* own = state_of(layer, part);
-#pragma unroll
-            for (int r = 0; r < QUADS; ++r)
-                if (row_of(r) < dk) store_quad(own + row_of(r) * dv, state[r]);
-        }
+        for (int t = 0; t < tokens; ++t) take_in(at, t, state);
+        if (from + TOKENS >= part.count) write_state(layer, part, state);
         __syncthreads();
-        for (int t = warp; t < tokens; t += warps) {
-            float squares = 0.0f;
-            for (int i = lane; i < dv; i += 32) squares = fmaf(at.v[t][i], at.v[t][i], squares);
-            const float rstd = rsqrtf(warp_sum(squares) / static_cast<float>(dv) + layer.eps);
-            for (int i = lane; i < dv; i += 32) {
-                const float x = at.gate[t][i];
-                narrow(x * sigmoid(x) * (at.v[t][i] * rstd * at.norm[i]),
-                       layer.out[(part.first + from + t) * out_row + head * dv + i]);
-            }
-        }
+        write_outputs(at, layer, head, part.first + from, 0, tokens);
     }
 }
 
@@ -346,14 +145,7 @@ __device__ __forceinline__ void delta_step(const Layer<T, S, DIM>& given, int ru
     };
     const auto part_of = [&](int item, int2 place) { return Part{item % heads, place.x, item / heads, 1, place.y}; };
     const auto fetch = [&](const Part& part) {
-        if (part.page >= 0 && part.start > 0 && first_column() < dv) {
-            const S* own = state_of(layer, part);
-#pragma unroll
-            for (int r = 0; r < QUADS; ++r)
-                if (row_of(r) < dk)
-                    copy_quad(static_cast<unsigned>(__cvta_generic_to_shared(&ahead[r * layer.shape.threads() + threadIdx.x])),
-                              own + row_of(r) * dv);
-        }
+        if (part.page >= 0 && part.start > 0) fetch_state(layer, part, ahead);
         commit_copies();
     };
     const auto stage = [&](const Part& part, Staged<T, DIM>& staged) {
@@ -361,7 +153,7 @@ __device__ __forceinline__ void delta_step(const Layer<T, S, DIM>& given, int ru
             if (part.page >= 0) {
                 constexpr int PACK = 16 / sizeof(T), CHUNKS = DIM / PACK, ROWS = 3 * MOST_WIDTH * CHUNKS;
                 const int channels = layer.shape.channels();
-                const T* slots = layer.tails + static_cast<long long>(part.page) * MOST_WIDTH * channels;
+                const T* tail = tail_of(layer, part.page);
                 for (int i = threadIdx.x; i < ROWS + CHUNKS + 3 * MOST_WIDTH * CHUNKS; i += layer.shape.threads()) {
                     const T* from;
                     T* to;
@@ -370,7 +162,7 @@ __device__ __forceinline__ void delta_step(const Layer<T, S, DIM>& given, int ru
                         const int d = i / (3 * CHUNKS), kind = i / CHUNKS % 3, at = i % CHUNKS * PACK;
                         const int channel = layer.shape.channel(kind, part.head) + at;
                         from = d == 0 ? layer.qkv + part.first * layer.qkv_row + channel
-                                      : slots + (part.start - d & MOST_WIDTH - 1) * static_cast<long long>(channels) + channel;
+                                      : tail + max(part.start - d, 0) % layer.slots * static_cast<long long>(channels) + channel;
                         to = &staged.rows[d][kind][at];
                         if (part.start < d) bytes = 0;
                     } else if (i < ROWS + CHUNKS) {
@@ -448,11 +240,11 @@ template <typename T>
 __device__ __forceinline__ void delta_tails(
     const T* __restrict__ qkv,          // [T, C], rows qkv_row apart
     long long qkv_row,
-    T* __restrict__ tails,              // [pages, width, C]
+    T* __restrict__ tails,              // [pages, slots, C]
     const int* __restrict__ pages,      // [B]
     const int* __restrict__ bounds,     // [B + 1]
     const int* __restrict__ positions,  // [T]
-    int channels, int width
+    int channels, int width, int slots
 ) {
     wait_for_inputs();
     const int parts = (channels + blockDim.x - 1) / blockDim.x, run = blockIdx.x / parts;
@@ -460,22 +252,10 @@ __device__ __forceinline__ void delta_tails(
     const int first = bounds[run], end = bounds[run + 1];
     if (page < 0 || channel >= channels) return;
     for (int token = max(first, end - width + 1); token < end; ++token)
-        tails[(static_cast<long long>(page) * width + positions[token] % width) * channels + channel] =
+        tails[(static_cast<long long>(page) * slots + positions[token] % slots) * channels + channel] =
             qkv[token * qkv_row + channel];
 }
 
-#define LAYER(T, S)                                                                                                     \
-    const T *qkv, const T *z, const T *b, const T *a, long long qkv_row, long long z_row, long long b_row,              \
-        long long a_row, const T *conv, const T *a_log, const T *dt_bias, const T *norm, T *tails, S *states,           \
-        const int *pages, const int *positions, T *out, long long key_heads, long long value_heads, long long key_dim,  \
-        long long value_dim, long long width, float eps
-#define LAYER_OF(T, S, DIM)                                                                                             \
-    Layer<T, S, DIM> {                                                                                                  \
-        qkv, z, b, a, qkv_row, z_row, b_row, a_row, conv, a_log, dt_bias, norm, tails, states, pages, positions, out,   \
-            {static_cast<int>(key_heads), static_cast<int>(value_heads), static_cast<int>(key_dim),                     \
-             static_cast<int>(value_dim), static_cast<int>(width)},                                                     \
-            eps                                                                                                         \
-    }
 #define DELTA_STEP(NAME, T, S, DIM)                                                                                     \
     extern "C" __global__ void __launch_bounds__(THREADS, 2) delta_runs_##NAME(LAYER(T, S), const int* bounds) {        \
         delta_runs<T, S, DIM>(LAYER_OF(T, S, DIM), bounds);                                                             \
@@ -486,9 +266,9 @@ __device__ __forceinline__ void delta_tails(
 #define DELTA_TAILS(KIND, T)                                                                                            \
     extern "C" __global__ void __launch_bounds__(THREADS) delta_tails_##KIND(                                           \
         const T* qkv, long long qkv_row, T* tails, const int* pages, const int* bounds, const int* positions,           \
-        long long channels, long long width) {                                                                          \
+        long long channels, long long width, long long slots) {                                                         \
         delta_tails<T>(qkv, qkv_row, tails, pages, bounds, positions, static_cast<int>(channels),                       \
-                       static_cast<int>(width));                                                                        \
+                       static_cast<int>(width), static_cast<int>(slots));                                               \
     }
 
 // Types of the projections and of the states.

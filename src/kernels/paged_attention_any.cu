@@ -40,7 +40,7 @@ __device__ __forceinline__ void attend(
     const int row = blockIdx.x / heads, head = blockIdx.x % heads, kv_head = head / (heads / kv_heads);
     const long long place = static_cast<long long>(blockIdx.x) * dim;
     for (int i = threadIdx.x; i < dim; i += THREADS) query[i] = widen(q[place + i]) * scale;
-    const int end = context_lens[row], begin = window > 0 ? max(0, end - window) : 0;
+    const int end = context_lens[row], begin = window > 0 ? max(0, end - window) : min(end, -window);
     float peak = -INFINITY, sum = 0.0f, out[MOST] = {};
     for (int start = begin; start < end; start += THREADS) {
         const int token = start + threadIdx.x;

@@ -42,7 +42,8 @@ extern "C" __global__ void __launch_bounds__(PLANNERS) plan_attention(
     const int* __restrict__ shared_blocks,  // [S] or null
     Header* header, Item* items, Pieces* pieces,
     int* scratch,                           // [4, S]
-    long long num_rows, long long block_size, long long window,
+    long long num_rows, long long block_size,
+    long long window,                       // of tokens; below 0: so many at the beginning are not seen
     long long columns,                      // per item: key/value heads times chunks of query heads
     long long num_blocks,                   // thread blocks that take items
     long long fixed_split,                  // tokens per piece; 0: chosen here
@@ -67,6 +68,7 @@ extern "C" __global__ void __launch_bounds__(PLANNERS) plan_attention(
     const auto shared_by = [&](int group) { return members[group] > 1 ? prefix[group] / whole * whole : 0; };
     const auto shared_of = [&](int s) { return rank[s] < 0 ? 0 : shared_by(groups[s]); };
     const auto begin_of = [&](int s) {
+        if (window < 0) return min(context_lens[s], -static_cast<int>(window));
         return window > 0 ? max(0, context_lens[s] - static_cast<int>(window)) : shared_of(s);
     };
     const auto parties_of = [&](int group) { return (members[group] + PARTY - 1) / PARTY; };

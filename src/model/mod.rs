@@ -68,6 +68,6 @@ pub use spec::{
     AttentionSpec, BlockSpec, DeltaNetSpec, DenseSpec, ElementBytes, ExpertsSpec, Family, LinearSpec, Matrix, Mixer,
     Mlp, ModelSpec, NormPlaces, ParamName, QkNorm, RopeSpec, SharedExpertSpec, Sight, Unit,
 };
-pub(crate) use spec::{MIXER_NORMS, MLP_NORMS, TpSplit};
+pub(crate) use spec::{DRAFT_NORMS, MIXER_NORMS, MLP_NORMS, TpSplit};
 pub use stages::{Stage, Stages};
 pub use views::{EmbeddingParams, HeadParams};

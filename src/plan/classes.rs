@@ -124,7 +124,8 @@ fn engine(input: &PlanInput<'_>) -> Vec<ClassBytes> {
         device,
     );
     let num_drafts = engine_options(config, 0, 0, input.kind, device).speculation.most_drafts();
-    let draft_bytes = draft_input_bytes(input.engine_layers, config.tensor_parallel_size, input.kind, num_drafts);
+    let draft_bytes =
+        draft_input_bytes(input.engine_layers, config.tensor_parallel_size, input.kind, num_drafts, device);
     let states = config.max_num_seqs * (page_bytes + draft_bytes);
     if states > 0 {
         classes.push(of_engine("states of gated delta nets", states, input));

@@ -156,7 +156,7 @@ impl SequenceMixer for PagedMixer<'_> {
             }
             Layout::Prefill => {
                 let StepBatch { block_tables, cu_seqlens: cu_seqlens_q, context_lens, .. } = batch;
-                let context = PrefillContext { block_tables, cu_seqlens_q, context_lens };
+                let context = PrefillContext { block_tables, cu_seqlens_q, context_lens, num_hidden: 0 };
                 paged_prefill(q, [k_cache, v_cache], context, scale, window, sinks)?
             }
         })

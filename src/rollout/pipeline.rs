@@ -17,6 +17,7 @@ use super::runner::{HostRunner, Runner, StepWork};
 use super::sampler::{Draw, OwnedDraw, Sampled};
 use super::scheduler::Step;
 use super::sequence::EngineSequence;
+use super::speculation::StoredDrafts;
 use super::stats::StageTimes;
 use crate::error::Result;
 use crate::ranks::{Collective, all_gather_json};
@@ -76,8 +77,8 @@ impl Runner for PipelineRunner<'_> {
         std::mem::take(&mut self.experts)
     }
 
-    fn settle(&mut self, pages: &[(u32, usize)]) -> Result<()> {
-        self.own.settle(pages)
+    fn settle(&mut self, stored: &[StoredDrafts]) -> Result<()> {
+        self.own.settle(stored)
     }
 
     fn take_times(&mut self) -> StageTimes {

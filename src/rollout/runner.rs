@@ -12,6 +12,7 @@ use super::routes::StepRoutes;
 use super::sampler::{Draw, Sampled, Sampler};
 use super::scheduler::Step;
 use super::sequence::EngineSequence;
+use super::speculation::StoredDrafts;
 use super::stages::EngineRanks;
 use super::state_pages::SequenceMemory;
 use super::stats::StageTimes;
@@ -38,7 +39,7 @@ pub(super) trait Runner {
     /// Returns the experts of all tokens of the step that was collected last, token by token; empty unless experts are recorded.
     fn take_experts(&mut self) -> Vec<u16>;
 
-    /// Samples the draft tokens at index `depth` of a decode step with the model's own draft head.
+    /// The drafts of a decode step that have `depth` others before them, by the model's own head; none where they stay on the device.
     fn draft(
         &mut self,
         _step: &Step,
@@ -46,11 +47,16 @@ pub(super) trait Runner {
         _draws: &[Draw],
         _sequences: &[EngineSequence],
     ) -> Result<Vec<Sampled>> {
-        unreachable!("engines on CPUs alone have a draft head")
+        unreachable!("engines in stages have no draft head")
     }
 
-    /// Adds accepted draft tokens to the states of these pages: (page, number of its stored draft tokens), as a step would.
-    fn settle(&mut self, pages: &[(u32, usize)]) -> Result<()>;
+    /// The drafts of the step that was collected last, by run, which stayed on the device until then; none where the host knew them.
+    fn take_drafts(&mut self) -> Vec<u32> {
+        Vec::new()
+    }
+
+    /// Has states take in the drafts that are stored beside them, as they are taken in by steps.
+    fn settle(&mut self, stored: &[StoredDrafts]) -> Result<()>;
 
     /// How long this rank computed and waited since the last call, with pipeline stages.
     fn take_times(&mut self) -> StageTimes {
@@ -130,13 +136,13 @@ impl Runner for HostRunner<'_> {
         self.draft_at(step, depth, draws, sequences)
     }
 
-    fn settle(&mut self, pages: &[(u32, usize)]) -> Result<()> {
-        let Some(states) = self.memory.states.filter(|_| !pages.is_empty()) else { return Ok(()) };
+    fn settle(&mut self, stored: &[StoredDrafts]) -> Result<()> {
+        let Some(states) = self.memory.states.filter(|_| !stored.is_empty()) else { return Ok(()) };
         let device = self.weights.embedding.device();
-        let stored: Vec<_> = pages.iter().map(|&(_, stored)| StoredAndRows { stored, rows: 0 }).collect();
-        let stored = DraftedRows::new(&stored, device)?;
-        let counts: Vec<i64> = pages.iter().map(|&(_, stored)| stored as i64).collect();
-        let pages: Vec<i64> = pages.iter().map(|&(page, _)| page.into()).collect();
+        let counts: Vec<i64> = stored.iter().map(|stored| stored.count as i64).collect();
+        let pages: Vec<i64> = stored.iter().map(|stored| stored.page.into()).collect();
+        let rows: Vec<_> = stored.iter().map(|stored| StoredAndRows { stored: stored.count, rows: 0 }).collect();
+        let stored = DraftedRows::new(&rows, device)?;
         let pages = torch::tensor_on(&pages, device)?;
         for (layer, block) in self.own.layers.iter().enumerate() {
             let Mixer::DeltaNet(delta_net) = block.tp_slice(self.tp.size()).mixer else { continue };

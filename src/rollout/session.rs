@@ -329,10 +329,11 @@ impl<'r> Session<'r> {
     }
 
     fn collect(&mut self) -> Result<()> {
-        let step = self.under_way.pop_front().expect("a scheduler with work waits only for results");
+        let mut step = self.under_way.pop_front().expect("a scheduler with work waits only for results");
         let decode = |ids: &[u32]| self.tokenizer.decode(ids);
         let rules = StopRules { eos_token_ids: self.eos_token_ids, decode: &decode };
         let sampled = self.runner.collect()?;
+        step.take_all_drafts(&self.runner.take_drafts());
         if let Some(speculator) = self.scheduler.speculator.as_mut().filter(|speculator| speculator.reads_times()) {
             speculator.note_times(self.clock.tell(&step, self.all)?.into_iter());
         }

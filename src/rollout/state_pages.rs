@@ -11,6 +11,7 @@ use tch::{Device, Kind, Tensor};
 use super::kv_cache::KvCache;
 use super::options::EngineOptions;
 use crate::config::StateDtype;
+use crate::cuda::kernels::delta_slots;
 use crate::error::Result;
 use crate::memory::Arena;
 use crate::model::{DeltaNetSpec, Mixer, ModelSpec, Section};
@@ -33,21 +34,23 @@ pub fn state_page_bytes(
     device: Device,
 ) -> usize {
     let kinds = [kind, state_kind(state_dtype, kind)];
-    delta_nets(spec, tp_size).flat_map(|(_, delta_net)| sections(delta_net.heads, 1, kinds, device)).map(bytes).sum()
+    delta_nets(spec, tp_size).flat_map(|(_, delta_net)| sections(delta_net.heads, 1, 0, kinds, device)).map(bytes).sum()
 }
 
 /// Additional bytes per sequence for draft tokens: the inputs of those that the states do not include yet, and the hidden states that a draft head
 /// reads.
-pub fn draft_input_bytes(spec: &ModelSpec, tp_size: usize, kind: Kind, num_drafts: usize) -> usize {
-    let of_nets =
-        delta_nets(spec, tp_size).map(|(_, net)| bytes(inputs(net.heads, 1, num_drafts, kind))).sum::<usize>();
-    of_nets + bytes((hidden_shape(spec, 1, num_drafts), kind))
+pub fn draft_input_bytes(spec: &ModelSpec, tp_size: usize, kind: Kind, num_drafts: usize, device: Device) -> usize {
+    let of_net = |(_, net): (usize, DeltaNetSpec)| {
+        let [with, without] = [num_drafts, 0].map(|drafts| bytes(rows(net.heads, 1, drafts, kind, device)));
+        with - without + bytes(inputs(net.heads, 1, num_drafts, kind, device))
+    };
+    delta_nets(spec, tp_size).map(of_net).sum::<usize>() + bytes((hidden_shape(spec, 1, num_drafts), kind))
 }
 
 /// Shape of the hidden states that pages keep for a draft head: those of a step's newest token and of its draft tokens. No rows without a head.
 fn hidden_shape(spec: &ModelSpec, num_pages: usize, num_drafts: usize) -> Vec<i64> {
     let rows = if spec.draft_head.is_some() { 1 + num_drafts } else { 0 };
-    [num_pages, rows, spec.hidden_size].map(|size| size as i64).into()
+    shape(&[num_pages, rows, spec.hidden_size])
 }
 
 /// Dtype of the recurrent states for weights of `kind`.
@@ -67,8 +70,8 @@ pub(super) struct SequenceMemory<'a> {
     pub(super) states: Option<&'a StatePages>,
 }
 
-/// The states of each layer, one per page. On a CPU a state has the last W - 1 input rows of the convolution. The GPU kernels keep W rows, with
-/// position p in slot p % W, so that a step writes only one slot, which no other thread block reads.
+/// One state a page, by layer. The rows of the convolution are the last W - 1 on a CPU; the kernels of a GPU have so many slots, that of position p
+/// in slot p % slots, that a step writes none that another block reads. With drafts these rows are among them.
 #[derive(Debug)]
 pub(super) struct StatePages {
     arena: Arena,
@@ -77,7 +80,7 @@ pub(super) struct StatePages {
     num_drafts: usize,                  // maximum per sequence
     kinds: [Kind; 2],                   // of the convolution's rows, of the recurrent states
     layers: HashMap<usize, DeltaState>, // while mapped
-    inputs: HashMap<usize, Tensor>,     // while mapped; [pages, drafts, columns] each
+    inputs: HashMap<usize, Tensor>,     // the same; [pages, drafts, columns] each, on a GPU [pages, slots, 2, H]
     hidden: Section,                    // for a draft head
     kept: Option<Tensor>,               // hidden states while mapped; [pages, rows, D]
 }
@@ -98,8 +101,8 @@ impl StatePages {
             return Ok(None);
         }
         let of_layer = |&(_, heads): &(usize, DeltaHeads)| {
-            let states = sections(heads, num_pages, kinds, device);
-            states.into_iter().chain([inputs(heads, num_pages, num_drafts, kind)])
+            let states = sections(heads, num_pages, num_drafts, kinds, device);
+            states.into_iter().chain([inputs(heads, num_pages, num_drafts, kind, device)])
         };
         let hidden = (hidden_shape(spec, num_pages, num_drafts), kind);
         let all = nets.iter().flat_map(of_layer).chain([hidden.clone()]);
@@ -122,10 +125,11 @@ impl StatePages {
             // SAFETY: sections do not overlap; the tensors stay in this room, and `sleep` drops them before the arena is unmapped.
             unsafe { arena.tensor(first, &section.0, section.1) }
         };
+        let (num_pages, num_drafts, kinds, device) = (self.num_pages, self.num_drafts, self.kinds, arena.device());
         for &(layer, heads) in &self.nets {
-            let [conv, rule] = sections(heads, self.num_pages, self.kinds, arena.device()).map(&mut tensor);
+            let [conv, rule] = sections(heads, num_pages, num_drafts, kinds, device).map(&mut tensor);
             self.layers.insert(layer, DeltaState { conv: conv?, rule: rule? });
-            self.inputs.insert(layer, tensor(inputs(heads, self.num_pages, self.num_drafts, self.kinds[0]))?);
+            self.inputs.insert(layer, tensor(inputs(heads, num_pages, num_drafts, kinds[0], device))?);
         }
         self.kept = Some(tensor(self.hidden.clone())?);
         Ok(())
@@ -157,7 +161,24 @@ impl StatePages {
         self.layers.get(&layer)
     }
 
-    /// Copies of a layer's states in these pages, as stored.
+    /// What a layer's pages have of drafts on a GPU, beside the rows of the convolution.
+    ///
+    /// # Panics
+    /// If the engine is asleep, or the layer has no states.
+    pub(super) fn gates(&self, layer: usize) -> &Tensor /* [pages, slots, 2, H] */ {
+        &self.inputs[&layer]
+    }
+
+    /// All that steps read and write in the pages of layers.
+    pub(super) fn tensors(&self) -> impl Iterator<Item = &Tensor> {
+        let of_layer = move |(layer, _): &(usize, DeltaHeads)| {
+            let DeltaState { conv, rule } = self.layer(*layer);
+            [conv, rule, self.gates(*layer)]
+        };
+        self.nets.iter().flat_map(of_layer).chain(&self.kept)
+    }
+
+    /// Copies of a layer's states in these pages, as they are stored.
     pub(super) fn read(&self, layer: usize, pages: &Tensor /* [N] i64 */) -> Result<DeltaState> {
         self.layer(layer).fork(pages)
     }
@@ -171,7 +192,12 @@ impl StatePages {
         Ok(())
     }
 
-    /// Number of hidden-state rows that a page keeps for a draft head.
+    /// Whether sequences may have drafts that their states take in.
+    pub(super) fn have_drafts(&self) -> bool {
+        self.num_drafts > 0
+    }
+
+    /// Rows of hidden states that a page keeps for a draft head.
     pub(super) fn num_kept_rows(&self) -> usize {
         self.hidden.0[1] as usize
     }
@@ -236,23 +262,39 @@ impl Drop for StatePages {
 }
 
 /// Shapes and dtypes of a layer's states, in the order of the fields of [`DeltaState`].
-fn sections(heads: DeltaHeads, num_pages: usize, [rows, states]: [Kind; 2], device: Device) -> [(Vec<i64>, Kind); 2] {
-    let DeltaHeads { num_value_heads, key_dim, value_dim, conv_width, .. } = heads;
-    let slots = if device.is_cuda() { conv_width } else { conv_width - 1 };
-    let shape = |sizes: &[usize]| sizes.iter().map(|&size| size as i64).collect();
-    [
-        (shape(&[num_pages, slots, heads.channels()]), rows),
-        (shape(&[num_pages, num_value_heads, key_dim, value_dim]), states),
-    ]
+fn sections(
+    heads: DeltaHeads,
+    num_pages: usize,
+    num_drafts: usize,
+    [kind, states]: [Kind; 2],
+    device: Device,
+) -> [Section; 2] {
+    let DeltaHeads { num_value_heads, key_dim, value_dim, .. } = heads;
+    let of_rule = shape(&[num_pages, num_value_heads, key_dim, value_dim]);
+    [rows(heads, num_pages, num_drafts, kind, device), (of_rule, states)]
 }
 
-/// Shape and dtype of a layer's stored inputs of draft tokens.
-fn inputs(heads: DeltaHeads, num_pages: usize, num_drafts: usize, kind: Kind) -> (Vec<i64>, Kind) {
+/// Shape and type of a layer's rows before the convolution, on a GPU with those of drafts.
+fn rows(heads: DeltaHeads, num_pages: usize, num_drafts: usize, kind: Kind, device: Device) -> Section {
+    let slots = if device.is_cuda() { delta_slots(heads, num_drafts) } else { heads.conv_width - 1 };
+    (shape(&[num_pages, slots, heads.channels()]), kind)
+}
+
+/// Shape and type of a layer's stored inputs of drafts; on a GPU those that are not among its rows.
+fn inputs(heads: DeltaHeads, num_pages: usize, num_drafts: usize, kind: Kind, device: Device) -> Section {
+    if device.is_cuda() {
+        let slots = if num_drafts > 0 { delta_slots(heads, num_drafts) } else { 0 };
+        return (shape(&[num_pages, slots, 2, heads.num_value_heads]), kind);
+    }
     let columns = DraftedState::input_columns(heads).next_multiple_of(ALIGNED_COLUMNS);
-    (vec![num_pages as i64, num_drafts as i64, columns as i64], kind)
+    (shape(&[num_pages, num_drafts, columns]), kind)
 }
 
-fn bytes((shape, kind): (Vec<i64>, Kind)) -> usize {
+fn shape(sizes: &[usize]) -> Vec<i64> {
+    sizes.iter().map(|&size| size as i64).collect()
+}
+
+fn bytes((shape, kind): Section) -> usize {
     shape.iter().map(|&size| size as usize).product::<usize>() * kind.elt_size_in_bytes()
 }
 

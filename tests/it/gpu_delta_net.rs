@@ -87,14 +87,14 @@ fn gpu_delta_nets_are_independent_of_chunk_boundaries() {
 }
 
 /// Sizes and weights of a gated delta net.
-struct Net {
-    options: DeltaOptions,
+pub struct Net {
+    pub options: DeltaOptions,
     weights: DeltaWeights,
-    kind: Kind,
+    pub kind: Kind,
 }
 
 impl Net {
-    fn new([num_key_heads, num_value_heads, key_dim, value_dim, conv_width]: [usize; 5], kind: Kind) -> Self {
+    pub fn new([num_key_heads, num_value_heads, key_dim, value_dim, conv_width]: [usize; 5], kind: Kind) -> Self {
         let heads = DeltaHeads { num_key_heads, num_value_heads, key_dim, value_dim, conv_width };
         let weights = DeltaWeights {
             conv: rand(&[heads.channels() as i64, conv_width as i64], kind) * 0.5,
@@ -105,7 +105,7 @@ impl Net {
         Self { options: DeltaOptions { heads, eps: EPS }, weights, kind }
     }
 
-    fn values(&self) -> i64 {
+    pub fn values(&self) -> i64 {
         (self.options.heads.num_value_heads * self.options.heads.value_dim) as i64
     }
 
@@ -114,12 +114,12 @@ impl Net {
         DeltaWeights { conv: f(conv), a_log: f(a_log), dt_bias: f(dt_bias), norm: f(norm) }
     }
 
-    fn on_gpu(&self) -> DeltaWeights {
+    pub fn on_gpu(&self) -> DeltaWeights {
         self.map(&gpu)
     }
 
     /// Inputs that are views of one GEMM's output.
-    fn rows(&self, tokens: i64) -> DeltaRows {
+    pub fn rows(&self, tokens: i64) -> DeltaRows {
         let (channels, heads) = (self.options.heads.channels() as i64, self.options.heads.num_value_heads as i64);
         let columns = [channels, self.values(), heads, heads];
         let product = rand(&[tokens, columns.iter().sum()], self.kind);
@@ -129,10 +129,16 @@ impl Net {
     }
 
     /// Pages for states on the GPU, unused so far.
-    fn pages(&self, num_pages: i64, states: Kind) -> DeltaState {
-        let DeltaHeads { num_value_heads, key_dim, value_dim, conv_width, .. } = self.options.heads;
-        let [heads, keys, values, width] = [num_value_heads, key_dim, value_dim, conv_width].map(|size| size as i64);
-        let conv = poison(&[num_pages, width, self.options.heads.channels() as i64], self.kind);
+    pub fn pages(&self, num_pages: i64, states: Kind) -> DeltaState {
+        self.pages_for(num_pages, 0, states)
+    }
+
+    /// The same, with room for so many drafts of each sequence.
+    pub fn pages_for(&self, num_pages: i64, num_drafts: usize, states: Kind) -> DeltaState {
+        let DeltaHeads { num_value_heads, key_dim, value_dim, .. } = self.options.heads;
+        let slots = kernels::delta_slots(self.options.heads, num_drafts);
+        let [heads, keys, values, slots] = [num_value_heads, key_dim, value_dim, slots].map(|size| size as i64);
+        let conv = poison(&[num_pages, slots, self.options.heads.channels() as i64], self.kind);
         DeltaState { conv, rule: poison(&[num_pages, heads, keys, values], states) }
     }
 

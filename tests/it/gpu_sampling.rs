@@ -252,7 +252,7 @@ fn compare_filter(logits: &Tensor, min_p: f32, top_k: i64, top_p: f32) {
     kernels::sample(&logits, 0, &Draws { cuts: Some(&cuts), ..draws }, &mut candidates).unwrap();
     let (mut token_ids, mut logprobs) = (ints(&[-7; DRAWS as usize]), poison(&[DRAWS], Kind::Float));
     kernels::combine(&candidates, &mut token_ids, &mut logprobs).unwrap();
-    assert!(torch::i64_vec(&token_ids).unwrap().into_iter().all(|id| id >= 0 && is_kept(id as usize)));
+    assert!(torch::i64_vec(&token_ids).unwrap().into_iter().all(|id| id >= 0 && is_kept(cut, id as usize)));
 }
 
 /// `rows` copies of one row of logits [1, V], in the layout after an all-to-all between `shards` ranks.

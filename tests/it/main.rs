@@ -18,6 +18,7 @@ mod experts;
 mod gpu;
 mod gpu_all_reduce;
 mod gpu_decode;
+mod gpu_delta_drafts;
 mod gpu_delta_net;
 mod gpu_engine;
 mod gpu_exact;

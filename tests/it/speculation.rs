@@ -223,3 +223,27 @@ fn a_draft_head_is_trained_with_its_policy() {
     let (own, frozen) = (acceptance(&own), acceptance(&frozen));
     assert!(own > frozen + 0.2, "{own}, frozen {frozen}");
 }
+
+/// On a GPU in bfloat16, where the engine's head drafts what it has learned in training, and the drafts stay on the device.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_a_draft_head_follows_its_policy() {
+    let folder = tempfile::tempdir().unwrap();
+    let (model, run) = (folder.path().join("model"), folder.path().join("run"));
+    let shape = "configs/arithmetic/config-hybrid.json";
+    stdout_of(&format!("init --config_json {shape} --tokenizer {MODEL} --draft_head --output {}", model.display()));
+    let keys = format!(
+        "model_name_or_path={} device=cuda dtype=bfloat16 max_train_samples=32 max_steps=30 learning_rate=1e-3 entropy_coef=-0.002 \
+         max_completion_length=24 per_device_train_batch_size=16 speculation=mtp num_speculative_tokens=2",
+        model.display()
+    );
+    let all = lines(&run, &keys);
+    let own: Vec<&Value> = all.iter().filter(|line| line["loss"].is_number()).collect();
+    let of_steps = |steps: std::ops::Range<usize>| {
+        let sum = |key: &str| own[steps.clone()].iter().map(|line| line[key].as_f64().unwrap()).sum::<f64>();
+        sum("speculation/accepted_tokens") / sum("speculation/draft_tokens")
+    };
+    let (first, last) = (of_steps(0..3), of_steps(27..30));
+    println!("{first:.3} of the first drafts are drawn, {last:.3} of the last");
+    assert!(last > 0.3 && last > first, "{first} {last}");
+}

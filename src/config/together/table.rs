@@ -147,7 +147,6 @@ pub(crate) const TABLE: &[Conflict] = table! {
         ("speculation" is "mtp") ("sequence_parallel_size" above 1.0) => "the draft head is trained on whole micro-batches";
         ("speculation" is "mtp") ("optim" is "muon") => "muon does not support the matrices of the draft head";
         ("speculation" is "mtp") ("lora.r" given) => "only adapters are trained, so the draft head would become stale";
-        ("speculation" not "none") ("device" is "cuda") (DeltaNets) => "on GPUs no kernel stores the states of draft tokens yet; CPUs support them";
         ("speculation" not "none") ("pipeline_parallel_size" above 1.0) => "pipeline stages start steps before the tokens of earlier steps are known";
         ("exact" is "true") ("tensor_parallel_size" above 1.0) => "the trainer computes whole GEMMs, but tensor-parallel ranks add up partial results";
         ("exact" is "true") ("pipeline_parallel_size" above 1.0) => "pipeline stages split a batch into parts that depend on it";

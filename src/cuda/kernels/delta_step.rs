@@ -99,8 +99,8 @@ pub struct DeltaOptions {
 /// Pages with the sequences' states. A page's content is ignored before its sequence's first token.
 #[derive(Debug, Clone, Copy)]
 pub struct DeltaPages<'a> {
-    /// The last rows before the convolution: the row of position p is in slot p % W.
-    pub rows: &'a Tensor, // [pages, W, C], of the projections' kind
+    /// Rows before the convolution: that of position p in slot p % slots, of which there are at least W.
+    pub rows: &'a Tensor, // [pages, slots, C], of the projections' kind
     /// States of the delta rule, which is computed in float32.
     pub states: &'a Tensor, // [pages, H, dk, dv] f32 or bf16
 }
@@ -152,123 +152,184 @@ pub fn delta_step(
     out: &mut Tensor, // [T, H dv]
 ) -> Result<()> {
     const OP: &str = "delta_step";
-    let DeltaOptions { heads, eps } = options;
-    if !delta_step_serves(heads) {
-        return Err(invalid(OP, served_delta_sizes(), heads));
-    }
-    let DeltaHeads { num_key_heads, num_value_heads, key_dim, value_dim, conv_width } = heads;
-    let (gpu, kind) = (ordinal(OP, &tokens.qkv)?, tokens.qkv.kind());
-    let (channels, values) = (heads.channels(), num_value_heads * value_dim);
+    let heads = options.heads;
     let (num_tokens, num_runs) = (runs.positions.numel(), runs.pages.numel());
     if runs.bounds.is_none() && num_tokens != num_runs {
         return Err(invalid(OP, format!("one token for each of {num_runs} sequences"), num_tokens));
     }
-    let rows = |tensor: &Tensor, columns: usize| {
-        let at = strided(OP, tensor, kind, &[num_tokens as i64, columns as i64], gpu)?;
-        match tensor.stride()[..] {
-            [row, 1] => Ok((at, Argument::Count(row))),
-            _ => Err(invalid(OP, "contiguous rows", tensor.stride())),
-        }
-    };
-    let [(qkv, qkv_row), (z, z_row), (b, b_row), (a, a_row)] = [
-        rows(&tokens.qkv, channels)?,
-        rows(&tokens.z, values)?,
-        rows(&tokens.b, num_value_heads)?,
-        rows(&tokens.a, num_value_heads)?,
-    ];
-    let num_pages = pages.states.size().first().copied().unwrap_or(0) as usize;
-    let tails = address(OP, pages.rows, kind, num_pages * conv_width * channels, gpu)?;
-    let states_kind = kind_name(OP, pages.states)?;
-    let states =
-        address(OP, pages.states, pages.states.kind(), num_pages * num_value_heads * key_dim * value_dim, gpu)?;
-    if !is_aligned(pages.states) {
-        return Err(invalid(OP, "states at addresses that are multiples of 16 bytes", pages.states.data_ptr()));
-    }
-    let own_pages = address(OP, runs.pages, Kind::Int, num_runs, gpu)?;
-    let positions = address(OP, runs.positions, Kind::Int, num_tokens, gpu)?;
-    let count = |number: usize| Argument::Count(number as i64);
-    let mut arguments = vec![
-        qkv,
-        z,
-        b,
-        a,
-        qkv_row,
-        z_row,
-        b_row,
-        a_row,
-        address(OP, &weights.conv, kind, channels * conv_width, gpu)?,
-        address(OP, &weights.a_log, kind, num_value_heads, gpu)?,
-        address(OP, &weights.dt_bias, kind, num_value_heads, gpu)?,
-        address(OP, &weights.norm, kind, value_dim, gpu)?,
-        tails,
-        states,
-        own_pages,
-        positions,
-        address(OP, out, kind, num_tokens * values, gpu)?,
-        count(num_key_heads),
-        count(num_value_heads),
-        count(key_dim),
-        count(value_dim),
-        count(conv_width),
-        Argument::Float(eps as f32),
-    ];
-    let kind = kind_name(OP, &tokens.qkv)?;
-    let is_known = kind == "bf16" && [key_dim, value_dim] == [MOST_DELTA_DIM; 2] && conv_width == MOST_CONV_WIDTH;
-    let packed = [&tokens.qkv, &tokens.z].iter().all(|rows| rows.stride()[0] % 8 == 0)
-        && [&tokens.qkv, &tokens.z, &weights.conv, pages.rows].into_iter().all(is_aligned);
-    if is_known && !packed {
-        return Err(invalid(
-            OP,
-            "rows at addresses that are multiples of 16 bytes",
-            (tokens.qkv.stride(), tokens.z.stride()),
-        ));
-    }
-    let kinds = format!("{kind}_{states_kind}_{}", if is_known { "128" } else { "any" });
-    let (parts, threads) = (num_runs * num_value_heads, 32 * value_dim.div_ceil(COLUMNS));
+    let layer = DeltaLayer { tokens, weights, options, pages, num_tokens };
+    let LayerArguments { gpu, mut arguments, is_known, kinds } =
+        layer.arguments(OP, runs.pages, (runs.positions, num_tokens), out)?;
+    let parts = num_runs * heads.num_value_heads;
     let Some(bounds) = runs.bounds else {
         arguments.push(count(num_runs));
         let context = Context::retain(gpu)?;
         let processors = context.num_processors()?;
+        let element_bytes = pages.states.kind().elt_size_in_bytes();
         if is_known && context.compute_capability()? == Capability::HOPPER {
             let per_processor = DECODE_BLOCKS[usize::from(pages.states.kind() == Kind::BFloat16)];
-            let state_bytes = key_dim * value_dim * pages.states.kind().elt_size_in_bytes();
+            let state_bytes = heads.key_dim * heads.value_dim * element_bytes;
             let shape = (
                 parts.min(per_processor * processors) as u32,
                 DECODE_THREADS as u32,
                 (state_bytes + DECODE_SMALL_BYTES) as u32,
             );
+            let name = format!("delta_decode_{}", kind_name(OP, pages.states)?);
             // SAFETY: as below; the shared memory that the kernel divides.
-            return unsafe { launch_early(DECODE, &format!("delta_decode_{states_kind}"), gpu, shape, &arguments) };
+            return unsafe { launch_early(DECODE, &name, gpu, shape, &arguments) };
         }
         let blocks = parts.min(BLOCKS_PER_PROCESSOR * processors);
-        let shape =
-            (blocks as u32, threads as u32, (threads * QUADS * PACK * pages.states.kind().elt_size_in_bytes()) as u32);
+        let shape = (blocks as u32, threads(heads), state_bytes(heads, pages.states.kind()));
         // SAFETY: the kernel's parameters in order; pages and positions are the caller's. The kernel before writes none of them and no
         // states, which are read while it may still run.
         return unsafe { launch_early(SOURCE, &format!("delta_step_{kinds}"), gpu, shape, &arguments) };
     };
     let bounds = address(OP, bounds, Kind::Int, num_runs + 1, gpu)?;
+    let [qkv, .., tails, _, own_pages, positions, _, _, _, _, _, _, _, slots] = arguments[..] else {
+        unreachable!("a layer's arguments")
+    };
+    let qkv_row = arguments[4];
     arguments.push(bounds);
-    let shape = (parts as u32, threads as u32, 0);
     // SAFETY: the kernel's parameters in order; pages, bounds and positions are the caller's.
-    unsafe { launch_early(SOURCE, &format!("delta_runs_{kinds}"), gpu, shape, &arguments)? };
-    let arguments = [qkv, qkv_row, tails, own_pages, bounds, positions, count(channels), count(conv_width)];
+    unsafe {
+        launch_early(SOURCE, &format!("delta_runs_{kinds}"), gpu, (parts as u32, threads(heads), 0), &arguments)?;
+    }
+    let (channels, width) = (heads.channels(), heads.conv_width);
+    let arguments = [qkv, qkv_row, tails, own_pages, bounds, positions, count(channels), count(width), slots];
     let shape = ((num_runs * channels.div_ceil(THREADS)) as u32, THREADS as u32, 0);
     // SAFETY: as above.
-    unsafe { launch_early(SOURCE, &format!("delta_tails_{kind}"), gpu, shape, &arguments) }
+    unsafe { launch_early(SOURCE, &format!("delta_tails_{}", kind_name(OP, &tokens.qkv)?), gpu, shape, &arguments) }
+}
+
+pub(super) fn count(number: usize) -> Argument {
+    Argument::Count(number as i64)
+}
+
+/// Threads of a block that has a head's state in registers.
+pub(super) fn threads(heads: DeltaHeads) -> u32 {
+    32 * heads.value_dim.div_ceil(COLUMNS) as u32
+}
+
+/// Shared memory of the quads of such a block.
+pub(super) fn state_bytes(heads: DeltaHeads, kind: Kind) -> u32 {
+    threads(heads) * (QUADS * PACK * kind.elt_size_in_bytes()) as u32
+}
+
+/// A layer's part of a step.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct DeltaLayer<'a> {
+    pub(super) tokens: &'a DeltaRows,
+    pub(super) weights: &'a DeltaWeights,
+    pub(super) options: DeltaOptions,
+    pub(super) pages: DeltaPages<'a>,
+    pub(super) num_tokens: usize,
+}
+
+/// What all kernels of such a layer begin with.
+#[derive(Debug)]
+pub(super) struct LayerArguments {
+    pub(super) gpu: usize,
+    pub(super) arguments: Vec<Argument>,
+    /// The widths are those that the kernels know.
+    pub(super) is_known: bool,
+    /// Kinds and widths in the kernels' names.
+    pub(super) kinds: String,
+}
+
+impl DeltaLayer<'_> {
+    /// Checks the tensors.
+    pub(super) fn arguments(
+        &self,
+        op: &'static str,
+        own_pages: &Tensor,                           // [B] i32
+        (positions, num_positions): (&Tensor, usize), // i32
+        out: &Tensor,                                 // [T, H dv]
+    ) -> Result<LayerArguments> {
+        let Self { tokens, weights, options: DeltaOptions { heads, eps }, pages, num_tokens } = *self;
+        if !delta_step_serves(heads) {
+            return Err(invalid(op, served_delta_sizes(), heads));
+        }
+        let DeltaHeads { num_key_heads, num_value_heads, key_dim, value_dim, conv_width } = heads;
+        let (gpu, kind) = (ordinal(op, &tokens.qkv)?, tokens.qkv.kind());
+        let (channels, values) = (heads.channels(), num_value_heads * value_dim);
+        let rows = |tensor: &Tensor, columns: usize| {
+            let at = strided(op, tensor, kind, &[num_tokens as i64, columns as i64], gpu)?;
+            match tensor.stride()[..] {
+                [row, 1] => Ok((at, Argument::Count(row))),
+                _ => Err(invalid(op, "contiguous rows", tensor.stride())),
+            }
+        };
+        let [(qkv, qkv_row), (z, z_row), (b, b_row), (a, a_row)] = [
+            rows(&tokens.qkv, channels)?,
+            rows(&tokens.z, values)?,
+            rows(&tokens.b, num_value_heads)?,
+            rows(&tokens.a, num_value_heads)?,
+        ];
+        let num_pages = pages.states.size().first().copied().unwrap_or(0) as usize;
+        let slots = pages.rows.size().get(1).map_or(0, |&slots| slots as usize);
+        if slots < conv_width {
+            return Err(invalid(op, format!("pages of at least {conv_width} rows"), pages.rows.size()));
+        }
+        let states_kind = kind_name(op, pages.states)?;
+        let state_len = num_pages * num_value_heads * key_dim * value_dim;
+        let states = address(op, pages.states, pages.states.kind(), state_len, gpu)?;
+        if !is_aligned(pages.states) {
+            return Err(invalid(op, "states at addresses that are multiples of 16 bytes", pages.states.data_ptr()));
+        }
+        let arguments = vec![
+            qkv,
+            z,
+            b,
+            a,
+            qkv_row,
+            z_row,
+            b_row,
+            a_row,
+            address(op, &weights.conv, kind, channels * conv_width, gpu)?,
+            address(op, &weights.a_log, kind, num_value_heads, gpu)?,
+            address(op, &weights.dt_bias, kind, num_value_heads, gpu)?,
+            address(op, &weights.norm, kind, value_dim, gpu)?,
+            address(op, pages.rows, kind, num_pages * slots * channels, gpu)?,
+            states,
+            address(op, own_pages, Kind::Int, own_pages.numel(), gpu)?,
+            address(op, positions, Kind::Int, num_positions, gpu)?,
+            address(op, out, kind, num_tokens * values, gpu)?,
+            count(num_key_heads),
+            count(num_value_heads),
+            count(key_dim),
+            count(value_dim),
+            count(conv_width),
+            Argument::Float(eps as f32),
+            count(slots),
+        ];
+        let kind = kind_name(op, &tokens.qkv)?;
+        let is_known = kind == "bf16" && [key_dim, value_dim] == [MOST_DELTA_DIM; 2] && conv_width == MOST_CONV_WIDTH;
+        let packed = [&tokens.qkv, &tokens.z].iter().all(|rows| rows.stride()[0] % 8 == 0)
+            && [&tokens.qkv, &tokens.z, &weights.conv, pages.rows].into_iter().all(is_aligned);
+        if is_known && !packed {
+            return Err(invalid(
+                op,
+                "rows at addresses that are multiples of 16 bytes",
+                (tokens.qkv.stride(), tokens.z.stride()),
+            ));
+        }
+        let kinds = format!("{kind}_{states_kind}_{}", if is_known { "128" } else { "any" });
+        Ok(LayerArguments { gpu, arguments, is_known, kinds })
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::cuda::kernels::launch::assert_declared;
+    use crate::cuda::nvrtc::texts;
 
     #[test]
     fn rust_constants_match_the_kernel_source() {
         let constants =
             [("MOST_DIM", MOST_DELTA_DIM), ("MOST_WIDTH", MOST_CONV_WIDTH), ("COLUMNS", COLUMNS), ("THREADS", THREADS)];
         assert_declared(SOURCE, &constants);
-        assert!(SOURCE.text.contains("constexpr int QUADS = MOST_DIM / 8;"));
+        assert!(texts(SOURCE).any(|text| text.contains("constexpr int QUADS = MOST_DIM / 8;")));
         let constants = [
             ("DIM", MOST_DELTA_DIM),
             ("WIDTH", MOST_CONV_WIDTH),

@@ -7,9 +7,11 @@ mod adapt;
 mod add_rms_norm;
 mod all_reduce;
 mod boxes;
+mod delta_drafts;
 mod delta_mix;
 mod delta_rule;
 mod delta_step;
+mod draft_rows;
 mod embed;
 mod exact_product;
 mod expert_biases;
@@ -53,6 +55,7 @@ pub use adamw8bit::{MomentCodes, adamw8bit};
 pub use adapt::{adapt, adapt_pays, adapt_serves, adapt_silu_mul};
 pub use add_rms_norm::{NormOptions, add_rms_norm};
 pub use all_reduce::{AllReduceMethod, NormedRows, RowSums};
+pub use delta_drafts::{DeltaDrafts, delta_drafts, delta_slots};
 pub use delta_mix::{
     DeltaLayout, DeltaSizes, delta_fits, delta_mix, delta_mix_backward, delta_norm, delta_norm_backward, delta_serves,
 };
@@ -63,6 +66,7 @@ pub use delta_step::{
     DeltaHeads, DeltaOptions, DeltaPages, DeltaRows, DeltaRuns, DeltaWeights, delta_step, delta_step_serves,
     served_delta_sizes,
 };
+pub use draft_rows::{DraftInputs, draft_input, keep_drafts, keep_rows};
 pub use embed::embed;
 pub use exact_product::{exact_product, exact_reference, exact_sum};
 pub use expert_biases::{experts_down_biased, experts_gate_up_clamped};
@@ -124,17 +128,19 @@ use crate::error::Result;
 use crate::types::Place;
 
 /// Every .cu file with the names of its kernels. Wrappers that compose a kernel's name must only produce names in this list.
-pub(super) const KERNELS: [(&KernelSource, &[&str]); 44] = [
+pub(super) const KERNELS: [(&KernelSource, &[&str]); 46] = [
     (adamw::SOURCE, adamw::NAMES),
     (adamw8bit::SOURCE, adamw8bit::NAMES),
     (adapt::SOURCE, adapt::NAMES),
     (add_rms_norm::SOURCE, add_rms_norm::NAMES),
     (all_reduce::SOURCE, all_reduce::NAMES),
+    (delta_drafts::SOURCE, delta_drafts::NAMES),
     (delta_mix::SOURCE, delta_mix::NAMES),
     (delta_rule::SOURCE, delta_rule::NAMES),
     (delta_rule::GRADIENTS, delta_rule::GRADIENTS_NAMES),
     (delta_step::SOURCE, delta_step::NAMES),
     (delta_step::DECODE, delta_step::DECODE_NAMES),
+    (draft_rows::SOURCE, draft_rows::NAMES),
     (embed::SOURCE, embed::NAMES),
     (exact_product::SOURCE, exact_product::NAMES),
     (expert_sums::SOURCE, expert_sums::NAMES),

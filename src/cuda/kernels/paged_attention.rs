@@ -82,6 +82,8 @@ pub struct SharedPrefixes<'a> {
 #[derive(Debug)]
 pub struct AttentionPlan {
     shape: AttentionShape,
+    /// Keys at the beginning of every context that nobody sees.
+    num_hidden: usize,
     kind: Kind,
     max_rows: usize,
     split_tokens: usize,
@@ -147,7 +149,17 @@ impl AttentionPlan {
         let context = max_blocks * shape.block_size;
         let buffers =
             is_fast.then(|| TensorCoreBuffers::new(&shape, device, max_rows, split_tokens, context)).transpose()?;
-        Ok(Self { shape, kind, max_rows, split_tokens: split_tokens.unwrap_or(0), buffers })
+        Ok(Self { shape, num_hidden: 0, kind, max_rows, split_tokens: split_tokens.unwrap_or(0), buffers })
+    }
+
+    /// Leaves out so many keys at the beginning of every context, which all have more, where there is no window.
+    pub fn hiding(self, num_hidden: usize) -> Self {
+        Self { num_hidden, ..self }
+    }
+
+    /// Tokens that one sees, 0: all; below 0: how many at the beginning it does not.
+    fn window(&self) -> Argument {
+        Argument::Count(self.shape.sliding_window.map_or(-(self.num_hidden as i64), |window| window as i64))
     }
 
     /// Bytes of a plan's partial results, which are nearly all of its memory.
@@ -219,7 +231,7 @@ impl AttentionPlan {
             scratch,
             Argument::Count(rows as i64),
             Argument::Count(self.shape.block_size as i64),
-            Argument::Count(self.shape.sliding_window.unwrap_or(0) as i64),
+            self.window(),
             Argument::Count(buffers.columns as i64),
             Argument::Count(buffers.num_blocks as i64),
             Argument::Count(self.split_tokens as i64),
@@ -230,9 +242,9 @@ impl AttentionPlan {
     }
 }
 
-/// Reading shared keys once for eight rows leaves fewer blocks busy and needs a merge, while the L2 cache serves repeated reads anyway. With four
-/// columns: 64 rows of 1,024 tokens that share half take 37 us instead of 29, 96 such rows 45 instead of 51, and 32 rows of 2,560 tokens 44 instead
-/// of 38 (docs/benchmarks/decode-kernels.md).
+/// Keys that are read once for eight rows keep fewer blocks busy, and their results are merged: told, 64 rows of 1,024 tokens in four
+/// columns that share half of them take 37 us instead of 29, 96 take 45 instead of 51, 32 of 2,560 tokens 44 instead of 38
+/// (docs/benchmarks/decode-kernels.md). Otherwise the L2 cache has what is read again.
 fn least_shared_tokens(rows: usize, columns: usize, num_blocks: usize) -> usize {
     let has_enough_rows = 4 * rows * columns >= 3 * num_blocks;
     if has_enough_rows { 640 * num_blocks / columns } else { usize::MAX }
@@ -331,7 +343,7 @@ pub fn paged_attention(
     if scales.is_some() && plan.kind != Kind::BFloat16 {
         return Err(invalid(OP, "queries in bfloat16 with an 8-bit cache", plan.kind));
     }
-    let AttentionShape { num_heads, num_kv_heads, head_dim, block_size, sliding_window, scale } = plan.shape;
+    let AttentionShape { num_heads, num_kv_heads, head_dim, block_size, scale, .. } = plan.shape;
     let (gpu, kind, rows) = (ordinal(OP, q)?, plan.kind, context_lens.numel());
     let block_len = num_kv_heads * block_size * head_dim;
     let cache_len = k_cache.numel() / block_len * block_len;
@@ -360,9 +372,9 @@ pub fn paged_attention(
     let sinks_at = address_or_null(OP, sinks, kind, num_heads, gpu)?;
     let is_fast = head_dim < WIDE_DIM || (scales.is_none() && sinks.is_none());
     let Some(buffers) = plan.buffers.as_ref().filter(|_| is_fast) else {
-        let sizes = [num_heads, num_kv_heads, head_dim, block_size, max_blocks, sliding_window.unwrap_or(0)].map(count);
-        let arguments =
-            [&[q_at, k_at, v_at, tables, lens, o_at][..], &sizes, &[scale], &scales_at, &[sinks_at]].concat();
+        let sizes = [num_heads, num_kv_heads, head_dim, block_size, max_blocks].map(count);
+        let at = [q_at, k_at, v_at, tables, lens, o_at];
+        let arguments = [&at[..], &sizes, &[plan.window(), scale], &scales_at, &[sinks_at]].concat();
         let name = format!("paged_attention_any_{}", code.map_or_else(|| kind_name(OP, q), Ok)?);
         let grid = ((rows * num_heads) as u32, THREADS as u32, 4 * head_dim as u32);
         // SAFETY: the kernel's parameters in order; one block a query head of a row; blocks of contexts are the caller's.

@@ -48,7 +48,7 @@ pub use param_name::{ParamName, Unit};
 pub(super) use param_name::{Shapes, product};
 
 /// Norms of the draft head, before its projection.
-pub(super) const DRAFT_NORMS: [ParamName; 2] = [ParamName::DraftEmbeddingNorm, ParamName::DraftHiddenNorm];
+pub(crate) const DRAFT_NORMS: [ParamName; 2] = [ParamName::DraftEmbeddingNorm, ParamName::DraftHiddenNorm];
 
 /// A decoder-only transformer: its layers one by one, and what stands before and behind them. Field names are those of `config.json` where
 /// one exists.

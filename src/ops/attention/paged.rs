@@ -96,6 +96,8 @@ pub struct PrefillContext<'a> {
     pub cu_seqlens_q: &'a [i64], // B + 1
     /// Number of tokens of each sequence, including the new ones.
     pub context_lens: &'a [i64], // B
+    /// Tokens at the beginning of each sequence that nobody sees.
+    pub num_hidden: i64,
 }
 
 /// Computes attention of each sequence's new tokens over its context in the cache, which already contains the new tokens: chunked prefill, and
@@ -112,7 +114,7 @@ pub fn paged_prefill(
     sliding_window: Option<usize>,
     wants_lse: bool,
 ) -> Result<(Tensor, Option<Tensor>)> {
-    let PrefillContext { block_tables, cu_seqlens_q, context_lens } = context;
+    let PrefillContext { block_tables, cu_seqlens_q, context_lens, num_hidden } = context;
     let sight = (scale, sliding_window);
     let o = q.f_empty_like()?;
     let options = (accumulation_kind(q.kind()), q.device());
@@ -126,7 +128,7 @@ pub fn paged_prefill(
             block_tables.get(n as i64).narrow(0, 0, (context_len as u64).div_ceil(k_cache.size()[2] as u64) as i64);
         let context = |cache: &dyn KvEntries| {
             let blocks = cache.blocks(&blocks, q.kind())?.transpose(1, 2); // [.., block_size, Hkv, hd]
-            Ok::<_, Error>(blocks.f_flatten(0, 1)?.narrow(0, 0, context_len))
+            Ok::<_, Error>(blocks.f_flatten(0, 1)?.narrow(0, num_hidden, context_len - num_hidden))
         };
         let (k, v) = (context(k_cache)?, context(v_cache)?); // [context, Hkv, hd]
         let own = attend_behind_prefix(&q.narrow(0, start, len), &k, &v, sight, wants_lse)?;

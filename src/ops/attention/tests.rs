@@ -209,7 +209,8 @@ fn prefill_after_a_cached_prefix_equals_full_prefill() {
         let ([k_cache, v_cache], tables, [k, v]) = paged(&lens, 2, 4);
         let (cu, cu_new) = (cu_seqlens(&lens), cu_seqlens(&new));
         let q = rand(&[*cu_new.last().unwrap(), 6, HD]);
-        let context = PrefillContext { block_tables: &tables, cu_seqlens_q: &cu_new, context_lens: &lens };
+        let context =
+            PrefillContext { block_tables: &tables, cu_seqlens_q: &cu_new, context_lens: &lens, num_hidden: 0 };
         let (o, lse) = paged_prefill(&q, [&k_cache, &v_cache], context, SCALE, window, false).unwrap();
         assert!(lse.is_none());
         for n in [0, 1, 3] {
@@ -255,7 +256,8 @@ fn is_of_rounded_entries(kind: Kind, most: f64) {
     ];
     assert!(own.equal(&expected));
     let q = rand(&[3, 4, hd]).to_kind(Kind::Float);
-    let context = PrefillContext { block_tables: &tables, cu_seqlens_q: &[0, 2, 3], context_lens: &[6, 3] };
+    let context =
+        PrefillContext { block_tables: &tables, cu_seqlens_q: &[0, 2, 3], context_lens: &[6, 3], num_hidden: 0 };
     let prefill =
         |k: &dyn KvEntries, v: &dyn KvEntries| paged_prefill(&q, [k, v], context, 0.25, None, false).unwrap().0;
     assert!(prefill(&k_cache, &v_cache).equal(&prefill(&plain[0], &plain[1])));

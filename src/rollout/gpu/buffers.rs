@@ -1,7 +1,7 @@
 //! The memory of a rank's GPU steps: one arena, mapped while the engine is awake. Its addresses never change, so captured CUDA graphs stay valid.
 //!
-//! Sizes are those of this rank: R rows of a step, at most S sequences, D hidden size, H query and Hkv key/value heads of width hd, F MLP width, V
-//! vocabulary. W is the largest share of V on any rank; S' is S rounded up to a multiple of the number of ranks.
+//! R rows of a step, S sequences at most, K drafts of the model's head, D hidden, H query and Hkv key/value heads of width hd, F MLP width, V vocabulary, all
+//! of this rank. W is the width of the largest rank's share of V, S' is S rounded up to a multiple of the ranks.
 #![allow(unsafe_code)]
 
 use tch::{Device, Kind, Tensor};
@@ -50,6 +50,8 @@ pub(super) struct StepShape {
     tp_size: usize,
     kind: Kind,
     residual: Kind,
+    /// Drafts of the model's own head in a step of a sequence, at most; 0 without one.
+    pub(super) drafts: usize,
 }
 
 /// Bytes of GPU memory that one rank's step buffers take while the engine is awake, in addition to weights and cache.
@@ -87,7 +89,10 @@ pub(super) struct DecodeBuffers {
     pub(super) inputs: Tensor,     // i32
     pub(super) token_ids: Tensor,  // [S] i32
     /// Sampled ids [S], then the bits of their log-probabilities [S].
-    pub(super) sampled: Tensor, // [2 S] i32
+    /// Then drafts of the model's head, by depth and run [K, S].
+    pub(super) sampled: Tensor, // [(2 + K) S] i32
+    pub(super) joined: Tensor,     // [R, 2 D], of a draft head: embeddings beside hidden states
+    pub(super) ahead: Tensor,      // [S, D], hidden states of the draft head behind the newest drafts, by run
     /// Buffers of the experts, if some layers have experts.
     pub(super) experts: Option<ExpertBuffers>,
 }
@@ -138,10 +143,21 @@ impl StepShape {
             tp_size,
             kind: options.kind,
             residual: options.residual,
+            drafts: if spec.draft_head.is_some() { options.speculation.most_drafts() } else { 0 },
         }
     }
 
-    /// Experts per token; 1 in a model without experts.
+    /// Words of the sampled tokens and of the head's drafts.
+    pub(super) fn sampled_words(&self) -> usize {
+        (2 + self.drafts) * self.seqs
+    }
+
+    /// The place among these of a run's draft that has `depth` others before it.
+    pub(super) fn draft_place(&self, depth: usize, run: usize) -> i32 {
+        ((2 + depth) * self.seqs + run) as i32
+    }
+
+    /// Experts of a token; 1 where there are none.
     pub(super) fn choices(&self) -> i64 {
         self.experts.map_or(1, |experts| experts.choices() as i64)
     }
@@ -199,7 +215,9 @@ impl StepShape {
             candidates(self.tp_size),
             words(&[self.input_words()]),
             words(&[self.seqs]),
-            words(&[2 * self.seqs]),
+            words(&[self.sampled_words()]),
+            matrix(if self.drafts > 0 { self.rows } else { 0 }, 2 * self.hidden),
+            matrix(if self.drafts > 0 { self.seqs } else { 0 }, self.hidden),
         ];
         sections.extend(self.experts.iter().flat_map(ExpertShape::sections));
         sections
@@ -244,6 +262,8 @@ impl StepShape {
             inputs: next()?,
             token_ids: next()?,
             sampled: next()?,
+            joined: next()?,
+            ahead: next()?,
             experts: self.experts.map(|experts| experts.buffers(&mut next)).transpose()?,
         })
     }

@@ -46,7 +46,7 @@ impl DecoderNetwork<'_> {
             normalised: spec.router.norm_topk_prob,
             slots: Some(tokens.slots),
             recorded: recorded.as_ref(),
-            record: Some(&record),
+            record: self.records_experts.then_some(&record),
             stride: buffers.per_token,
         };
         let router = w.router().expect("experts have a router");

@@ -12,10 +12,28 @@ use crate::memory::{Ledger, MemoryKind};
 /// Preparing a batch size is logged if it takes longer than this.
 const MENTIONED: Duration = Duration::from_millis(100);
 
-/// The captured graphs, and the addresses that they were captured with.
+/// What tells recorded steps apart: the host decides what they launch by it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct GraphKey {
+    /// Rows of the bucket.
+    pub(super) rows: usize,
+    pub(super) processing: Processing,
+    pub(super) of: Recorded,
+}
+
+/// Kinds of recorded steps.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) enum Recorded {
+    /// A decode step; whether sequences have several rows, or take stored drafts in.
+    Decode { is_drafted: bool },
+    /// Rows of the draft head; whether they are drawn from.
+    DraftHead { draws: bool },
+}
+
+/// The recorded steps, and what they were recorded over.
 #[derive(Debug, Default)]
 pub(super) struct Graphs {
-    of_batch: HashMap<(usize, Processing), Graph>,
+    of_batch: HashMap<GraphKey, Graph>,
     recorded_over: Vec<usize>,
     /// Bytes of GPU memory that the graphs take, as the driver reports them.
     bytes: usize,
@@ -31,11 +49,11 @@ impl Graphs {
         }
     }
 
-    /// Runs `step` for a key (bucket, logits processing). The first call runs it eagerly, so that libraries choose their algorithms and communicators
-    /// warm up, and then captures it; later calls replay the graph.
+    /// Runs the `step` of a key: the first time as it is, which lets libraries choose their
+    /// algorithms and communicators warm up, and then from its recording.
     pub(super) fn run(
         &mut self,
-        key: (usize, Processing),
+        key: GraphKey,
         stream: &TorchStream,
         step: &mut dyn FnMut() -> Result<()>,
     ) -> Result<()> {
@@ -51,8 +69,8 @@ impl Graphs {
         self.account(self.bytes + free.saturating_sub(free_bytes()?));
         self.of_batch.insert(key, graph);
         if start.elapsed() > MENTIONED {
-            let (batch, seconds) = (key.0, start.elapsed().as_secs_f64());
-            tracing::info!("prepared decode steps of up to {batch} sequences in {seconds:.1} s");
+            let (batch, seconds) = (key.rows, start.elapsed().as_secs_f64());
+            tracing::info!("prepared decode steps of up to {batch} rows in {seconds:.1} s");
         }
         Ok(())
     }

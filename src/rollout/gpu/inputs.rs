@@ -1,5 +1,6 @@
 //! The inputs of a step: 32-bit words, packed on the host, uploaded in one copy, and viewed as tensors on the device.
 
+use std::collections::HashMap;
 use std::ops::Range;
 
 use tch::{Kind, Tensor};
@@ -23,7 +24,7 @@ impl<'a> Words<'a> {
     }
 
     /// Writes a section of `len` words: `values`, then `rest` as padding.
-    fn put(&mut self, len: usize, values: impl IntoIterator<Item = i32>, rest: i32) -> Result<Range<usize>> {
+    pub(super) fn put(&mut self, len: usize, values: impl IntoIterator<Item = i32>, rest: i32) -> Result<Range<usize>> {
         let range = self.len..self.len + len;
         let free = self.words.len();
         let section = self.words.get_mut(range.clone()).ok_or_else(|| Error::InvalidArgument {
@@ -52,12 +53,29 @@ pub(super) struct Packing<'a> {
     pub(super) block_size: usize,
     /// Whether requests choose among LoRA adapters.
     pub(super) has_adapters: bool,
+    /// Whether the engine has states that take drafts in.
+    pub(super) takes_drafts_in: bool,
+    /// Hidden states that a page keeps for a draft head, 0 without one.
+    pub(super) num_kept: usize,
+    /// Where the drafts of a sequence are that the head has made, among sampled tokens.
+    pub(super) drafted: &'a DraftPlaces,
 }
 
+/// Places of drafts among the tokens on the device, by sequence.
+pub(super) type DraftPlaces = HashMap<usize, Vec<i32>>;
+
 impl Packing<'_> {
-    /// The token at a position of a run, if the host knows it already.
-    fn token(&self, run: &TokenRun, position: usize) -> Option<u32> {
-        run.token(&self.sequences[run.sequence], position)
+    /// The token at a position of a run, or the complement of its place on the device, where that alone knows it.
+    pub(super) fn token(&self, run: &TokenRun, position: usize, pending: &[u32]) -> i32 {
+        let first_draft = run.tokens.end - run.drafts.token_ids.len();
+        let of_head = self.drafted.get(&run.sequence).filter(|_| self.step.asks_head);
+        match (position.checked_sub(first_draft), of_head) {
+            (Some(at), Some(places)) => !places[at],
+            _ => match run.token(&self.sequences[run.sequence], position) {
+                Some(id) => id as i32,
+                None => !(pending[run.sequence] as i32),
+            },
+        }
     }
 
     fn slots(&self, run: &TokenRun) -> impl Iterator<Item = i32> {
@@ -83,28 +101,76 @@ impl Packing<'_> {
     }
 
     /// The KV block tables of the step's parts, padded to [`rows`, `blocks`].
-    fn block_tables(&self, words: &mut Words, (rows, blocks): (usize, usize), inputs: &Tensor) -> Result<Tensor> {
-        let row = |run: &TokenRun| {
-            let table = self.sequences[run.sequence].block_table.iter().map(|&block| block as i32);
+    fn block_tables(&self, words: &mut Words, size: (usize, usize), inputs: &Tensor) -> Result<Tensor> {
+        self.tables_of(self.step.parts().map(|(run, _)| run.sequence), words, size, inputs)
+    }
+
+    /// KV blocks of sequences, [`rows`, `blocks`].
+    pub(super) fn tables_of(
+        &self,
+        of: impl Iterator<Item = usize>,
+        words: &mut Words,
+        (rows, blocks): (usize, usize),
+        inputs: &Tensor,
+    ) -> Result<Tensor> {
+        let row = |sequence: usize| {
+            let table = self.sequences[sequence].block_table.iter().map(|&block| block as i32);
             table.chain(std::iter::repeat(0)).take(blocks).collect::<Vec<_>>()
         };
-        let range = words.put(rows * blocks, self.step.parts().flat_map(|(run, _)| row(run)), 0)?;
+        let range = words.put(rows * blocks, of.flat_map(row), 0)?;
         Ok(inputs.narrow(0, range.start as i64, range.len() as i64).view([rows as i64, blocks as i64]))
     }
 
-    /// The sampling parameters of the draws, padded to `len`.
+    /// What a decode step tells gated delta nets of its sequences, with room for `rows`. Rows of padding are sequences without pages.
+    fn drafted(&self, words: &mut Words, rows: usize, inputs: &Tensor) -> Result<DraftedInputs> {
+        let runs = || self.step.runs.iter();
+        let page = |run: &TokenRun| self.sequences[run.sequence].state_page.map_or(-1, |page| page as i32);
+        let lens = runs().map(|run| run.tokens.len()).chain(std::iter::repeat_n(1, rows - self.step.num_tokens()));
+        let pages = words.put(rows, runs().map(page), -1)?;
+        let bounds = words.put(rows + 1, bounds(lens), rows as i32)?;
+        let stored = words.put(rows, runs().map(|run| run.num_stored as i32), 0)?;
+        let starts = words.put(rows, runs().map(|run| run.tokens.start as i32), 0)?;
+        let view = |range: Range<usize>| inputs.narrow(0, range.start as i64, range.len() as i64);
+        Ok(DraftedInputs { pages: view(pages), bounds: view(bounds), stored: view(stored), starts: view(starts) })
+    }
+
+    /// Where the hidden states of a decode step's rows go, among those that pages keep, with room for `len`; none without a draft head.
+    fn kept(&self, words: &mut Words, len: usize, inputs: &Tensor) -> Result<Option<Tensor>> {
+        if self.num_kept == 0 {
+            return Ok(None);
+        }
+        let of_run = |run: &TokenRun| {
+            let page = self.sequences[run.sequence].state_page.expect("a sequence that runs has a page") as i32;
+            let first = page * self.num_kept as i32;
+            first..first + run.tokens.len() as i32
+        };
+        let range = words.put(len, self.step.runs.iter().flat_map(of_run), -1)?;
+        Ok(Some(inputs.narrow(0, range.start as i64, range.len() as i64)))
+    }
+
+    /// How the draws are made, with room for `len`.
     fn sampling(&self, words: &mut Words, len: usize, inputs: &Tensor) -> Result<Sampling> {
-        let key = |draw: &Draw| draw.key().words().map(|word| word as i32);
-        let keys = words.put(2 * len, self.draws.iter().flat_map(key), 0)?;
+        let draws: Vec<Option<&Draw>> = self.draws.iter().map(Some).collect();
+        Sampling::pack(&draws, words, len, inputs)
+    }
+}
+
+impl Sampling {
+    /// How rows are drawn from, those that are, with room for `len`.
+    pub(super) fn pack(draws: &[Option<&Draw>], words: &mut Words, len: usize, inputs: &Tensor) -> Result<Self> {
+        let key = |draw: &Option<&Draw>| draw.map_or([0; 2], |draw| draw.key().words().map(|word| word as i32));
+        let keys = words.put(2 * len, draws.iter().flat_map(key), 0)?;
+        let first = draws.iter().flatten().next();
         let mut of_draws = |word: &dyn Fn(&SamplingParams) -> i32| {
-            let padding = self.draws.first().map_or(0, |draw| word(draw.params));
-            let range = words.put(len, self.draws.iter().map(|draw| word(draw.params)), padding)?;
+            let padding = first.map_or(0, |draw| word(draw.params));
+            let words_of = draws.iter().map(|draw| draw.map_or(padding, |draw| word(draw.params)));
+            let range = words.put(len, words_of, padding)?;
             Ok::<_, Error>(inputs.narrow(0, range.start as i64, len as i64))
         };
         let mut floats = |number: &dyn Fn(&SamplingParams) -> f32| {
             Ok::<_, Error>(of_draws(&|params| number(params).to_bits() as i32)?.view_dtype(Kind::Float))
         };
-        Ok(Sampling {
+        Ok(Self {
             keys: inputs.narrow(0, keys.start as i64, keys.len() as i64).view([len as i64, 2]),
             temperatures: floats(&|params| params.temperature)?,
             penalties: floats(&|params| params.repetition_penalty)?,
@@ -139,6 +205,19 @@ pub(super) struct DecodeInputs {
     pub(super) block_tables: Tensor,     // [S, blocks]
     pub(super) adapters: Option<Tensor>, // [S]
     pub(super) state_pages: Tensor,      // [S], -1 for padding or a model without states
+    /// Of the step's sequences, where some have drafts or states that take stored ones in.
+    pub(super) drafted: Option<DraftedInputs>,
+    /// Where the rows' hidden states are kept for a draft head, -1: padding.
+    pub(super) kept: Option<Tensor>, // [S]
+}
+
+/// What gated delta nets are told of the B sequences of a decode step with S rows, padded to as many.
+#[derive(Debug)]
+pub(super) struct DraftedInputs {
+    pub(super) pages: Tensor,  // [S], -1: none
+    pub(super) bounds: Tensor, // [S + 1], of their rows
+    pub(super) stored: Tensor, // [S], drafts that they take in first
+    pub(super) starts: Tensor, // [S], positions of their first rows
 }
 
 impl DecodeInputs {
@@ -152,10 +231,7 @@ impl DecodeInputs {
         least_shared_tokens: usize,
         inputs: &Tensor,
     ) -> Result<Self> {
-        let from = |(run, tokens): (&TokenRun, Range<usize>)| match packing.token(run, tokens.start) {
-            Some(id) => id as i32,
-            None => !(pending[run.sequence] as i32),
-        };
+        let from = |(run, tokens): (&TokenRun, Range<usize>)| packing.token(run, tokens.start, pending);
         let rows = || packing.step.parts();
         let from = words.put(bucket, rows().map(from), 0)?;
         let positions = words.put(bucket, rows().map(|(_, tokens)| tokens.start as i32), 0)?;
@@ -168,6 +244,8 @@ impl DecodeInputs {
         let block_tables = packing.block_tables(words, (bucket, blocks), inputs)?;
         let adapters = packing.adapters(words, bucket, inputs)?;
         let state_pages = packing.state_pages(words, bucket)?;
+        let drafted = packing.takes_drafts_in.then(|| packing.drafted(words, bucket, inputs)).transpose()?;
+        let kept = packing.kept(words, bucket, inputs)?;
         let view = |range: Range<usize>| inputs.narrow(0, range.start as i64, range.len() as i64);
         Ok(Self {
             from: view(from),
@@ -180,6 +258,8 @@ impl DecodeInputs {
             block_tables,
             adapters,
             state_pages: view(state_pages),
+            drafted: drafted.filter(|_| packing.step.is_drafted()),
+            kept,
         })
     }
 }

@@ -4,16 +4,17 @@
 //!
 //! | file | what it is |
 //! |---|---|
-//! | `state` | what persists between wakes, including the choice of GEMM kernels |
-//! | `runner` | the steps of one call of `generate` |
-//! | `buffers`, `expert_buffers`, `delta_columns` | the memory of a step, of its experts and of the projections of gated delta nets |
-//! | `inputs` | the inputs of a step, packed into one upload |
-//! | `masks` | upload of the tokens that structured output allows |
-//! | `network`, `sampling` | kernels and GEMMs: from token ids to hidden states, and from those to sampled tokens |
-//! | `processing` | logits processing that a step's draws need besides temperature |
-//! | `delta_net` | layers with gated delta nets |
-//! | `experts` | layers with experts: router, GEMMs, weighted sum |
-//! | `linears` | the GEMMs of a block |
+//! | `state` | what lasts from one wake to the next, the choice of a step's products too |
+//! | `runner`, `decode` | the steps of one call of `generate`; decode steps |
+//! | `buffers`, `expert_buffers`, `delta_columns` | the memory of a step; of the tokens of experts, of the projections of gated delta nets |
+//! | `inputs` | what a step is told, packed into one upload |
+//! | `masks` | the tokens that structures allow, on their way to the device |
+//! | `network`, `sampling` | kernels and products, from token ids to hidden states and on to sampled tokens |
+//! | `processing` | what the draws of a step need beside the temperature |
+//! | `draft_head` | the head that drafts tokens |
+//! | `delta_net` | the layers with gated delta nets, from their projections to their states |
+//! | `experts` | the layers that have experts, from the router to the weighted sum |
+//! | `linears` | products of a block |
 //! | `prefill` | attention of prompts |
 //! | `stages` | transfers between pipeline stages |
 //! | `graphs` | decode steps as CUDA graphs, by batch size |
@@ -21,8 +22,10 @@
 //! | `trial` | a decode step over a synthetic batch, for benchmarks |
 
 mod buffers;
+mod decode;
 mod delta_columns;
 mod delta_net;
+mod draft_head;
 mod expert_buffers;
 mod experts;
 mod graphs;

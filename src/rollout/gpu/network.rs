@@ -4,6 +4,7 @@
 use tch::{Kind, Tensor};
 
 use super::buffers::DecodeBuffers;
+use super::inputs::DraftedInputs;
 use super::masks::TokenMasks;
 use super::op::DecoderOp;
 use super::processing::Processing;
@@ -40,6 +41,10 @@ pub(super) struct DecoderNetwork<'a> {
     pub(super) adapters: Option<&'a Tensor>,
     /// Token masks of the step's draws, if any draw has one.
     pub(super) masks: Option<&'a TokenMasks>,
+    /// The layer of the cache that the first layer's keys and values are in: those of a draft head are behind the model's.
+    pub(super) first_cache_layer: usize,
+    /// Whether the experts of tokens are recorded.
+    pub(super) records_experts: bool,
 }
 
 /// The T tokens of a step.
@@ -54,6 +59,8 @@ pub(super) struct StepTokens<'a> {
     pub(super) state_pages: &'a Tensor, // [B] i32
     /// Start of each sequence's tokens; `None` if each has one token.
     pub(super) bounds: Option<&'a Tensor>, // [B + 1] i32
+    /// Of a decode step whose sequences have drafts, or states that take some in; the pages are theirs then.
+    pub(super) drafts: Option<&'a DraftedInputs>,
 }
 
 /// Inputs of one layer's attention.
@@ -89,10 +96,7 @@ impl DecoderNetwork<'_> {
             None => (first(&self.buffers.normed), [first(&self.buffers.delta), first(&self.buffers.delta)]),
         };
         if self.stage.is_first() {
-            DecoderOp::Embed.run(|| {
-                self.embed(tokens.ids, &mut x)?;
-                scale(&mut x, self.spec.embedding_multiplier_in(self.weights.embedding.kind()))
-            })?;
+            self.embed_scaled(tokens.ids, &mut x)?;
         }
         if self.processing.penalises {
             DecoderOp::Sample.run(|| kernels::note_tokens(tokens.ids, tokens.slots, &self.buffers.history.view(-1)))?;
@@ -134,6 +138,14 @@ impl DecoderNetwork<'_> {
         Ok(normed)
     }
 
+    /// x = the rows of the embedding where the residual stream begins.
+    pub(super) fn embed_scaled(&self, ids: &Tensor /* [T] */, x: &mut Tensor /* [T, D] */) -> Result<()> {
+        DecoderOp::Embed.run(|| {
+            self.embed(ids, x)?;
+            scale(x, self.spec.embedding_multiplier_in(self.weights.embedding.kind()))
+        })
+    }
+
     fn embed(&self, ids: &Tensor, x: &mut Tensor) -> Result<()> {
         let table = &self.weights.embedding;
         if table.size()[0] == self.spec.vocab_size as i64 {
@@ -162,7 +174,7 @@ impl DecoderNetwork<'_> {
         }
         let transform = HeadTransform { norms, rope: self.ropes.of(spec.rope) };
         let StepTokens { positions, slots, .. } = *tokens;
-        let cache = self.memory.kv_cache.layer(layer);
+        let cache = self.memory.kv_cache.layer(self.first_cache_layer + layer);
         DecoderOp::RopeWriteKv.run(|| cache.write(&qkv, &transform, (positions, slots), &mut q))?;
         let mut attended = attend(layer, spec, StepHeads { q: &q, qkv: &qkv, sinks: w.norm(ParamName::Sinks) })?;
         if let Some(gate) = &qkv.gate {
@@ -305,10 +317,10 @@ pub(super) fn fingerprint(
     [&weights.embedding, &weights.final_norm, &weights.lm_head].into_iter().chain(low).for_each(&mut note);
     let stored = weights.stored.iter().flat_map(|stored| stored.blocks);
     stored.flat_map(StoredBlock::tensors).for_each(&mut note);
-    for (layer, w) in weights.blocks.iter().enumerate() {
-        match states.and_then(|states| states.find(layer)) {
-            Some(states) => [&states.conv, &states.rule].into_iter().for_each(&mut note),
-            None => kv_cache.layer(layer).tensors().into_iter().for_each(&mut note),
+    states.iter().flat_map(|states| states.tensors()).for_each(&mut note);
+    for (layer, w) in weights.blocks.iter().chain(&weights.draft_head).enumerate() {
+        if states.is_none_or(|states| states.find(layer).is_none()) {
+            kv_cache.layer(layer).tensors().into_iter().for_each(&mut note);
         }
         w.try_map(&mut |tensor| {
             note(tensor);

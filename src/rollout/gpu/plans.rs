@@ -35,7 +35,19 @@ impl AttentionPlans {
         })
     }
 
-    /// The plan for layers with this attention.
+    /// The plan of a draft head, whose rows do not see the first token of their sequence: the head has no keys of it.
+    pub(super) fn of_head(
+        draft: &ModelSpec,
+        options: &EngineOptions,
+        (tp_size, device): (usize, Device),
+        [max_rows, max_blocks]: [usize; 2],
+    ) -> Result<AttentionPlan> {
+        let shape = shape(draft, options, tp_size, draft.attention().sight());
+        let plan = AttentionPlan::new(shape, (options.kind, device), max_rows, max_blocks, split_tokens(options))?;
+        Ok(plan.hiding(1))
+    }
+
+    /// The plan of the layers with this attention.
     pub(super) fn of(&self, attention: AttentionSpec) -> &AttentionPlan {
         self.of_sights.of(attention.sight())
     }

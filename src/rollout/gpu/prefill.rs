@@ -1,7 +1,7 @@
 //! Attention of prompts on a GPU. If all runs begin their sequences, it reads the step's own keys, else the cache. In strict mode it gives the bits
 //! of decode steps, in tiles of rows or row by row, so a token's bits do not depend on the kind of step that computed it.
 
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use super::inputs::{Packing, PrefillInputs, bounds};
 use super::network::StepHeads;
@@ -13,7 +13,7 @@ use crate::ops::attention::{Attended, KvEntries, PrefillContext, kv_rows, paged_
 use crate::ops::exact::CachedTiles;
 use crate::rollout::batch::block_tables;
 use crate::rollout::kv_cache::{KvCache, LayerCache};
-use crate::rollout::scheduler::Step;
+use crate::rollout::scheduler::{Step, TokenRun};
 use crate::rollout::sequence::EngineSequence;
 use crate::torch::{self, Varlen, flash_forward};
 
@@ -31,7 +31,7 @@ enum Keys<'a> {
     /// Rows of the cache: [context tokens of all runs * Hkv].
     Cached(Varlen, Tensor),
     /// For dtypes without flash attention: the arguments of [`paged_prefill`].
-    Explicit { block_tables: Tensor, bounds: Vec<i64>, context_lens: Vec<i64> },
+    Explicit { block_tables: Tensor, bounds: Vec<i64>, context_lens: Vec<i64>, num_hidden: i64 },
     /// The strict mode, with the bits of decode steps.
     Strict(StrictRows<'a>),
 }
@@ -57,48 +57,26 @@ impl<'a> PrefillAttention<'a> {
     /// Chooses how the step's attention is computed. `strict` has the plans of decode steps with a fixed split, for prompts that must have the bits
     /// of decode steps.
     pub(super) fn new(
-        Packing { step, sequences, .. }: &Packing,
+        packing: &Packing,
         inputs: &PrefillInputs,
         spec: &ModelSpec,
         kv_cache: &'a KvCache,
         strict: Option<&'a AttentionPlans>,
     ) -> Result<Self> {
-        let kv_heads = kv_cache.num_kv_heads();
-        let context_lens: Vec<i64> = step.runs.iter().map(|run| run.tokens.end as i64).collect();
-        let device = inputs.bounds.device();
-        let keys = if let Some(plans) = strict {
-            Keys::Strict(StrictRows::new(step, inputs, spec, kv_cache, plans)?)
-        } else if kv_cache.kind() == Kind::Float {
-            let bounds = bounds(step.runs.iter().map(|run| run.tokens.len())).into_iter().map(i64::from);
-            let parts: Vec<_> = step.parts().collect();
-            let block_tables = block_tables(&parts, sequences, kv_cache.block_size(), device)?;
-            Keys::Explicit { block_tables, bounds: bounds.collect(), context_lens }
-        } else {
-            let longest = |lens: &mut dyn Iterator<Item = i64>| lens.max().unwrap_or(0);
-            let is_at_hand = step.runs.iter().all(|run| run.tokens.start == 0);
-            let cu_seqlens_k = match is_at_hand {
-                true => inputs.bounds.shallow_clone(),
-                false => torch::tensor_on(&bounds(step.runs.iter().map(|run| run.tokens.end)), device)?,
-            };
-            let varlen = Varlen {
-                cu_seqlens_q: inputs.bounds.shallow_clone(),
-                cu_seqlens_k,
-                max_len_q: longest(&mut step.runs.iter().map(|run| run.tokens.len() as i64)),
-                max_len_k: longest(&mut context_lens.iter().copied()),
-                causal: true,
-                window: None,
-            };
-            if is_at_hand {
-                Keys::AtHand(varlen)
-            } else {
-                let slots = torch::tensor_on(&context_slots(step, sequences, kv_cache.block_size()), device)?;
-                Keys::Cached(varlen, kv_rows(&slots, kv_cache.block_size(), kv_heads)?)
-            }
+        let keys = match strict {
+            Some(plans) => Keys::Strict(StrictRows::new(packing.step, inputs, spec, kv_cache, plans)?),
+            None => Keys::of(packing, &inputs.bounds, kv_cache, 0)?,
         };
         Ok(Self { kv_cache, keys })
     }
 
-    /// Attention of one layer. Returns [T, H hd].
+    /// Attention of the rows of a draft head, which has none of a sequence's first token.
+    pub(super) fn of_head(packing: &Packing, kv_cache: &'a KvCache, device: Device) -> Result<Self> {
+        let bounds = torch::tensor_on(&bounds(new_rows(packing.step, 1)), device)?;
+        Ok(Self { kv_cache, keys: Keys::of(packing, &bounds, kv_cache, 1)? })
+    }
+
+    /// [T, H hd]
     pub(super) fn attend(
         &self,
         layer: usize,
@@ -124,8 +102,9 @@ impl<'a> PrefillAttention<'a> {
                 joined(flash_forward(q, &gather(k_cache)?, &gather(v_cache)?, &within(varlen), scale)?)?
             }
             Keys::Strict(rows) => rows.attend(&cache, attention, q, sinks)?,
-            Keys::Explicit { block_tables, bounds, context_lens } => {
-                let context = PrefillContext { block_tables, cu_seqlens_q: bounds, context_lens };
+            Keys::Explicit { block_tables, bounds, context_lens, num_hidden } => {
+                let (cu_seqlens_q, num_hidden) = (bounds.as_slice(), *num_hidden);
+                let context = PrefillContext { block_tables, cu_seqlens_q, context_lens, num_hidden };
                 match paged_prefill(q, cache.entries(), context, scale, window, sinks.is_some())? {
                     (o, Some(lse)) => joined(Attended { o, lse })?,
                     (o, None) => o,
@@ -134,6 +113,51 @@ impl<'a> PrefillAttention<'a> {
         };
         Ok(o.f_flatten(1, 2)?)
     }
+}
+
+impl Keys<'_> {
+    /// For rows with such bounds, which see all tokens of their sequences from the one at `first` on, and are those of this step's tokens from there
+    /// on.
+    fn of(
+        Packing { step, sequences, block_size, .. }: &Packing,
+        rows: &Tensor, // [B + 1] i32
+        kv_cache: &KvCache,
+        first: usize,
+    ) -> Result<Self> {
+        let device = rows.device();
+        let seen = |run: &TokenRun| run.tokens.end.saturating_sub(first);
+        if kv_cache.kind() == Kind::Float {
+            let context_lens = step.runs.iter().map(|run| run.tokens.end as i64).collect();
+            let parts: Vec<_> = step.parts().collect();
+            let block_tables = block_tables(&parts, sequences, *block_size, device)?;
+            let bounds = bounds(new_rows(step, first)).into_iter().map(i64::from).collect();
+            return Ok(Self::Explicit { block_tables, bounds, context_lens, num_hidden: first as i64 });
+        }
+        let longest = |lens: &mut dyn Iterator<Item = usize>| lens.max().unwrap_or(0) as i64;
+        let is_at_hand = step.runs.iter().all(|run| run.tokens.start == 0);
+        let cu_seqlens_k = match is_at_hand {
+            true => rows.shallow_clone(),
+            false => torch::tensor_on(&bounds(step.runs.iter().map(seen)), device)?,
+        };
+        let varlen = Varlen {
+            cu_seqlens_q: rows.shallow_clone(),
+            cu_seqlens_k,
+            max_len_q: longest(&mut new_rows(step, first)),
+            max_len_k: longest(&mut step.runs.iter().map(seen)),
+            causal: true,
+            window: None,
+        };
+        if is_at_hand {
+            return Ok(Self::AtHand(varlen));
+        }
+        let slots = torch::tensor_on(&context_slots(step, sequences, *block_size, first), device)?;
+        Ok(Self::Cached(varlen, kv_rows(&slots, *block_size, kv_cache.num_kv_heads())?))
+    }
+}
+
+/// Tokens of each run from the one at `first` of its sequence on.
+fn new_rows(step: &Step, first: usize) -> impl Iterator<Item = usize> + '_ {
+    step.runs.iter().map(move |run| run.tokens.end.saturating_sub(run.tokens.start.max(first)))
 }
 
 impl<'a> StrictRows<'a> {
@@ -201,11 +225,11 @@ fn slices(step: &Step, inputs: &PrefillInputs, most: i64) -> Result<Vec<Slice>> 
     (0..rows).step_by(most as usize).map(slice).collect()
 }
 
-/// Cache slots of all tokens that the runs attend to, in order. [context tokens] i64
-fn context_slots(step: &Step, sequences: &[EngineSequence], block_size: usize) -> Vec<i64> {
+/// Slots of all tokens that the runs see, from the one at `first` of each sequence on, in order. [context tokens] i64
+fn context_slots(step: &Step, sequences: &[EngineSequence], block_size: usize, first: usize) -> Vec<i64> {
     let slots = step.runs.iter().flat_map(|run| {
         let sequence = &sequences[run.sequence];
-        (0..run.tokens.end).map(move |at| sequence.slot(at, block_size) as i64)
+        (first..run.tokens.end).map(move |at| sequence.slot(at, block_size) as i64)
     });
     slots.collect()
 }

@@ -4,7 +4,7 @@ use super::inputs::Packing;
 use crate::rollout::filters;
 
 /// Which logits processing, besides temperature, any draw of a step needs. Draws that do not need it pass through unchanged.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub(super) struct Processing {
     /// Whether min-p, top-k or top-p are on.
     pub(super) filters: bool,

@@ -5,29 +5,27 @@ use std::collections::VecDeque;
 
 use tch::{Kind, Tensor, no_grad};
 
-use super::inputs::{DecodeInputs, Packing, PrefillInputs, Words};
-use super::network::{DecoderNetwork, StepHeads, StepTokens};
-use super::op::DecoderOp;
-use super::plans::AttentionPlans;
+use super::draft_head::DraftHead;
+use super::inputs::{DraftPlaces, Packing, PrefillInputs, Words};
+use super::network::{DecoderNetwork, StepTokens};
 use super::prefill::PrefillAttention;
 use super::processing::Processing;
 use super::sampling::DrawOutputs;
-use super::stages::{StageLine, StageTokens};
+use super::stages::StageLine;
 use super::state::GpuState;
 use super::wait::wait;
-use crate::cuda::kernels::{self, SharedPrefixes};
-use crate::cuda::{CurrentStream, TorchStream, Tuning};
+use crate::cuda::{CurrentStream, Tuning};
 use crate::error::Result;
 use crate::model::{ModelSpec, OwnProducts, Stage};
 use crate::ranks::Collective;
-use crate::rollout::limits::step_rows;
 use crate::rollout::routes::recorded_experts;
 use crate::rollout::runner::Runner;
 use crate::rollout::sampler::{Draw, Sampled, Sampler, non_finite};
 use crate::rollout::scheduler::Step;
 use crate::rollout::sequence::EngineSequence;
+use crate::rollout::speculation::StoredDrafts;
 use crate::rollout::stages::EngineRanks;
-use crate::rollout::state_pages::SequenceMemory;
+use crate::rollout::state_pages::{SequenceMemory, StatePages};
 use crate::rollout::stats::StageTimes;
 use crate::rollout::weights::EngineWeights;
 use crate::torch;
@@ -40,15 +38,20 @@ pub(in crate::rollout) struct GpuRunner<'a> {
     pub(super) weights: &'a EngineWeights<'a>,
     pub(super) memory: SequenceMemory<'a>,
     pub(super) tp: &'a dyn Collective,
-    ranks: &'a EngineRanks,
+    pub(super) ranks: &'a EngineRanks,
     stage: Stage,
     line: Option<StageLine<'a>>,
     /// For each sequence, the index of its sample among the tokens on the device that the last launched step writes.
-    pending: Vec<u32>,
+    pub(super) pending: Vec<u32>,
     under_way: VecDeque<StepDraws>,
     num_launched: usize,
     /// Experts of the step that was collected last.
     experts: Vec<u16>,
+    pub(super) head: Option<DraftHead<'a>>,
+    /// Where the drafts of the step are that is being launched, by the model's own head.
+    pub(super) drafted: DraftPlaces,
+    /// Drafts of the step that was collected last, if the host did not know them.
+    drafts: Vec<u32>,
     _current: CurrentStream,
 }
 
@@ -59,6 +62,8 @@ struct StepDraws {
     top: Vec<(usize, Vec<TokenLogprob>)>,
     /// Number of tokens that the step computed.
     num_tokens: usize,
+    /// Where its drafts are among the words of the device, if the host does not know them.
+    drafts: Vec<i32>,
     /// The number of the step's tick, in an engine with pipeline stages.
     tick: usize,
 }
@@ -81,6 +86,7 @@ impl<'a> GpuRunner<'a> {
         ranks: &'a EngineRanks,
     ) -> Result<Self> {
         let current = state.stream.make_current()?;
+        let head = if state.shape.drafts > 0 { DraftHead::new(spec, weights)? } else { None };
         Ok(Self {
             state,
             spec,
@@ -94,22 +100,16 @@ impl<'a> GpuRunner<'a> {
             under_way: VecDeque::new(),
             num_launched: 0,
             experts: Vec::new(),
+            head,
+            drafted: DraftPlaces::default(),
+            drafts: Vec::new(),
             _current: current,
         })
     }
 
-    fn decode(&mut self, packing: &Packing) -> Result<()> {
-        let bucket = self.bucket(packing);
-        let mut graphs = std::mem::take(&mut self.state.graphs);
-        let key = (bucket, Processing::of(packing));
-        let outcome = self.prepare_decode(packing, |stream, step| graphs.run(key, stream, step));
-        self.state.graphs = graphs;
-        outcome
-    }
-
-    /// The network over this engine's memory. A strict engine has one fixed GEMM algorithm. Others choose by `tuning`; what is timed may be chosen
-    /// differently in the next run.
-    fn network(&self, tuning: Tuning, processing: Processing) -> DecoderNetwork<'_> {
+    /// The network over this engine's memory. A strict engine has one product algorithm, others choose by `tuning`; but what
+    /// is timed may come out otherwise in the next run.
+    pub(super) fn network(&self, tuning: Tuning, processing: Processing) -> DecoderNetwork<'_> {
         let state = &*self.state;
         DecoderNetwork {
             spec: self.spec,
@@ -132,44 +132,27 @@ impl<'a> GpuRunner<'a> {
             processing,
             adapters: None,
             masks: state.masks.as_ref(),
+            first_cache_layer: 0,
+            records_experts: true,
         }
     }
 
-    fn bucket(&self, packing: &Packing) -> usize {
-        step_rows(packing.step.num_tokens(), self.state.shape.seqs)
-    }
-
-    /// Uploads the inputs of a decode step and calls `run` with the step.
-    pub(super) fn prepare_decode<T>(
-        &mut self,
-        packing: &Packing,
-        run: impl FnOnce(&TorchStream, &mut dyn FnMut() -> Result<()>) -> Result<T>,
-    ) -> Result<T> {
-        let widths = (self.bucket(packing), self.state.shape.blocks);
-        let (pending, least_shared) = (&self.pending, self.state.plans.least_shared_tokens(widths.0));
-        let inputs = self.state.upload(self.num_launched, &*self.ranks.all, |words, inputs| {
-            DecodeInputs::pack(packing, words, widths, pending, least_shared, inputs)
-        })?;
-        let state = &*self.state;
-        let sums = state.sums.as_ref().filter(|sums| widths.0 <= sums.rows());
-        let network = self.network(Tuning::Timed, Processing::of(packing));
-        let network = DecoderNetwork { sums, adapters: inputs.adapters.as_ref(), ..network };
-        let last = state.tokens.as_ref().map_or_else(|| network.buffers.sampled().0, StageTokens::ids);
-        let hidden =
-            |network: &DecoderNetwork, pages: &Tensor| decode_hidden(network, (&inputs, &last, pages), &state.plans);
-        run(&state.stream, &mut || {
-            let own_products = state.own_products(&network, widths.0, &hidden)?;
-            let hidden = hidden(&DecoderNetwork { own_products, ..network }, &inputs.state_pages)?;
-            if !network.stage.is_last() {
-                return Ok(());
-            }
-            let drawn = DrawOutputs {
-                lens: &inputs.context_lens,
-                block_tables: &inputs.block_tables,
-                sampling: &inputs.sampling,
-            };
-            network.sample(&hidden, &drawn)
-        })
+    /// What inputs of a step are packed from.
+    pub(super) fn packing<'p>(
+        &self,
+        (step, draws, sequences): (&'p Step, &'p [Draw<'p>], &'p [EngineSequence]),
+        drafted: &'p DraftPlaces,
+    ) -> Packing<'p> {
+        Packing {
+            step,
+            draws,
+            sequences,
+            block_size: self.memory.kv_cache.block_size(),
+            has_adapters: self.weights.num_adapters > 0,
+            takes_drafts_in: self.memory.states.is_some_and(StatePages::have_drafts),
+            num_kept: self.memory.states.map_or(0, StatePages::num_kept_rows),
+            drafted,
+        }
     }
 
     /// The most probable ids of the draws that request them, from the logits of the newest step; waits for that step. Collective if there are such
@@ -201,7 +184,7 @@ impl<'a> GpuRunner<'a> {
     fn prefill(&mut self, packing: &Packing) -> Result<()> {
         let blocks = self.state.shape.blocks;
         let pack = |words: &mut Words, inputs: &Tensor| PrefillInputs::pack(packing, words, blocks, inputs);
-        let inputs = self.state.upload(self.num_launched, &*self.ranks.all, pack)?;
+        let inputs = self.state.upload(&*self.ranks.all, pack)?;
         let network = self.network(Tuning::First, Processing::of(packing));
         let network = DecoderNetwork { adapters: inputs.adapters.as_ref(), ..network };
         let strict = self.state.strict.then_some(&self.state.plans);
@@ -218,8 +201,16 @@ impl<'a> GpuRunner<'a> {
             recorded: recorded.as_ref(),
             state_pages: &inputs.state_pages,
             bounds: Some(&inputs.bounds),
+            drafts: None,
         };
         let hidden = network.hidden(&tokens, &mut |layer, spec, heads| attention.attend(layer, spec, heads))?;
+        let drawn = match packing.draws.is_empty() || !self.stage.is_last() {
+            true => None,
+            false => Some(hidden.f_index_select(0, &inputs.last_rows)?),
+        };
+        if let Some(head) = &self.head {
+            head.follow_prompts(self, packing, &hidden)?;
+        }
         if !packing.step.copies.is_empty() {
             let [from, to] = &inputs.copies;
             self.memory.kv_cache.copy_blocks(from, to)?;
@@ -233,12 +224,10 @@ impl<'a> GpuRunner<'a> {
         if let Some(states) = self.memory.states {
             states.copy(&packing.step.state_copies)?;
         }
-        if packing.draws.is_empty() || !self.stage.is_last() {
-            return Ok(());
-        }
+        let Some(drawn_hidden) = drawn else { return Ok(()) };
         let block_tables = inputs.block_tables.f_index_select(0, &inputs.drawn_runs)?;
         let drawn = DrawOutputs { lens: &inputs.lens, block_tables: &block_tables, sampling: &inputs.sampling };
-        network.sample(&hidden.f_index_select(0, &inputs.last_rows)?, &drawn)
+        network.sample(&drawn_hidden, &drawn)
     }
 }
 
@@ -248,9 +237,8 @@ impl Runner for GpuRunner<'_> {
     }
 
     fn launch(&mut self, step: &Step, draws: &[Draw], sequences: &[EngineSequence]) -> Result<()> {
-        let block_size = self.memory.kv_cache.block_size();
-        let has_adapters = self.weights.num_adapters > 0;
-        let packing = Packing { step, draws, sequences, block_size, has_adapters };
+        let drafted = std::mem::take(&mut self.drafted);
+        let packing = self.packing((step, draws, sequences), &drafted);
         self.pending.resize(sequences.len(), 0);
         self.ranks.all.epoch()?; // a captured graph does not notice that a communicator has ended
         self.state.upload_masks(draws, self.spec.vocab_size, &*self.ranks.all)?;
@@ -280,7 +268,9 @@ impl Runner for GpuRunner<'_> {
             drawn.push(DrawnRow { prompt_id: draw.prompt_id, position, is_draft: !draw.drafts.is_empty() });
         }
         let top = self.top_logprobs(draws)?;
-        self.under_way.push_back(StepDraws { drawn, top, num_tokens, tick });
+        let of_head = step.runs.iter().filter(|_| step.asks_head && self.head.is_some());
+        let drafts = of_head.flat_map(|run| drafted.get(&run.sequence).into_iter().flatten().copied()).collect();
+        self.under_way.push_back(StepDraws { drawn, top, num_tokens, drafts, tick });
         self.num_launched += 1;
         Ok(())
     }
@@ -289,9 +279,25 @@ impl Runner for GpuRunner<'_> {
         std::mem::take(&mut self.experts)
     }
 
-    fn settle(&mut self, pages: &[(u32, usize)]) -> Result<()> {
-        assert!(pages.is_empty(), "no drafts of a model with states on a GPU");
-        Ok(())
+    fn draft(
+        &mut self,
+        step: &Step,
+        depth: usize,
+        draws: &[Draw],
+        sequences: &[EngineSequence],
+    ) -> Result<Vec<Sampled>> {
+        let head = self.head.take().expect("a model with a draft head");
+        let outcome = no_grad(|| self.draft_at(&head, (step, draws, sequences), depth));
+        self.head = Some(head);
+        outcome.map(|()| Vec::new())
+    }
+
+    fn take_drafts(&mut self) -> Vec<u32> {
+        std::mem::take(&mut self.drafts)
+    }
+
+    fn settle(&mut self, stored: &[StoredDrafts]) -> Result<()> {
+        no_grad(|| self.take_in(stored))
     }
 
     fn take_times(&mut self) -> StageTimes {
@@ -299,7 +305,8 @@ impl Runner for GpuRunner<'_> {
     }
 
     fn collect(&mut self) -> Result<Vec<Sampled>> {
-        let StepDraws { drawn, top, num_tokens, tick } = self.under_way.pop_front().expect("a step was launched");
+        let StepDraws { drawn, top, num_tokens, drafts, tick } =
+            self.under_way.pop_front().expect("a step was launched");
         while self.line.as_ref().is_some_and(|line| !line.is_through(tick)) {
             self.ranks.all.epoch()?;
             self.tick(None)?;
@@ -319,7 +326,8 @@ impl Runner for GpuRunner<'_> {
             (Some(line), Some(tokens)) => line.collect(tokens, tick, all)?,
             _ => &*self.state.downloads[parity].words(&mut || wait(all))?,
         };
-        let (ids, logprobs) = words.split_at(words.len() / 2);
+        let (ids, logprobs) = words.split_at(self.state.shape.seqs);
+        self.drafts = drafts.into_iter().map(|place| words[place as usize] as u32).collect();
         let results = drawn.iter().zip(ids.iter().zip(logprobs));
         let sampled = results.map(|(drawn, (&id, &bits))| match u32::try_from(id) {
             Ok(token_id) => Ok(Sampled { token_id, logprob: f32::from_bits(bits as u32), top: Vec::new() }),
@@ -336,40 +344,4 @@ impl Runner for GpuRunner<'_> {
         }
         Ok(sampled)
     }
-}
-
-/// Hidden states of a bucket's rows for their last tokens. For a model without state pages it can run several times with equal results, until the
-/// next tokens are sampled.
-fn decode_hidden(
-    network: &DecoderNetwork,
-    (inputs, last, state_pages): (
-        &DecodeInputs,
-        &Tensor, /* tokens that inputs may name */
-        &Tensor, /* of the rows */
-    ),
-    plans: &AttentionPlans,
-) -> Result<Tensor> {
-    let buffers = network.buffers;
-    let rows = inputs.from.size()[0];
-    let mut ids = buffers.token_ids.narrow(0, 0, rows);
-    kernels::next_tokens(&inputs.from, last, &mut ids)?;
-    let prefixes = SharedPrefixes { groups: &inputs.groups, num_shared_blocks: &inputs.num_shared };
-    DecoderOp::AttentionPlan.run(|| plans.update(&inputs.context_lens, prefixes))?;
-    // Decode steps compute their tokens for the first time, so no experts are recorded.
-    let tokens = StepTokens {
-        ids: &ids,
-        positions: &inputs.positions,
-        slots: &inputs.slots,
-        recorded: None,
-        state_pages,
-        bounds: None,
-    };
-    network.hidden(&tokens, &mut |layer, attention, StepHeads { q, sinks, .. }| {
-        let cache = network.memory.kv_cache.layer(layer);
-        let attended = buffers.attended([rows, q.size()[1] * q.size()[2]]); // [S, H hd]
-        let mut o = attended.view_as(q);
-        DecoderOp::Attention
-            .run(|| cache.attend(plans.of(attention), q, &inputs.block_tables, &inputs.context_lens, sinks, &mut o))?;
-        Ok(attended)
-    })
 }

@@ -14,7 +14,7 @@ use super::op::DecoderOp;
 use super::plans::AttentionPlans;
 use super::stages::StageTokens;
 use super::wait::wait;
-use crate::cuda::kernels::RowSums;
+use crate::cuda::kernels::{AttentionPlan, RowSums};
 use crate::cuda::{Context, Graph, PinnedWords, Products, TorchStream};
 use crate::error::{Error, Result};
 use crate::memory::{Arena, Ledger, MemoryKind};
@@ -27,6 +27,8 @@ use crate::rollout::weights::EngineWeights;
 
 /// Number of replays of a step per choice of GEMM kernels; the median is compared.
 const TRIALS: usize = 5;
+/// Uploads of inputs that may be under way, beside those of a step's drafts.
+const MOST_UPLOADS: usize = 2;
 /// Number of replays for GEMMs of many rows. They use the full power of the GPU, so the trial must be long enough to reach the clock of a long run.
 const LASTING_TRIALS: usize = 200;
 
@@ -45,7 +47,8 @@ pub(in crate::rollout) struct GpuState {
     pub(super) masks: Option<TokenMasks>, // allocated for the first request with a structure
     pub(super) products: Products,
     pub(super) stream: TorchStream,
-    uploads: [PinnedWords; 2],
+    uploads: Vec<PinnedWords>,
+    num_uploads: usize,
     pub(super) downloads: [PinnedWords; 2],
     /// Downloads of the recorded experts of a step's tokens, if experts are recorded.
     pub(super) record_downloads: Option<[PinnedWords; 2]>,
@@ -53,6 +56,8 @@ pub(in crate::rollout) struct GpuState {
     pub(super) exact: bool,
     /// Tokens of the steps under way, in an engine with pipeline stages.
     pub(super) tokens: Option<StageTokens>,
+    /// Attention of the rows of a draft head.
+    pub(super) head_plan: Option<AttentionPlan>,
 }
 
 impl GpuState {
@@ -75,6 +80,10 @@ impl GpuState {
         let pinned =
             |words| -> Result<_> { Ok([PinnedWords::new(&context, words)?, PinnedWords::new(&context, words)?]) };
         let stream = TorchStream::new(&context)?;
+        let uploads = (0..MOST_UPLOADS + shape.drafts).map(|_| PinnedWords::new(&context, shape.input_words()));
+        let head_plan = spec
+            .draft_spec()
+            .map(|draft| AttentionPlans::of_head(&draft, options, (tp.size(), device), [shape.seqs, shape.blocks]));
         Ok(Self {
             graphs: Graphs::default(),
             buffers: None,
@@ -89,8 +98,10 @@ impl GpuState {
             masks: None,
             products: Products::new(&stream)?,
             stream,
-            uploads: pinned(shape.input_words())?,
-            downloads: pinned(2 * shape.seqs)?,
+            uploads: uploads.collect::<Result<_>>()?,
+            num_uploads: 0,
+            downloads: pinned(shape.sampled_words())?,
+            head_plan: head_plan.transpose()?,
             record_downloads: shape
                 .experts
                 .filter(|_| options.records_experts)
@@ -118,8 +129,9 @@ impl GpuState {
         self.sums = self.shape.row_sums(tp)?;
         let bytes = |tensor: &Tensor| tensor.numel() * tensor.kind().elt_size_in_bytes();
         let peers = self.sums.as_ref().map_or(0, |sums| sums.memory().bytes());
+        let plans = self.plans.bytes() + self.head_plan.as_ref().map_or(0, AttentionPlan::bytes);
         let tables = self.ropes.iter().map(bytes).sum::<usize>() + self.low.as_ref().map_or(0, bytes) + peers;
-        Ledger::set("engine_tables", MemoryKind::Device, tables + self.plans.bytes() + Products::BYTES);
+        Ledger::set("engine_tables", MemoryKind::Device, tables + plans + Products::BYTES);
         let mut seen = network::fingerprint(weights, memory, self.low.as_ref())?;
         seen.push(tp.epoch()? as usize);
         seen.extend(self.sums.as_ref().map(|sums| sums.memory().address()));
@@ -127,16 +139,16 @@ impl GpuState {
         Ok(())
     }
 
-    /// Packs the inputs of step number `step` once an earlier upload has left the host buffer, and queues their copy. `all` are the ranks of the
-    /// engine.
+    /// Packs what a step is told, once an earlier one's words have left the host, and queues their copy. `all`: the ranks of the engine.
     pub(super) fn upload<T>(
         &mut self,
-        step: usize,
         all: &dyn Collective,
         pack: impl FnOnce(&mut Words, &Tensor) -> Result<T>,
     ) -> Result<T> {
         let inputs = &self.buffers.as_ref().expect("the engine is awake").inputs;
-        let upload = &mut self.uploads[step % 2];
+        let place = self.num_uploads % self.uploads.len();
+        self.num_uploads += 1;
+        let upload = &mut self.uploads[place];
         let mut words = Words::new(upload.words(&mut || wait(all))?);
         let packed = pack(&mut words, inputs)?;
         let len = words.len();
@@ -237,7 +249,9 @@ fn of_first_rank(tp: &dyn Collective, known: Option<bool>) -> Result<Option<bool
 /// Bytes of GPU memory that one rank's engine always holds, also asleep: attention scratch, rotary tables and the GEMM workspace.
 pub fn engine_table_bytes(spec: &ModelSpec, options: &EngineOptions, tp_size: usize) -> usize {
     let shape = StepShape::new(spec, options, tp_size);
-    let partials = AttentionPlans::partial_bytes(spec, options, tp_size, [shape.seqs, shape.blocks]);
+    let partials_of =
+        |spec: &ModelSpec| AttentionPlans::partial_bytes(spec, options, tp_size, [shape.seqs, shape.blocks]);
+    let partials = partials_of(spec) + spec.draft_spec().as_ref().map_or(0, partials_of);
     let products =
         Products::BYTES + if options.exact && options.kind == Kind::BFloat16 { bytes_of_parts(spec) } else { 0 };
     partials + options.max_model_length * spec.ropes().columns() * size_of::<f32>() + products

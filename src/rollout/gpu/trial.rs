@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::inputs::Packing;
+use super::inputs::DraftPlaces;
 use super::runner::GpuRunner;
 use crate::cuda::TorchStream;
 use crate::error::{Error, Result};
@@ -107,13 +107,8 @@ impl GpuRunner<'_> {
             allowed: None,
         });
         let draws: Vec<Draw> = draws.collect();
-        let packing = Packing {
-            step: &step,
-            draws: &draws,
-            sequences,
-            block_size: self.memory.kv_cache.block_size(),
-            has_adapters: self.weights.num_adapters > 0,
-        };
+        let drafted = DraftPlaces::default();
+        let packing = self.packing((&step, &draws, sequences), &drafted);
         let sums_have_norms = self.state.sums.as_ref().is_some_and(|sums| sequences.len() <= sums.rows());
         let (tp, weights, cached_token_bytes) = (self.tp, self.weights, self.memory.kv_cache.token_bytes());
         self.prepare_decode(&packing, |stream, run| {

@@ -3,7 +3,7 @@
 use super::{Scheduler, Step, TokenRun};
 use crate::rollout::sampler::Draw;
 use crate::rollout::sequence::EngineSequence;
-use crate::rollout::speculation::{DraftRequest, DraftedText, Drafts};
+use crate::rollout::speculation::{DraftRequest, DraftedText, Drafts, StoredDrafts};
 
 impl Scheduler {
     /// Whether the next step gets draft tokens. It then needs all tokens before it, so schedule it once no other step is under way.
@@ -69,13 +69,12 @@ impl Scheduler {
         of_depth.enumerate().map(|(row, (draw, _))| Draw { row, ..draw }).collect()
     }
 
-    /// State pages that do not yet include the newest accepted draft tokens, with the number of these; they then count as included. Call it only with
-    /// no step under way.
-    pub(in crate::rollout) fn settle_drafts(&mut self) -> Vec<(u32, usize)> {
+    /// The newest drafts that were drawn, where states have not taken them in; from now on they have. Call only with no step under way.
+    pub(in crate::rollout) fn settle_drafts(&mut self) -> Vec<StoredDrafts> {
         let settle = |sequence: &mut EngineSequence| {
-            let num_stored =
-                sequence.num_computed - std::mem::replace(&mut sequence.num_in_state, sequence.num_computed);
-            sequence.state_page.filter(|_| num_stored > 0).map(|page| (page, num_stored))
+            let end = sequence.num_computed;
+            let count = end - std::mem::replace(&mut sequence.num_in_state, end);
+            sequence.state_page.filter(|_| count > 0).map(|page| StoredDrafts { page, count, end })
         };
         self.running.iter().filter_map(|&index| settle(&mut self.sequences[index])).collect()
     }

@@ -51,7 +51,18 @@ impl Step {
         self.runs.iter().any(|run| !run.drafts.token_ids.is_empty())
     }
 
-    /// Sets the draft tokens at index `depth`, of the runs that have so many.
+    /// Whether a sequence has several rows, or a state that takes in drafts of the step before.
+    pub(in crate::rollout) fn is_drafted(&self) -> bool {
+        self.runs.iter().any(|run| run.num_stored > 0 || !run.drafts.token_ids.is_empty())
+    }
+
+    /// Takes in the drafts of all runs, which the device has made; none where the host knows them.
+    pub(in crate::rollout) fn take_all_drafts(&mut self, drafts: &[u32]) {
+        let places = self.runs.iter_mut().flat_map(|run| &mut run.drafts.token_ids);
+        places.zip(drafts).for_each(|(place, draft)| *place = *draft);
+    }
+
+    /// Takes in drafts that have `depth` others before them, of the runs that have so many.
     pub(in crate::rollout) fn take_drafts(&mut self, depth: usize, drafts: &[u32]) {
         let drafted = self.runs.iter_mut().filter_map(|run| run.drafts.token_ids.get_mut(depth));
         drafted.zip(drafts).for_each(|(place, draft)| *place = *draft);

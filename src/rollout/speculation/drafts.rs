@@ -8,3 +8,13 @@ pub(in crate::rollout) struct Drafts {
     /// Length of the match that these tokens were found by: the last tokens of the sequence that equal those before an earlier occurrence.
     pub(in crate::rollout) matched: usize,
 }
+
+/// Drafts that were drawn, and that the state of their sequence has not taken in yet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::rollout) struct StoredDrafts {
+    /// Page of the sequence.
+    pub(in crate::rollout) page: u32,
+    pub(in crate::rollout) count: usize,
+    /// Position behind the last one.
+    pub(in crate::rollout) end: usize,
+}

@@ -27,7 +27,7 @@ use std::sync::Arc;
 use self::acceptance::Acceptance;
 use self::control::Controller;
 pub(super) use self::control::StepTime;
-pub(super) use self::drafts::Drafts;
+pub(super) use self::drafts::{Drafts, StoredDrafts};
 use self::earlier::{EarlierCompletions, prompt_key};
 use self::index::DraftIndex;
 pub use self::injection::DraftInjection;

@@ -16,7 +16,7 @@ use super::kept::kept_sequences_go_on_where_they_were;
 use super::{Model, completions, generate, prompts, steps_do_not_see_their_batch};
 
 /// A narrow model with four layers and the head sizes of Qwen3.5-9B.
-fn narrow() -> ModelSpec {
+pub fn narrow() -> ModelSpec {
     let published = ModelSpec::preset("qwen3.5-9b").unwrap();
     ModelSpec { vocab_size: 100_352, ..published }.with_widths(1024, 3072).with_num_layers(4)
 }

@@ -103,7 +103,7 @@ fn take_in(cache: &mut Cache, page: u32, num_stored: usize) {
 
 /// Updates the states with accepted draft tokens, as a runner does before its session ends.
 pub(super) fn settle(scheduler: &mut Scheduler, cache: &mut Cache) {
-    scheduler.settle_drafts().into_iter().for_each(|(page, num_stored)| take_in(cache, page, num_stored));
+    scheduler.settle_drafts().into_iter().for_each(|stored| take_in(cache, stored.page, stored.count));
 }
 
 pub(super) fn next_token(tokens: &[u32], sample: usize) -> Sampled {
