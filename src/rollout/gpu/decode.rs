@@ -2,7 +2,7 @@
 
 use tch::Tensor;
 
-use super::graphs::{GraphKey, Recorded};
+use super::graphs::{GraphKey, GraphedStep};
 use super::inputs::{DecodeInputs, Packing};
 use super::network::{DecoderNetwork, StepHeads, StepTokens};
 use super::op::DecoderOp;
@@ -18,7 +18,7 @@ use crate::rollout::limits::step_rows;
 
 impl GpuRunner<'_> {
     pub(super) fn decode(&mut self, packing: &Packing) -> Result<()> {
-        let of = Recorded::Decode { is_drafted: packing.takes_drafts_in && packing.step.is_drafted() };
+        let of = GraphedStep::Decode { is_drafted: packing.takes_drafts_in && packing.step.is_drafted() };
         let key = GraphKey { rows: self.bucket(packing), processing: Processing::of(packing), of };
         let mut graphs = std::mem::take(&mut self.state.graphs);
         let outcome = self.prepare_decode(packing, |stream, step| graphs.run(key, stream, step));

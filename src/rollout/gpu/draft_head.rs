@@ -1,28 +1,17 @@
-//! The head that drafts tokens, on a GPU: what `rollout::draft_head` does there on the host. Its rows are recorded as decode steps are. Of the
-//! drafts of a step one depth is launched behind the other: they stay on the device, where the step's rows find them, and come to the host with
-//! what the step has sampled.
+//! The head that drafts tokens, on a GPU: what `rollout::draft_head` does there on the host.
 
 use std::marker::PhantomData;
 
 use tch::{Kind, Tensor};
 
-use super::graphs::{GraphKey, Recorded};
-use super::inputs::{Packing, Sampling, Words};
-use super::network::{Attend, DecoderNetwork, StepHeads, StepTokens};
+use super::inputs::Packing;
+use super::network::{Attend, DecoderNetwork, StepTokens};
 use super::op::DecoderOp;
 use super::prefill::PrefillAttention;
-use super::processing::Processing;
-use super::runner::GpuRunner;
-use super::sampling::DrawOutputs;
-use crate::cuda::Tuning;
 use crate::cuda::kernels::{self, DraftInputs};
 use crate::error::{Error, Result};
 use crate::model::{DRAFT_NORMS, ModelSpec, ParamName, Stage};
 use crate::rollout::draft_rows::HeadWork;
-use crate::rollout::limits::step_rows;
-use crate::rollout::sampler::Draw;
-use crate::rollout::scheduler::Step;
-use crate::rollout::sequence::EngineSequence;
 use crate::rollout::weights::EngineWeights;
 use crate::torch;
 
@@ -32,78 +21,6 @@ pub(super) struct DraftHead<'a> {
     spec: ModelSpec,
     weights: EngineWeights<'a>,
     stage: Stage,
-}
-
-/// A row of the head in a decode step.
-#[derive(Debug, Clone, Copy)]
-struct HeadRow<'d> {
-    sequence: usize,
-    /// Number of its run in the step.
-    run: usize,
-    position: usize,
-    /// As `kernels::next_tokens` takes it.
-    token: i32,
-    /// As `kernels::draft_input` takes it.
-    before: i32,
-    /// The draft that is drawn from it.
-    draw: Option<&'d Draw<'d>>,
-}
-
-/// Inputs of R rows of the head, padded to a bucket.
-#[derive(Debug)]
-struct HeadInputs {
-    from: Tensor,         // [R], as `kernels::next_tokens` takes them
-    positions: Tensor,    // [R]
-    context_lens: Tensor, // [R], 0: padding
-    slots: Tensor,        // [R], -1: padding
-    before: Tensor,       // [R], as `kernels::draft_input` takes them
-    block_tables: Tensor, // [R, blocks]
-    drawn: Option<DrawnDrafts>,
-}
-
-/// How rows are drawn from.
-#[derive(Debug)]
-struct DrawnDrafts {
-    runs: Tensor,   // [R], -1: not drawn from
-    places: Tensor, // [R], of drafts among sampled tokens; -1: the same
-    lens: Tensor,   // [R], tokens so far; 0: the same
-    sampling: Sampling,
-}
-
-impl HeadInputs {
-    /// Packs rows whose drafts have `depth` others before them. The views are over `inputs`.
-    fn pack(
-        packing: &Packing,
-        rows: &[HeadRow],
-        words: &mut Words,
-        (bucket, blocks): (usize, usize),
-        place: &dyn Fn(usize) -> i32,
-        inputs: &Tensor,
-    ) -> Result<Self> {
-        let slot = |row: &HeadRow| packing.sequences[row.sequence].slot(row.position, packing.block_size) as i32;
-        let len = |row: &HeadRow| row.position as i32 + 1;
-        let mut put = |of: &dyn Fn(&HeadRow) -> i32, rest: i32| {
-            let range = words.put(bucket, rows.iter().map(of), rest)?;
-            Ok::<_, Error>(inputs.narrow(0, range.start as i64, range.len() as i64))
-        };
-        let from = put(&|row| row.token, 0)?;
-        let positions = put(&|row| row.position as i32, 0)?;
-        let context_lens = put(&len, 0)?;
-        let (slots, before) = (put(&slot, -1)?, put(&|row| row.before, 0)?);
-        let drawn = match rows.iter().any(|row| row.draw.is_some()) {
-            true => {
-                let of_drawn = |number: i32, row: &HeadRow, rest: i32| if row.draw.is_some() { number } else { rest };
-                let runs = put(&|row| of_drawn(row.run as i32, row, -1), -1)?;
-                let places = put(&|row| of_drawn(place(row.run), row, -1), -1)?;
-                let lens = put(&|row| of_drawn(len(row), row, 0), 0)?;
-                let draws: Vec<Option<&Draw>> = rows.iter().map(|row| row.draw).collect();
-                Some(DrawnDrafts { runs, places, lens, sampling: Sampling::pack(&draws, words, bucket, inputs)? })
-            }
-            false => None,
-        };
-        let block_tables = packing.tables_of(rows.iter().map(|row| row.sequence), words, (bucket, blocks), inputs)?;
-        Ok(Self { from, positions, context_lens, slots, before, block_tables, drawn })
-    }
 }
 
 impl<'a> DraftHead<'a> {
@@ -126,15 +43,15 @@ impl<'a> DraftHead<'a> {
         Ok(Some(Self { spec: draft, weights: head, stage }))
     }
 
-    /// The head over the memory of an engine's steps.
-    fn network<'r>(&'r self, runner: &'r GpuRunner<'_>, tuning: Tuning, processing: Processing) -> DecoderNetwork<'r> {
+    /// The head over the memory of the model's network.
+    pub(super) fn network<'n>(&'n self, model: DecoderNetwork<'n>) -> DecoderNetwork<'n> {
         DecoderNetwork {
             spec: &self.spec,
             weights: &self.weights,
             stage: &self.stage,
-            first_cache_layer: runner.spec.num_layers(),
+            first_cache_layer: model.spec.num_layers(),
             records_experts: false,
-            ..runner.network(tuning, processing)
+            ..model
         }
     }
 
@@ -142,11 +59,11 @@ impl<'a> DraftHead<'a> {
     /// next tokens begin with.
     pub(super) fn follow_prompts(
         &self,
-        runner: &GpuRunner<'_>,
+        model: DecoderNetwork<'_>,
         packing: &Packing,
         hidden: &Tensor, // [T, D]
     ) -> Result<()> {
-        let states = runner.memory.states.expect("a model with a draft head has states");
+        let states = model.memory.states.expect("a model with a draft head has states");
         let Packing { step, sequences, block_size, .. } = *packing;
         let HeadWork { rows, before, kept } = HeadWork::new(step, sequences, states.num_kept_rows(), block_size);
         let (device, num_tokens) = (hidden.device(), step.num_tokens() as i64);
@@ -159,8 +76,8 @@ impl<'a> DraftHead<'a> {
             let [ids, positions, slots] = [&rows.token_ids, &rows.positions, &rows.slots].map(|values| ints(values));
             let (ids, positions, slots) = (ids?, positions?, slots?);
             let tokens = head_tokens(&ids, &positions, &slots);
-            let attention = PrefillAttention::of_head(packing, runner.memory.kv_cache, device)?;
-            let network = self.network(runner, Tuning::First, Processing::default());
+            let attention = PrefillAttention::of_head(packing, model.memory.kv_cache, device)?;
+            let network = self.network(model);
             let layer = network.first_cache_layer;
             let _ = network.draft_hidden(&tokens, (&ints(&before)?, hidden), &mut |_, spec, heads| {
                 attention.attend(layer, spec, heads)
@@ -173,120 +90,14 @@ impl<'a> DraftHead<'a> {
 }
 
 /// Rows of the head, which has no states.
-fn head_tokens<'t>(ids: &'t Tensor, positions: &'t Tensor, slots: &'t Tensor) -> StepTokens<'t> {
+pub(super) fn head_tokens<'t>(ids: &'t Tensor, positions: &'t Tensor, slots: &'t Tensor) -> StepTokens<'t> {
     StepTokens { ids, positions, slots, recorded: None, state_pages: slots, bounds: None, drafts: None }
-}
-
-impl GpuRunner<'_> {
-    /// Has the head follow a decode step's tokens where `depth` is 0, and draw the drafts that have so many others before them.
-    pub(super) fn draft_at(
-        &mut self,
-        head: &DraftHead<'_>,
-        (step, draws, sequences): (&Step, &[Draw], &[EngineSequence]),
-        depth: usize,
-    ) -> Result<()> {
-        let mut drafted = std::mem::take(&mut self.drafted);
-        if depth == 0 {
-            drafted.clear();
-        }
-        self.pending.resize(sequences.len(), 0);
-        let packing = self.packing((step, draws, sequences), &drafted);
-        let rows = self.head_rows(&packing, depth);
-        for rows in rows.chunks(self.state.shape.seqs) {
-            self.compute_head_rows(head, &packing, rows, depth)?;
-        }
-        let drawn = rows.iter().filter(|row| row.draw.is_some()).map(|row| (row.sequence, row.run));
-        for (sequence, run) in drawn.collect::<Vec<_>>() {
-            drafted.entry(sequence).or_default().push(self.state.shape.draft_place(depth, run));
-        }
-        self.drafted = drafted;
-        Ok(())
-    }
-
-    /// Of the first depth the rows of the tokens that the steps before have given, from hidden states of the model; of others those of drafts.
-    fn head_rows<'p>(&self, packing: &Packing<'p>, depth: usize) -> Vec<HeadRow<'p>> {
-        let mut draws = packing.draws.iter();
-        let mut rows = Vec::new();
-        for (number, run) in packing.step.runs.iter().enumerate() {
-            let has_draft = run.drafts.token_ids.len() > depth;
-            let row = |position, token, before, draw| HeadRow {
-                sequence: run.sequence,
-                run: number,
-                position,
-                token,
-                before,
-                draw,
-            };
-            let newest = run.tokens.start;
-            if depth > 0 {
-                if has_draft {
-                    let token = !self.state.shape.draft_place(depth - 1, number);
-                    rows.push(row(newest + depth, token, !(number as i32), draws.next()));
-                }
-                continue;
-            }
-            let page = packing.sequences[run.sequence].state_page.expect("a sequence that runs has a page");
-            let first_kept = page as i32 * packing.num_kept as i32;
-            for (before, position) in (newest - run.num_stored..=newest).enumerate() {
-                let draw = if position == newest && has_draft { draws.next() } else { None };
-                let token = packing.token(run, position, &self.pending);
-                rows.push(row(position, token, first_kept + before as i32, draw));
-            }
-        }
-        rows
-    }
-
-    fn compute_head_rows(
-        &mut self,
-        head: &DraftHead<'_>,
-        packing: &Packing,
-        rows: &[HeadRow],
-        depth: usize,
-    ) -> Result<()> {
-        let sizes = (step_rows(rows.len(), self.state.shape.seqs), self.state.shape.blocks);
-        let shape = self.state.shape.clone();
-        let ranks = self.ranks;
-        let inputs = self.state.upload(&*ranks.all, |words, inputs| {
-            HeadInputs::pack(packing, rows, words, sizes, &|run| shape.draft_place(depth, run), inputs)
-        })?;
-        let draws = inputs.drawn.is_some();
-        let processing = if draws { Processing::of(packing) } else { Processing::default() };
-        let key = GraphKey { rows: sizes.0, processing, of: Recorded::DraftHead { draws } };
-        let mut graphs = std::mem::take(&mut self.state.graphs);
-        let network = head.network(self, Tuning::Timed, processing);
-        let plan = self.state.head_plan.as_ref().expect("a model with a draft head");
-        let outcome = graphs.run(key, &self.state.stream, &mut || {
-            let buffers = network.buffers;
-            let mut ids = buffers.token_ids.narrow(0, 0, sizes.0 as i64);
-            kernels::next_tokens(&inputs.from, &buffers.sampled, &mut ids)?;
-            DecoderOp::AttentionPlan.run(|| plan.update(&inputs.context_lens, None))?;
-            let tokens = head_tokens(&ids, &inputs.positions, &inputs.slots);
-            let cache = network.memory.kv_cache.layer(network.first_cache_layer);
-            let hidden = network.draft_hidden(
-                &tokens,
-                (&inputs.before, &buffers.ahead),
-                &mut |_, _, StepHeads { q, sinks, .. }| {
-                    let attended = buffers.attended([q.size()[0], q.size()[1] * q.size()[2]]); // [R, H hd]
-                    let mut o = attended.view_as(q);
-                    let (tables, lens) = (&inputs.block_tables, &inputs.context_lens);
-                    DecoderOp::Attention.run(|| cache.attend(plan, q, tables, lens, sinks, &mut o))?;
-                    Ok(attended)
-                },
-            )?;
-            let Some(DrawnDrafts { runs, places, lens, sampling }) = &inputs.drawn else { return Ok(()) };
-            kernels::keep_rows(&hidden, runs, &buffers.ahead)?;
-            network.sample(&hidden, &DrawOutputs { lens, block_tables: &inputs.block_tables, sampling })?;
-            kernels::keep_drafts(&buffers.sampled().0.narrow(0, 0, sizes.0 as i64), places, &buffers.sampled)
-        });
-        self.state.graphs = graphs;
-        outcome
-    }
 }
 
 impl DecoderNetwork<'_> {
     /// Hidden states of a draft head's rows: of each the embedding of its token and the hidden state before that, which is one that pages keep, or
     /// one of `own`. [R, D]
-    fn draft_hidden(
+    pub(super) fn draft_hidden(
         &self,
         tokens: &StepTokens,
         (before, own): (&Tensor, &Tensor), // [R] i32, [.., D]

@@ -18,12 +18,12 @@ pub(super) struct GraphKey {
     /// Rows of the bucket.
     pub(super) rows: usize,
     pub(super) processing: Processing,
-    pub(super) of: Recorded,
+    pub(super) of: GraphedStep,
 }
 
 /// Kinds of recorded steps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) enum Recorded {
+pub(super) enum GraphedStep {
     /// A decode step; whether sequences have several rows, or take stored drafts in.
     Decode { is_drafted: bool },
     /// Rows of the draft head; whether they are drawn from.

@@ -11,7 +11,7 @@
 //! | `masks` | the tokens that structures allow, on their way to the device |
 //! | `network`, `sampling` | kernels and products, from token ids to hidden states and on to sampled tokens |
 //! | `processing` | what the draws of a step need beside the temperature |
-//! | `draft_head` | the head that drafts tokens |
+//! | `draft_head`, `draft_steps` | the head that drafts tokens; its rows in decode steps |
 //! | `delta_net` | the layers with gated delta nets, from their projections to their states |
 //! | `experts` | the layers that have experts, from the router to the weighted sum |
 //! | `linears` | products of a block |
@@ -26,6 +26,7 @@ mod decode;
 mod delta_columns;
 mod delta_net;
 mod draft_head;
+mod draft_steps;
 mod expert_buffers;
 mod experts;
 mod graphs;

@@ -209,7 +209,7 @@ impl<'a> GpuRunner<'a> {
             false => Some(hidden.f_index_select(0, &inputs.last_rows)?),
         };
         if let Some(head) = &self.head {
-            head.follow_prompts(self, packing, &hidden)?;
+            head.follow_prompts(self.network(Tuning::First, Processing::default()), packing, &hidden)?;
         }
         if !packing.step.copies.is_empty() {
             let [from, to] = &inputs.copies;
