@@ -22,7 +22,8 @@
 //! }
 //! ```
 //!
-//! The folders are the architecture. A file may use only floors below its own; `tests/it/tidy.rs` holds the code to it.
+//! The folders are the architecture: each is a module on a layer. A file may import only from modules on lower layers; `tests/it/tidy.rs`
+//! checks this.
 //!
 //! | layer | modules |
 //! |---|---|

@@ -182,8 +182,8 @@ fn scale_over_batch(scored: &mut [GroupAdvantages], ranks: Option<&dyn Collectiv
 /// 1e5 counts as a difference, where a bound relative to the rewards would treat it as noise. Smaller differences of small rewards are negligible
 /// against the 1e-4 in the divisor.
 ///
-/// A group with one completion gives true, and a group in which failures left fewer than two rewards gives false, both as TRL
-/// counts them.
+/// The function follows TRL in special cases: a group with one completion returns true, and a group with fewer than two rewards because of
+/// failures returns false.
 ///
 /// ```
 /// use std::sync::Arc;

@@ -34,9 +34,8 @@ pub(crate) struct KlEstimate {
 /// Sum of the estimates over a sequence's tokens, in float64. With `use_kl_in_reward`, this times beta is subtracted from the sequence's reward.
 /// `logprobs` are the policy's before the update, `ref_logprobs` the reference model's `[L]`.
 ///
-/// TRL 1.16's `RLOOTrainer` takes the same sum of k1 off the reward of a sequence (arXiv 2402.14740). verl takes each token's estimate
-/// off that token's reward (`use_kl_in_reward`) and adds a sequence's rewards up before it compares them with those of the group,
-/// which comes to the same.
+/// TRL 1.16's `RLOOTrainer` subtracts the same sum of k1 from a sequence's reward (arXiv 2402.14740). verl subtracts each token's estimate from that
+/// token's reward (`use_kl_in_reward`), and sums a sequence's rewards before comparing them with the group's, which is equivalent.
 ///
 /// ```
 /// use colo_grpo::config::KlEstimator;

@@ -4,8 +4,8 @@ use super::advantages::rewards_are_equal;
 use super::moments::BatchStats;
 use crate::types::RolloutGroup;
 
-/// Whether a group teaches something: its rewards are not all equal ([`rewards_are_equal`]), and their mean lies in `range`, bounds
-/// included. A group in which no completion has a reward counts as one that does: nobody knows, and its completions are masked.
+/// Whether a group has a learning signal: its rewards are not all equal ([`rewards_are_equal`]), and their mean lies in `range`, bounds included. A
+/// group in which no completion has a reward counts as having one, since its rewards are unknown; its completions are masked.
 ///
 /// ```
 /// use std::sync::Arc;

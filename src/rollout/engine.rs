@@ -283,7 +283,7 @@ impl Engine {
 
 pub(super) type ProgressCallback<'a> = Box<dyn FnMut(&EngineStats) + 'a>;
 
-/// An engine that is awake. It lives inside `with_rollout` and ends with it.
+/// An engine that is awake. It exists only inside `with_rollout`.
 ///
 /// ```no_run
 /// use colo_grpo::{Result, Trainer};

@@ -97,7 +97,7 @@ impl ActivationOffload {
         self.arriving.clear();
     }
 
-    /// Takes the block's tensors: the input, which is on its way, and the others, which start. Waits for those that started before.
+    /// Takes a block's kept tensors: the input, whose copy is under way, and the others, whose copies start now. Waits for earlier copies.
     pub(super) fn after_forward(&mut self, block: &mut SavedBlock) -> Result<()> {
         self.release()?;
         for (place, tensor) in block.movable().enumerate() {

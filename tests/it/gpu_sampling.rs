@@ -185,7 +185,7 @@ fn gpu_filters_cut_hostile_rows() {
     }
 }
 
-/// Draws many times from one row: all that is drawn must be kept by the filters, and all that they keep of much mass be drawn.
+/// Samples many times from one row: every sampled token must be kept by the filters, and every kept token with enough probability be sampled.
 fn compare_filter(logits: &Tensor, min_p: f32, top_k: i64, top_p: f32) {
     const DRAWS: i64 = 256;
     const TEMPERATURE: f32 = 1.3;

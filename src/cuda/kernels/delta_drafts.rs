@@ -47,7 +47,7 @@ pub fn delta_slots(heads: DeltaHeads, num_drafts: usize) -> usize {
 /// drafts. Allocates nothing. Pages, bounds, positions and states are read while the kernel before may still run, which must not write them.
 ///
 /// # Errors
-/// [`crate::Error::InvalidArgument`] for tensors that do not fit or heads that are not served; [`crate::Error::Cuda`].
+/// [`crate::Error::InvalidArgument`] for tensors that do not fit or unsupported heads; [`crate::Error::Cuda`].
 pub fn delta_drafts(
     tokens: &DeltaRows,
     weights: &DeltaWeights,

@@ -77,7 +77,7 @@ pub struct ModelSpec {
     pub rms_norm_eps: f64,
     /// The head is the embedding table.
     pub tie_word_embeddings: bool,
-    /// Norms scale by 1 + weight, but for those within gated delta nets.
+    /// Norms multiply by 1 + weight, except those within gated delta nets.
     pub zero_centred_norms: bool,
     /// Weight of the loss that balances the experts' load.
     pub router_aux_loss_coef: f64,

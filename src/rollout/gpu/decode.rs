@@ -31,7 +31,7 @@ impl GpuRunner<'_> {
         step_rows(packing.step.num_tokens(), self.state.shape.seqs)
     }
 
-    /// Uploads a decode step's inputs and hands the step itself to `run`.
+    /// Uploads the inputs of a decode step and calls `run` with the step.
     pub(super) fn prepare_decode<T>(
         &mut self,
         packing: &Packing,
@@ -67,8 +67,8 @@ impl GpuRunner<'_> {
     }
 }
 
-/// The last tokens of a bucket's rows, through the network; without pages the same however often it is done before the rows' next tokens
-/// are drawn.
+/// Hidden states of a bucket's rows for their last tokens. For a model without state pages it can run several times with equal results, until the
+/// next tokens are sampled.
 fn decode_hidden(
     network: &DecoderNetwork,
     (inputs, last, state_pages): (

@@ -4,7 +4,7 @@
 //!
 //! | file | what it is |
 //! |---|---|
-//! | `state` | what lasts from one wake to the next, the choice of a step's products too |
+//! | `state` | what persists between wakes, including the choice of GEMM kernels |
 //! | `runner`, `decode` | the steps of one call of `generate`; decode steps |
 //! | `buffers`, `expert_buffers`, `delta_columns` | the memory of a step; of the tokens of experts, of the projections of gated delta nets |
 //! | `inputs` | what a step is told, packed into one upload |

@@ -107,8 +107,8 @@ impl<'a> GpuRunner<'a> {
         })
     }
 
-    /// The network over this engine's memory. A strict engine has one product algorithm, others choose by `tuning`; but what
-    /// is timed may come out otherwise in the next run.
+    /// The network over this engine's memory. A strict engine has one fixed GEMM algorithm. Others choose by `tuning`; what is timed may be chosen
+    /// differently in the next run.
     pub(super) fn network(&self, tuning: Tuning, processing: Processing) -> DecoderNetwork<'_> {
         let state = &*self.state;
         DecoderNetwork {

@@ -62,7 +62,7 @@ impl Step {
         places.zip(drafts).for_each(|(place, draft)| *place = *draft);
     }
 
-    /// Takes in drafts that have `depth` others before them, of the runs that have so many.
+    /// Sets the draft tokens at index `depth`, of the runs that have so many.
     pub(in crate::rollout) fn take_drafts(&mut self, depth: usize, drafts: &[u32]) {
         let drafted = self.runs.iter_mut().filter_map(|run| run.drafts.token_ids.get_mut(depth));
         drafted.zip(drafts).for_each(|(place, draft)| *place = *draft);

@@ -47,7 +47,7 @@ impl Scheduler {
         has_fed_all && sequence.num_pending > 0 && sequence.routed_experts.per_token > 0
     }
 
-    /// Takes over what an earlier rollout kept of a begun sequence that is between two turns.
+    /// Takes over the kept blocks of an earlier rollout for a sequence that is between two turns.
     pub(super) fn adopt_turn(&mut self, index: usize) {
         let sequence = &self.sequences[index];
         let end = match sequence.finish_reason {

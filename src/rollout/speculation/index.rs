@@ -78,7 +78,8 @@ impl DraftIndex {
         token_ids.starts_with(&own[own.len() - len..])
     }
 
-    /// Up to `most` tokens that followed the longest end of a text that occurred before, of equals the newest.
+    /// Up to `most` draft tokens: those that followed the longest earlier match with the end of the text. Among equal lengths the newest match is
+    /// used.
     pub(super) fn drafts(&self, text: usize, most: usize) -> Drafts {
         let own = &self.texts[text];
         let mut next = pair(own).and_then(|pair| self.newest.get(&pair)).copied().unwrap_or(NONE);

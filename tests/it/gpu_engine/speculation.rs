@@ -205,7 +205,7 @@ fn gpu_a_head_drafts_what_the_cpus_does() {
     }
 }
 
-/// Rows of other steps round otherwise, so that near ties fall to the other side, and what follows is another text: few do.
+/// Steps with other numbers of rows round differently, so that a few near ties are decided differently and the text after them changes.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_draft_tokens_change_few_completions_without_strict() {

@@ -177,7 +177,7 @@ fn a_sequence_that_is_to_be_computed_again_has_no_drafts_to_settle() {
     assert!(scheduler.settle_drafts().is_empty());
 }
 
-/// Sequences of one step end, go on and are removed while their drafts are under way.
+/// Sequences of one step end, continue and are removed while their draft tokens are under way.
 #[test]
 fn a_removed_request_leaves_no_state() {
     let mut scheduler = drafting(speculator(right), ROOMY, &prompts());
