@@ -107,7 +107,7 @@ pub(super) const FLOAT: ExpertTile = tile("f32", 64, 128, 0, 4);
 const LARGE_SHARED: [Capability; 2] = [Capability::HOPPER, Capability::new(10, 0)];
 /// Average rows per expert up to which each configuration is used: nearly all experts then have one tile, so that their weights are read once.
 const FEW_ROWS: usize = 20;
-const MORE_ROWS: usize = 60;
+const MORE_ROWS: usize = 64;
 
 impl ExpertTile {
     /// All bfloat16 configurations, for benchmarks and tests.
