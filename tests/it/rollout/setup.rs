@@ -183,6 +183,9 @@ impl Model {
         let attention = PackedMixer::new(&self.spec, &[0, fed as i64], Device::Cpu);
         self.next_logprobs_by(token_ids, 0..fed, 1.0, &attention, Some(&chosen));
         let mut routed = RoutedExperts::default();
+        if chosen.0.borrow().is_empty() {
+            return routed; // a dense model
+        }
         for position in 0..fed {
             let of_layer = |experts: &Tensor| Vec::<i64>::try_from(experts.get(position as i64)).unwrap();
             let own: Vec<u16> = chosen.0.borrow().iter().flat_map(of_layer).map(|expert| expert as u16).collect();
