@@ -71,7 +71,7 @@ pub fn draft_input(
     unsafe { launch_early(SOURCE, &name, gpu, (2 * rows as u32, threads, 0), &arguments) }
 }
 
-/// to[places[r]] = rows[r]; rows with a negative place are left out. Allocates nothing.
+/// `to[places[r]] = rows[r]`; rows with a negative place are left out. Allocates nothing.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].
@@ -95,7 +95,7 @@ pub fn keep_rows(
     unsafe { launch_early(SOURCE, &name, gpu, (count as u32, threads, 0), &arguments) }
 }
 
-/// to[places[r]] = ids[r], and 0 in the place of a negative id; rows with a negative place are left out. Allocates nothing.
+/// `to[places[r]] = ids[r]`, and 0 in the place of a negative id; rows with a negative place are left out. Allocates nothing.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].
