@@ -243,7 +243,7 @@ fn unresolved_shell_variables_are_not_taken_as_values() {
     let lost = notes.last().unwrap();
     assert!(
         lost.contains("WITHOUT")
-            && lost.contains("data.train_files = [\"${ROOT}/a.parquet\"]: a value without variables"),
+            && lost.contains("data.train_files = [\"${ROOT}/a.parquet\"]: expected a value without variables"),
         "{lost}"
     );
     assert!(!notes[0].contains("train_file"), "{notes:?}");
