@@ -9,8 +9,8 @@ use crate::error::{Error, Result};
 use crate::model::ModelSource;
 use crate::phase;
 
-/// Finds the model and the rows of a configuration and downloads them from the Hub, in the launcher or the only process of a run. Returns one error
-/// for everything missing; for a repository with both splits only one.
+/// Downloads a configuration's model, teacher and rows from the Hub, unless they are in the cache. Returns one error for each that cannot be found;
+/// equal errors are returned once. Does nothing in a worker, because the launcher has downloaded everything.
 pub(super) fn missing(file: Option<&Path>, overrides: &[String]) -> Vec<Error> {
     let Some(sources) = Config::sources(file, overrides).filter(|_| !is_worker()) else {
         return Vec::new();

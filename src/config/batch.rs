@@ -64,6 +64,25 @@ impl WorldSize {
 /// How one generation batch is divided over ranks and updates. All numbers follow from the configuration and the world size. Prompts are divided as
 /// evenly as possible: if there are fewer prompts than ranks, or they do not divide, some ranks sample one group less than others. Completions are
 /// balanced over the training ranks by their cost, whichever rank sampled them.
+///
+/// ```
+/// use colo_grpo::Config;
+/// use colo_grpo::config::{BatchPlan, EngineShape, WorldSize};
+///
+/// let words = [
+///     "tensor_parallel_size=2",
+///     "num_generations=8",
+///     "per_device_train_batch_size=16",
+///     "gradient_accumulation_steps=2",
+/// ]
+/// .map(str::to_owned);
+/// let config = Config::load(Some("configs/tiny-cpu.toml".as_ref()), &words)?;
+/// let BatchPlan { generation_batch_size, num_prompts, updates_per_generation, .. } = config.validate_world(4)?;
+/// assert_eq!((generation_batch_size, num_prompts, updates_per_generation), (128, 16, 1)); // 16 x 4 ranks x 2 slices
+/// let engine: EngineShape = config.engine_shape();
+/// WorldSize { ranks: 4, local_ranks: 2 }.check_engines(0, engine)?; // no engine reaches over nodes
+/// # Ok::<(), colo_grpo::Error>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BatchPlan {
     /// Number of ranks.

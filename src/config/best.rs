@@ -5,6 +5,19 @@ use super::range::{COUNT, at_least};
 
 keys! {
     /// Keys for the best evaluation and early stopping, at the top level.
+    ///
+    /// The final model is that of the best evaluation, and a run ends after three that are no better:
+    ///
+    /// ```
+    /// use colo_grpo::Config;
+    /// use colo_grpo::config::BestConfig;
+    ///
+    /// let words = ["load_best_model_at_end=true", "early_stopping_patience=3"].map(str::to_owned);
+    /// let config = Config::load(Some("configs/tiny-cpu.toml".as_ref()), &words)?;
+    /// let best: &BestConfig = &config.best;
+    /// assert_eq!((best.metric().as_str(), best.is_greater_better()), ("eval_reward", true));
+    /// # Ok::<(), colo_grpo::Error>(())
+    /// ```
     #[derive(Debug, Clone, PartialEq, serde::Serialize)]
     pub struct BestConfig: flat {
         /// Make the checkpoint of the best evaluation the final model. Every evaluation that is the best so far then saves a checkpoint, and

@@ -44,6 +44,17 @@ macro_rules! choices {
 pub(super) use choices;
 
 /// A choice, or the word `auto`, which leaves the choice to the plan.
+///
+/// ```
+/// use colo_grpo::Config;
+/// use colo_grpo::config::{AutoOr, GradientCheckpointing};
+///
+/// let words = ["sequence_parallel_size=auto", "gradient_checkpointing=full"].map(str::to_owned);
+/// let config = Config::load(Some("configs/tiny-cpu.toml".as_ref()), &words)?;
+/// assert_eq!(config.sequence_parallel_size, AutoOr::Auto); // the least with which the plan fits
+/// assert_eq!(config.gradient_checkpointing, AutoOr::Given(GradientCheckpointing::Full));
+/// # Ok::<(), colo_grpo::Error>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AutoOr<T> {
     /// The plan chooses.

@@ -5,6 +5,19 @@ use super::range::from_to;
 
 keys! {
     /// Rows that are solved too rarely or too often appear less often (`curriculum.*`).
+    ///
+    /// Rows that are nearly always or nearly never solved come in every eighth epoch:
+    ///
+    /// ```
+    /// use colo_grpo::Config;
+    /// use colo_grpo::config::CurriculumConfig;
+    ///
+    /// let words = ["curriculum.solve_rate=[0.1, 0.9]", "curriculum.every=8"].map(str::to_owned);
+    /// let config = Config::load(Some("configs/tiny-cpu.toml".as_ref()), &words)?;
+    /// let CurriculumConfig { solve_rate, every } = config.curriculum;
+    /// assert_eq!((solve_rate, every), (Some([0.1, 0.9]), 8));
+    /// # Ok::<(), colo_grpo::Error>(())
+    /// ```
     #[derive(Debug, Clone, PartialEq, serde::Serialize)]
     pub struct CurriculumConfig {
         /// Bounds of a row's solve rate, inclusive: the fraction of the row's newest completions that the rewards of `eval_solved_by` count as

@@ -18,6 +18,27 @@ const MOST_COPIES: NumberRange = from_to(0.0, 1000.0).without_low();
 
 keys! {
     /// Keys for rows and prompts, at the top level.
+    ///
+    /// Two files, of which the second comes half as often, and a thinking model that is not to think:
+    ///
+    /// ```
+    /// use colo_grpo::Config;
+    /// use colo_grpo::config::{DataConfig, Files, PromptFormat, TemplateVariables};
+    ///
+    /// let words = [
+    ///     "train_file=[\"sums.jsonl\", \"words.parquet\"]",
+    ///     "train_file_weights=[1, 0.5]",
+    ///     "prompt_format=chat",
+    ///     "chat_template_kwargs.enable_thinking=false",
+    /// ]
+    /// .map(str::to_owned);
+    /// let config = Config::load(Some("configs/tiny-cpu.toml".as_ref()), &words)?;
+    /// let data: &DataConfig = &config.data;
+    /// let (files, variables): (&Files, &TemplateVariables) = (&data.train_file, &data.chat_template_kwargs);
+    /// assert_eq!((files.0.len(), data.prompt_format), (2, PromptFormat::Chat));
+    /// assert_eq!(variables.0["enable_thinking"], false);
+    /// # Ok::<(), colo_grpo::Error>(())
+    /// ```
     #[derive(Debug, Clone, PartialEq, serde::Serialize)]
     pub struct DataConfig: flat {
         /// Training rows: files (JSONL, JSON, Parquet, CSV, TSV), patterns (`rows/*.parquet`), folders (their split `dataset_train_split` is read)
@@ -87,6 +108,17 @@ pub(crate) struct NamedSplit<'a> {
 }
 
 /// Where the model and the rows of a run are.
+///
+/// What has to be downloaded before a run, whatever else is wrong with its file:
+///
+/// ```
+/// use colo_grpo::Config;
+/// use colo_grpo::config::Sources;
+///
+/// let words = ["model_name_or_path=Qwen/Qwen2.5-1.5B", "dataset_name=openai/gsm8k", "beta=many"].map(str::to_owned);
+/// let Sources { model, data, .. } = Config::sources(None, &words).expect("both are named");
+/// assert_eq!((model.to_str(), data.dataset_name.as_deref()), (Some("Qwen/Qwen2.5-1.5B"), Some("openai/gsm8k")));
+/// ```
 #[derive(Debug, Clone, PartialEq)]
 pub struct Sources {
     /// Value of the key `model_name_or_path`.

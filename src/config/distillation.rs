@@ -10,6 +10,26 @@ use crate::error::Result;
 
 keys! {
     /// Keys for on-policy distillation, at the top level.
+    ///
+    /// Half of the loss is the divergence from a larger model over its 32 most probable tokens:
+    ///
+    /// ```
+    /// use colo_grpo::Config;
+    /// use colo_grpo::config::{DistillationConfig, DistillationMode, SelfDistillation};
+    ///
+    /// let words = [
+    ///     "teacher_model_name_or_path=Qwen/Qwen3-8B",
+    ///     "distillation_weight=0.5",
+    ///     "distillation_mode=topk_logits",
+    ///     "distillation_topk=32",
+    /// ]
+    /// .map(str::to_owned);
+    /// let config = Config::load(Some("configs/tiny-cpu.toml".as_ref()), &words)?;
+    /// let distillation: &DistillationConfig = &config.distillation;
+    /// assert_eq!((distillation.distillation_mode, distillation.num_top()), (DistillationMode::TopkLogits, Some(32)));
+    /// assert_eq!(distillation.self_distillation, SelfDistillation::None); // `sdpo`: the policy behind a longer prompt
+    /// # Ok::<(), colo_grpo::Error>(())
+    /// ```
     #[derive(Debug, Clone, PartialEq, serde::Serialize)]
     pub struct DistillationConfig: flat {
         /// Teacher model that scores the policy's samples and has the policy's tokenizer: a folder or a name on the Hugging Face Hub. The loss then

@@ -41,6 +41,25 @@ impl EnvironmentHub {
 }
 
 /// An environment, written `hub:name`.
+///
+/// ```
+/// use colo_grpo::Config;
+/// use colo_grpo::config::{Environment, EnvironmentArguments, EnvironmentHub};
+///
+/// let words = [
+///     "model_name_or_path=Qwen/Qwen2.5-1.5B-Instruct",
+///     "environment=reasoning_gym:chain_sum",
+///     "environment_args.min_terms=2",
+///     "reward_funcs=[]",
+/// ]
+/// .map(str::to_owned);
+/// let config = Config::load(None, &words)?;
+/// let environment: &Environment = config.tools.environment.as_ref().expect("it is given");
+/// assert_eq!((environment.hub, environment.name()), (EnvironmentHub::ReasoningGym, "chain_sum"));
+/// let EnvironmentArguments(arguments) = &config.tools.environment_args;
+/// assert_eq!(arguments["min_terms"], 2);
+/// # Ok::<(), colo_grpo::Error>(())
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Environment {
     /// The environment's kind.

@@ -27,6 +27,63 @@ impl Config {
 
 keys! {
     /// The validated configuration of a GRPO run. Every field is a configuration key; nested structs are tables (`zero.stage`).
+    ///
+    /// Dr. GRPO, whose sums have a constant divisor, with ratios of whole sequences as in GSPO:
+    ///
+    /// ```
+    /// use colo_grpo::Config;
+    /// use colo_grpo::config::{ImportanceSamplingLevel, ImportanceSamplingMode, LossType, ScaleRewards};
+    ///
+    /// let words = [
+    ///     "loss_type=dr_grpo",
+    ///     "scale_rewards=none",
+    ///     "importance_sampling_level=sequence",
+    ///     "epsilon=3e-4",
+    ///     "importance_sampling_mode=token_mask",
+    /// ]
+    /// .map(str::to_owned);
+    /// let config = Config::load(Some("configs/tiny-cpu.toml".as_ref()), &words)?;
+    /// assert_eq!((config.loss_type, config.scale_rewards), (LossType::DrGrpo, ScaleRewards::None));
+    /// assert_eq!(config.importance_sampling_level, ImportanceSamplingLevel::Sequence);
+    /// assert_eq!(config.importance_sampling_mode, ImportanceSamplingMode::TokenMask); // of sampler and trainer
+    /// # Ok::<(), colo_grpo::Error>(())
+    /// ```
+    ///
+    /// An engine that rounds its weights, keys, values and states, and drafts tokens:
+    ///
+    /// ```
+    /// use colo_grpo::Config;
+    /// use colo_grpo::config::{KvCacheDtype, RolloutQuantization, Speculation, StateDtype};
+    ///
+    /// let words = [
+    ///     "rollout_quantization=fp8",
+    ///     "kv_cache_dtype=int8",
+    ///     "mamba_ssm_cache_dtype=bfloat16",
+    ///     "speculation=ngram",
+    /// ]
+    /// .map(str::to_owned);
+    /// let config = Config::load(Some("configs/tiny-cpu.toml".as_ref()), &words)?;
+    /// assert_eq!((config.rollout_quantization, config.kv_cache_dtype), (RolloutQuantization::Fp8, KvCacheDtype::Int8));
+    /// assert_eq!((config.mamba_ssm_cache_dtype, config.speculation), (StateDtype::Bfloat16, Speculation::Ngram));
+    /// # Ok::<(), colo_grpo::Error>(())
+    /// ```
+    ///
+    /// Groups that are not complete when a step ends go on in the next one; or groups that teach nothing are replaced:
+    ///
+    /// ```
+    /// use colo_grpo::Config;
+    /// use colo_grpo::config::{CarriedKv, DynamicSampling};
+    ///
+    /// let load = |words: &[&str]| {
+    ///     let words: Vec<String> = words.iter().map(|&word| word.to_owned()).collect();
+    ///     Config::load(Some("configs/tiny-cpu.toml".as_ref()), &words)
+    /// };
+    /// let carried = load(&["oversample=0.5", "partial_rollout=true", "carried_kv=keep"])?;
+    /// assert!(carried.carried_kv == CarriedKv::Keep && carried.keeps_kv_cache());
+    /// let replaced = load(&["dynamic_sampling=replace", "dynamic_sampling_range=[0.1, 0.9]"])?;
+    /// assert_eq!(replaced.dynamic_sampling, DynamicSampling::Replace);
+    /// # Ok::<(), colo_grpo::Error>(())
+    /// ```
     #[derive(Debug, Clone, PartialEq, serde::Serialize)]
     #[non_exhaustive]
     pub struct Config {
@@ -129,9 +186,9 @@ keys! {
         /// log-probabilities then differ more from the trainer's; `importance_sampling_correction` corrects for that. A CPU simulates the rounding;
         /// GPUs must be H100 or H200.
         pub rollout_quantization: RolloutQuantization = RolloutQuantization::None,
-        /// Dtype of the engine's KV cache; `auto` is `dtype`. `fp8` is e4m3 with one scale per token and head: 1.94 times as many tokens as bfloat16
-        /// for heads of 128, and half the bytes that attention reads. `importance_sampling_correction` corrects for the rounding. On a GPU it needs
-        /// `dtype` bfloat16 and compute capability 8.9 or later.
+        /// Dtype of the engine's KV cache; `auto` is `dtype`. `fp8` (e4m3) and `int8` have one scale per token and head: 1.94 times as many tokens as
+        /// bfloat16 for heads of 128, and half the bytes that attention reads; `int8` is closer to the trainer. `importance_sampling_correction`
+        /// corrects for the rounding. On a GPU they need `dtype` bfloat16 and compute capability 8.9 (`fp8`) or 8.0 (`int8`) or later.
         pub kv_cache_dtype: KvCacheDtype = KvCacheDtype::Auto,
         /// Dtype in which the engine stores the states of gated delta nets between steps; they are computed in float32. `bfloat16` rounds them to
         /// nearest after every step, which halves their memory and memory traffic. `importance_sampling_correction` corrects for the rounding.

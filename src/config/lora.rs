@@ -15,6 +15,27 @@ const ALL_LINEAR: &str = "all-linear";
 
 keys! {
     /// Keys for LoRA (`lora.*`): the base is frozen and adapters are trained.
+    ///
+    /// Adapters of queries and values beside a base in 4 bits, whose divergence from that base is in the loss:
+    ///
+    /// ```
+    /// use colo_grpo::Config;
+    /// use colo_grpo::config::{LoraConfig, Quantization, ReferenceModel, TargetModule, TargetModules};
+    ///
+    /// let words = [
+    ///     "lora.r=8",
+    ///     "lora.target_modules=[\"q_proj\", \"v_proj\"]",
+    ///     "quantization=nf4",
+    ///     "beta=0.04",
+    ///     "reference=base",
+    /// ]
+    /// .map(str::to_owned);
+    /// let config = Config::load(Some("configs/tiny-cpu.toml".as_ref()), &words)?;
+    /// let lora: &LoraConfig = &config.lora;
+    /// assert_eq!(lora.target_modules, TargetModules::Some(vec![TargetModule::QProj, TargetModule::VProj]));
+    /// assert_eq!((config.quantization, config.reference), (Quantization::Nf4, ReferenceModel::Base));
+    /// # Ok::<(), colo_grpo::Error>(())
+    /// ```
     #[derive(Debug, Clone, PartialEq, serde::Serialize)]
     pub struct LoraConfig {
         /// Rank of the adapters; `none` trains all weights without adapters.

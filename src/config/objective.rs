@@ -9,6 +9,28 @@ use crate::error::Result;
 
 keys! {
     /// Keys for losses, estimators and advantages, at the top level.
+    ///
+    /// TRL's `RLOOTrainer`: the baseline is the mean of the others, and the divergence is taken off the rewards:
+    ///
+    /// ```
+    /// use colo_grpo::Config;
+    /// use colo_grpo::config::{AdvantageEstimator, KlEstimator, MultiObjectiveAggregation, ObjectiveConfig, RouterReplay};
+    ///
+    /// let words = [
+    ///     "advantage_estimator=rloo",
+    ///     "scale_rewards=none",
+    ///     "beta=0.05",
+    ///     "kl_estimator=k1",
+    ///     "use_kl_in_reward=true",
+    /// ]
+    /// .map(str::to_owned);
+    /// let config = Config::load(Some("configs/tiny-cpu.toml".as_ref()), &words)?;
+    /// let objective: &ObjectiveConfig = &config.objective;
+    /// assert_eq!((objective.advantage_estimator, objective.kl_estimator), (AdvantageEstimator::Rloo, KlEstimator::K1));
+    /// assert_eq!(objective.multi_objective_aggregation, MultiObjectiveAggregation::SumThenNormalize); // not GDPO
+    /// assert_eq!(objective.router_replay, RouterReplay::R3); // with experts, those that the sampler chose
+    /// # Ok::<(), colo_grpo::Error>(())
+    /// ```
     #[derive(Debug, Clone, PartialEq, serde::Serialize)]
     pub struct ObjectiveConfig: flat {
         /// Subtract the KL divergence from the reference model from the rewards instead of adding it to the loss, as verl's key of this name: `beta`

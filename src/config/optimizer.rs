@@ -7,6 +7,25 @@ use super::{AdjustLr, LrSchedulerType, OptimizerName};
 
 keys! {
     /// Keys for the optimizer and its schedule, at the top level.
+    ///
+    /// ```
+    /// use colo_grpo::Config;
+    /// use colo_grpo::config::{AdjustLr, LrSchedulerKwargs, LrSchedulerType, MuonConfig, OptimizerConfig, OptimizerName};
+    ///
+    /// let words = [
+    ///     "optim=muon",
+    ///     "muon.adjust_lr_fn=original",
+    ///     "lr_scheduler_type=cosine_with_min_lr",
+    ///     "lr_scheduler_kwargs.min_lr_rate=0.1",
+    /// ]
+    /// .map(str::to_owned);
+    /// let config = Config::load(Some("configs/tiny-cpu.toml".as_ref()), &words)?;
+    /// let optimizer: &OptimizerConfig = &config.optimizer;
+    /// let (muon, shape): (&MuonConfig, &LrSchedulerKwargs) = (&optimizer.muon, &optimizer.lr_scheduler_kwargs);
+    /// assert_eq!((optimizer.optim, muon.adjust_lr_fn), (OptimizerName::Muon, AdjustLr::Original));
+    /// assert_eq!((optimizer.lr_scheduler_type, shape.min_lr_rate), (LrSchedulerType::CosineWithMinLr, Some(0.1)));
+    /// # Ok::<(), colo_grpo::Error>(())
+    /// ```
     #[derive(Debug, Clone, PartialEq, serde::Serialize)]
     pub struct OptimizerConfig: flat {
         /// The optimizer. `adamw_8bit` stores AdamW's moments in 8 bits as bitsandbytes does: 6 bytes of state per parameter instead of 12;

@@ -12,6 +12,23 @@ use super::range::{COUNT, NumberRange};
 use crate::error::{Error, Result};
 
 /// Number of layers of each pipeline stage; as text, numbers separated by commas.
+///
+/// ```
+/// use colo_grpo::Config;
+/// use colo_grpo::config::PipelinePartition;
+///
+/// let words = [
+///     "pipeline_parallel_size=3",
+///     "pipeline_partition=10,10,8",
+///     "tensor_parallel_size=1",
+///     "zero.stage=3",
+/// ]
+/// .map(str::to_owned);
+/// let config = Config::load(Some("configs/tiny-cpu.toml".as_ref()), &words)?;
+/// assert_eq!(config.pipeline_partition, Some(PipelinePartition(vec![10, 10, 8])));
+/// assert_eq!((config.stage_sizes(), config.engine_shape().num_ranks()), (&[10, 10, 8][..], 3));
+/// # Ok::<(), colo_grpo::Error>(())
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 pub struct PipelinePartition(pub Vec<usize>);
 

@@ -8,6 +8,18 @@ use super::range::NumberRange;
 
 keys! {
     /// Keys for where metrics go, at the top level.
+    ///
+    /// ```
+    /// use colo_grpo::Config;
+    /// use colo_grpo::config::{ReportConfig, ReportService, ReportTo};
+    ///
+    /// let words = ["report_to=[wandb, tensorboard]", "run_name=sums"].map(str::to_owned);
+    /// let config = Config::load(Some("configs/tiny-cpu.toml".as_ref()), &words)?;
+    /// let ReportConfig { report_to, run_name } = &config.report;
+    /// assert_eq!(*report_to, ReportTo(vec![ReportService::Wandb, ReportService::TensorBoard]));
+    /// assert_eq!(run_name.as_deref(), Some("sums"));
+    /// # Ok::<(), colo_grpo::Error>(())
+    /// ```
     #[derive(Debug, Clone, PartialEq, serde::Serialize)]
     pub struct ReportConfig: flat {
         /// Where metrics go besides metrics.jsonl and the report: `tensorboard` (event files), `wandb` and `trackio` (a Python process with

@@ -19,6 +19,23 @@ const DEFAULT_SCORE_PATTERN: &str = r"(?i)score\D{0,20}?([0-9]+(?:\.[0-9]+)?)";
 
 keys! {
     /// Settings of rewards (`reward.*`).
+    ///
+    /// ```
+    /// use colo_grpo::Config;
+    /// use colo_grpo::config::{RewardArguments, RewardConfig};
+    ///
+    /// let words = [
+    ///     "reward.answer_pattern=ANSWER: ([0-9]+)",
+    ///     "reward.answer_column=solution",
+    ///     "reward.cosine_max_len=2000",
+    /// ]
+    /// .map(str::to_owned);
+    /// let config = Config::load(Some("configs/tiny-cpu.toml".as_ref()), &words)?;
+    /// let reward: &RewardConfig = &config.reward;
+    /// let arguments: &RewardArguments = &reward.arguments;
+    /// assert_eq!((reward.answer_column.as_str(), arguments.cosine_max_len), ("solution", 2000));
+    /// # Ok::<(), colo_grpo::Error>(())
+    /// ```
     #[derive(Debug, Clone, PartialEq, serde::Serialize)]
     pub struct RewardConfig {
         /// `format`: a regular expression that the whole completion must match.

@@ -8,6 +8,30 @@ use super::range::{COUNT, SECONDS};
 
 keys! {
     /// Keys for the output folder and for resuming, at the top level.
+    ///
+    /// To go on where the newest checkpoint of the folder is:
+    ///
+    /// ```
+    /// use colo_grpo::Config;
+    /// use colo_grpo::config::{HeartbeatConfig, OutputConfig, SavingConfig, SupervisionConfig};
+    ///
+    /// let words = [
+    ///     "output_dir=runs/sums",
+    ///     "resume_from_checkpoint=latest",
+    ///     "save_steps=20",
+    ///     "save_total_limit=3",
+    ///     "max_restarts=2",
+    ///     "heartbeat.generate_s=60",
+    /// ]
+    /// .map(str::to_owned);
+    /// let config = Config::load(Some("configs/tiny-cpu.toml".as_ref()), &words)?;
+    /// let (output, saving): (&OutputConfig, &SavingConfig) = (&config.output, &config.saving);
+    /// assert_eq!((output.resume_from_checkpoint.as_deref(), saving.save_total_limit), (Some("latest"), Some(3)));
+    /// let supervision: &SupervisionConfig = &config.supervision;
+    /// let limits: &HeartbeatConfig = &supervision.heartbeat; // of other phases than `generate`
+    /// assert_eq!((supervision.max_restarts, limits.timeout_s), (2, 300.0));
+    /// # Ok::<(), colo_grpo::Error>(())
+    /// ```
     #[derive(Debug, Clone, PartialEq, serde::Serialize)]
     pub struct OutputConfig: flat {
         /// Folder for metrics, completions, checkpoints, the report and the final model.

@@ -10,6 +10,15 @@ use super::{
 
 keys! {
     /// The validated configuration of a supervised run on rows with `prompt` and `completion`, or with `messages`.
+    ///
+    /// ```
+    /// use colo_grpo::config::SftConfig;
+    ///
+    /// let words = ["model_name_or_path=Qwen/Qwen2.5-1.5B", "train_file=chats.jsonl", "max_length=2048"].map(str::to_owned);
+    /// let config = SftConfig::load(None, &words)?;
+    /// assert_eq!((config.max_length, config.learning_rate), (2048, 2e-5));
+    /// # Ok::<(), colo_grpo::Error>(())
+    /// ```
     #[derive(Debug, Clone, PartialEq, serde::Serialize)]
     #[non_exhaustive]
     pub struct SftConfig {

@@ -10,6 +10,26 @@ pub const MAX_ASYNC_STEPS: usize = 8;
 
 keys! {
     /// Keys of split mode, in which a rank either trains or generates (`split.*`, if `mode` is `split`).
+    ///
+    /// Of eight GPUs two generate, up to two steps ahead:
+    ///
+    /// ```
+    /// use colo_grpo::Config;
+    /// use colo_grpo::config::{MAX_ASYNC_STEPS, Mode, Roles, SplitConfig};
+    ///
+    /// let words = [
+    ///     "mode=split",
+    ///     "split.rollout_gpus=2",
+    ///     "split.async_steps=2",
+    ///     "residency.optimizer=resident",
+    /// ]
+    /// .map(str::to_owned);
+    /// let config = Config::load(Some("configs/tiny-cpu.toml".as_ref()), &words)?;
+    /// let split: &SplitConfig = &config.split;
+    /// assert!(config.mode == Mode::Split && split.async_steps <= MAX_ASYNC_STEPS);
+    /// assert_eq!(config.roles(8)?, Roles { num_trainers: 6, num_generators: 2 });
+    /// # Ok::<(), colo_grpo::Error>(())
+    /// ```
     #[derive(Debug, Clone, PartialEq, serde::Serialize)]
     pub struct SplitConfig {
         /// Number of ranks, the last ones, that only generate; the others only train.

@@ -19,6 +19,23 @@ pub(crate) const INTERPRETER: &str = "python";
 
 keys! {
     /// Keys for tools, at the top level.
+    ///
+    /// ```
+    /// use colo_grpo::Config;
+    /// use colo_grpo::config::{AutoOr, ToolCallParser, ToolsConfig};
+    ///
+    /// let words = [
+    ///     "tools=[\"python\", \"tools.py:add\"]",
+    ///     "tool_call_parser=hermes",
+    ///     "max_tool_calling_iterations=4",
+    /// ]
+    /// .map(str::to_owned);
+    /// let config = Config::load(Some("configs/tiny-cpu.toml".as_ref()), &words)?;
+    /// let tools: &ToolsConfig = &config.tools;
+    /// assert!(tools.has_turns() && tools.max_tool_calling_iterations == Some(4));
+    /// assert_eq!(tools.tool_call_parser, AutoOr::Given(ToolCallParser::Hermes)); // `auto` asks the chat template
+    /// # Ok::<(), colo_grpo::Error>(())
+    /// ```
     #[derive(Debug, Clone, PartialEq, serde::Serialize)]
     pub struct ToolsConfig: flat {
         /// Functions that the model may call, as `file.py:function`, `module:function` or `module.function`, `async` or not; `python` is an
@@ -61,6 +78,20 @@ keys! {
 }
 
 /// Environment classes by name; a single class has an empty name.
+///
+/// ```
+/// use colo_grpo::Config;
+/// use colo_grpo::config::EnvironmentFactories;
+///
+/// let words = [
+///     "environment_factory={ games = \"games.py:Wordle\", sums = \"sums.py:Calculator\" }",
+/// ]
+/// .map(str::to_owned);
+/// let config = Config::load(Some("configs/tiny-cpu.toml".as_ref()), &words)?;
+/// let EnvironmentFactories(classes) = &config.tools.environment_factory;
+/// assert_eq!(classes["games"], "games.py:Wordle"); // for rows whose column `environment` is `games`
+/// # Ok::<(), colo_grpo::Error>(())
+/// ```
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct EnvironmentFactories(pub BTreeMap<String, String>);
 

@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn invalid_pipeline_partitions_are_refused_with_valid_ones() {
+    fn errors_about_pipeline_partitions_state_the_valid_range() {
         let spec = ModelSpec::preset("qwen2.5-7b").unwrap();
         let refused = |spec: &ModelSpec, num_stages, partition: &[usize]| {
             Stages::new(spec, num_stages, partition).unwrap_err().to_string()

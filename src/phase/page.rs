@@ -138,7 +138,7 @@ impl Drop for Entered<'_> {
 pub struct CollectiveScope(());
 
 impl CollectiveScope {
-    /// Marks the collective as only queued: this rank may wait for its peers later, until its next heartbeat.
+    /// Keeps the collective marked as running after this call: it is only queued, so the rank may still wait for its peers until its next heartbeat.
     pub fn queued(self) {
         std::mem::forget(self);
     }

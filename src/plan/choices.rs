@@ -6,7 +6,7 @@ use super::shortage::MemoryShortage;
 use super::{MemoryPlan, PlanInput, Role, human};
 use crate::config::{AutoOr, GradientCheckpointing, OptimizerResidency, ReferenceResidency};
 
-/// Share of the memory that training may fill if the plan chooses. Fragmentation in libtorch's cache takes up to 9 % in addition
+/// Share of the memory that training may fill where keys are `auto`, so that the plan chooses. Fragmentation in libtorch's cache takes up to 9 % in addition
 /// (docs/benchmarks/training-memory.md).
 pub(super) const MAX_KEPT_SHARE: f64 = 0.9;
 

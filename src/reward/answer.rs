@@ -8,6 +8,13 @@ use super::number::Rational;
 use crate::error::{Error, Result};
 
 /// The reward `format`: 1 if `pattern` matches, else 0. Anchor the pattern (`\A(?:..)\z`) to match the whole completion.
+///
+/// ```
+/// use colo_grpo::reward::format;
+///
+/// let pattern = regex::Regex::new(r"\A(?:the answer is [0-9]+)\z").unwrap();
+/// assert_eq!((format("the answer is 5", &pattern), format("the answer is 5.", &pattern)), (1.0, 0.0));
+/// ```
 pub fn format(completion: &str, pattern: &Regex) -> f32 {
     f32::from(u8::from(pattern.is_match(completion)))
 }

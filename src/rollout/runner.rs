@@ -58,7 +58,7 @@ pub(super) trait Runner {
     /// Has states take in the drafts that are stored beside them, as they are taken in by steps.
     fn settle(&mut self, stored: &[StoredDrafts]) -> Result<()>;
 
-    /// How long this rank computed and waited since the last call, with pipeline stages.
+    /// With pipeline stages, the times that this rank computed and waited since the last call; otherwise zeros.
     fn take_times(&mut self) -> StageTimes {
         StageTimes::default()
     }

@@ -195,7 +195,7 @@ impl EngineSequence {
         &self.token_ids[self.prompt_len..]
     }
 
-    /// Whether no token has been sampled yet or is being sampled.
+    /// Whether no token has been sampled yet and none is being sampled.
     pub(super) fn is_fresh(&self) -> bool {
         self.num_tokens() == self.prompt_len
     }

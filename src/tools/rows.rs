@@ -45,7 +45,7 @@ impl MadeRows {
             Error::invalid_value("environment", environment, expected)
         };
         let failed = |error: io::Error| Error::Environment {
-            message: format!("a folder for the rows of {environment}: {error}"),
+            message: format!("cannot create a temporary folder for the rows of {environment}: {error}"),
         };
         let folder = Scratch::new().map_err(failed)?;
         let place = folder.path().to_string_lossy().into_owned();

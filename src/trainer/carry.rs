@@ -97,7 +97,8 @@ pub(super) fn in_order<T: Clone>(carried: &[T], num_ranks: usize) -> Vec<Vec<T>>
     (0..num_ranks).map(|rank| carried[Place { rank, size: num_ranks }.share(carried.len())].to_vec()).collect()
 }
 
-/// Adds new groups in consecutive shares, so that all ranks together have first the smaller and then the larger of `totals`.
+/// Adds new groups in two rounds: first until each rank has its share of `totals[0]` groups, then until it has its share of `totals[1]`. Ranks are filled
+/// in order; one that has more already gets none.
 pub(super) fn fill<T>(shares: &mut [Vec<T>], mut new: impl Iterator<Item = T>, totals: [usize; 2]) {
     let num_ranks = shares.len();
     for total in totals {

@@ -110,7 +110,7 @@ pub struct BenchTrainArgs {
     #[arg(long, default_value = "none", value_parser = word::<Quantization>)]
     #[arg(requires_if("nf4", "lora_r"))]
     pub quantization: Quantization,
-    /// Precision of the GEMMs of blocks, in forward and for input gradients: none (that of dtype) or fp8
+    /// Precision of the GEMMs of blocks: none (that of dtype), fp8 (in forward and for input gradients) or fp8_all (for weight gradients, too)
     #[arg(long, default_value = "none", value_parser = word::<MixedPrecision>)]
     pub mixed_precision: MixedPrecision,
     /// How tokens are routed to experts: own (by the random router), uniform, or zipf (the n-th most popular expert 1 / n as often as the first)

@@ -207,7 +207,8 @@ impl FormatArgs {
 #[derive(Debug, Clone, Copy, Args)]
 #[command(rename_all = "snake_case")]
 pub struct SpeculationArgs {
-    /// Draft tokens, which do not change completions: none, ngram (what followed the same tokens before) or auto (as many as are worth it)
+    /// Draft tokens, which do not change completions: none, ngram (what followed the same tokens before), mtp (the model's own draft head) or auto
+    /// (ngram, as many as are worth it)
     #[arg(long, default_value = "none", value_parser = word::<Speculation>)]
     pub speculation: Speculation,
     /// Maximum number of draft tokens per completion and step

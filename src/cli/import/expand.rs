@@ -91,7 +91,7 @@ fn expansion<'a>(text: &'a str, variables: &HashMap<String, String>, depth: usiz
     Some((value, behind))
 }
 
-/// The path that a command prints, if it prints only a path.
+/// The path that a command substitution such as `$(dirname FILE)` or `$(cd DIR && pwd)` stands for, found without running it; `None` for other commands.
 fn path_of(command: &str) -> Option<String> {
     let words: Vec<&str> =
         command.split_whitespace().filter(|word| !word.starts_with('-') && !word.contains('>')).collect();

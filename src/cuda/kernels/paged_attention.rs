@@ -82,7 +82,7 @@ pub struct SharedPrefixes<'a> {
 #[derive(Debug)]
 pub struct AttentionPlan {
     shape: AttentionShape,
-    /// Keys at the beginning of every context that nobody sees.
+    /// Number of keys at the beginning of every context that no query sees.
     num_hidden: usize,
     kind: Kind,
     max_rows: usize,
@@ -152,12 +152,12 @@ impl AttentionPlan {
         Ok(Self { shape, num_hidden: 0, kind, max_rows, split_tokens: split_tokens.unwrap_or(0), buffers })
     }
 
-    /// Leaves out so many keys at the beginning of every context, which all have more, where there is no window.
+    /// Hides `num_hidden` keys at the beginning of every context. Every context has more keys, and there is no window.
     pub fn hiding(self, num_hidden: usize) -> Self {
         Self { num_hidden, ..self }
     }
 
-    /// Tokens that one sees, 0: all; below 0: how many at the beginning it does not.
+    /// Number of tokens that a query sees; 0: all; negative: minus the number of hidden keys at the beginning.
     fn window(&self) -> Argument {
         Argument::Count(self.shape.sliding_window.map_or(-(self.num_hidden as i64), |window| window as i64))
     }
@@ -242,9 +242,8 @@ impl AttentionPlan {
     }
 }
 
-/// Keys that are read once for eight rows keep fewer blocks busy, and their results are merged: told, 64 rows of 1,024 tokens in four
-/// columns that share half of them take 37 us instead of 29, 96 take 45 instead of 51, 32 of 2,560 tokens 44 instead of 38
-/// (docs/benchmarks/decode-kernels.md). Otherwise the L2 cache has what is read again.
+/// Reading shared keys once for eight rows leaves fewer blocks busy and needs a merge, while the L2 cache serves repeated reads anyway
+/// (figures in docs/benchmarks/decode-kernels.md).
 fn least_shared_tokens(rows: usize, columns: usize, num_blocks: usize) -> usize {
     let has_enough_rows = 4 * rows * columns >= 3 * num_blocks;
     if has_enough_rows { 640 * num_blocks / columns } else { usize::MAX }

@@ -44,7 +44,7 @@ impl SharedRows {
 
     /// Given the gradient of the output, adds to the gradient of the rows that the expert and its gate read, in the accumulation type.
     ///
-    /// The sigmoid multiplies the activation instead of the output, which may not be in memory.
+    /// Computes the sigmoid's gradient from the activation, because the output is not kept; the result is equal, as the down projection is linear.
     pub(super) fn backward(
         self,
         w: &BlockParams,

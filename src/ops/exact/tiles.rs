@@ -40,7 +40,7 @@ impl TiledRows {
     }
 }
 
-/// The tiles of runs of rows. Each run is of one sequence, whose keys and values are in a paged cache.
+/// Tiles (groups of query rows) for attention over a paged KV cache. Each run of rows belongs to one sequence.
 #[derive(Debug)]
 pub struct CachedTiles {
     window: Option<usize>,

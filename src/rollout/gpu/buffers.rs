@@ -152,7 +152,7 @@ impl StepShape {
         (2 + self.drafts) * self.seqs
     }
 
-    /// The place among these of a run's draft that has `depth` others before it.
+    /// Index, among the words of [`Self::sampled_words`], of draft token number `depth` (from 0) of a run.
     pub(super) fn draft_place(&self, depth: usize, run: usize) -> i32 {
         ((2 + depth) * self.seqs + run) as i32
     }

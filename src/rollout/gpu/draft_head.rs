@@ -24,7 +24,7 @@ pub(super) struct DraftHead<'a> {
 }
 
 impl<'a> DraftHead<'a> {
-    /// None of a model without such a head.
+    /// Views the weights of the draft head as a model of one layer. Returns `None` if the model has no draft head.
     pub(super) fn new(spec: &ModelSpec, weights: &EngineWeights<'a>) -> Result<Option<Self>> {
         let (Some(draft), Some(own)) = (spec.draft_spec(), &weights.draft_head) else { return Ok(None) };
         let head = EngineWeights {

@@ -1,5 +1,6 @@
-//! Drafts of the model's own head in decode steps. The head's rows are recorded as the model's are. Of the drafts of a step one depth is launched
-//! behind the other: they stay on the device, where the step's rows find them, and come to the host with what the step has sampled.
+//! Draft tokens of the model's own draft head in decode steps. The head's rows are recorded in CUDA graphs like the model's. The draft tokens of a step
+//! are computed one after the other, without the host: they stay on the device, where the step's rows read them, and are copied to the host with the
+//! sampled tokens.
 
 use tch::Tensor;
 
@@ -19,22 +20,22 @@ use crate::rollout::sampler::Draw;
 use crate::rollout::scheduler::Step;
 use crate::rollout::sequence::EngineSequence;
 
-/// A row of the head in a decode step.
+/// An input row of the draft head in a decode step.
 #[derive(Debug, Clone, Copy)]
 struct HeadRow<'d> {
     sequence: usize,
-    /// Number of its run in the step.
+    /// Index of the sequence's run in the step.
     run: usize,
     position: usize,
-    /// As `kernels::next_tokens` takes it.
+    /// Where the token is found: an argument of `kernels::next_tokens`.
     token: i32,
-    /// As `kernels::draft_input` takes it.
+    /// Where the hidden state before the token is found: an argument of `kernels::draft_input`.
     before: i32,
-    /// The draft that is drawn from it.
+    /// How a draft token is sampled from the row's logits, if one is.
     draw: Option<&'d Draw<'d>>,
 }
 
-/// Inputs of R rows of the head, padded to a bucket.
+/// Inputs of R rows of the draft head, padded to a bucket.
 #[derive(Debug)]
 struct HeadInputs {
     from: Tensor,         // [R], as `kernels::next_tokens` takes them
@@ -46,7 +47,7 @@ struct HeadInputs {
     drawn: Option<DrawnDrafts>,
 }
 
-/// How rows are drawn from.
+/// How draft tokens are sampled from rows.
 #[derive(Debug)]
 struct DrawnDrafts {
     runs: Tensor,   // [R], -1: not drawn from
@@ -56,7 +57,7 @@ struct DrawnDrafts {
 }
 
 impl HeadInputs {
-    /// Packs rows whose drafts have `depth` others before them. The views are over `inputs`.
+    /// Packs the rows of draft token number `depth`. The tensors are views of `inputs`.
     fn pack(
         packing: &Packing,
         rows: &[HeadRow],
@@ -92,7 +93,8 @@ impl HeadInputs {
 }
 
 impl GpuRunner<'_> {
-    /// Has the head follow a decode step's tokens where `depth` is 0, and draw the drafts that have so many others before them.
+    /// Runs the draft head once, to sample draft token number `depth` (from 0) of each sequence. At depth 0 its inputs are the tokens that earlier steps
+    /// added, with the model's hidden states; at greater depths they are the previous draft tokens.
     pub(super) fn draft_at(
         &mut self,
         head: &DraftHead<'_>,

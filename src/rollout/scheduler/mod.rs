@@ -116,8 +116,8 @@ impl Scheduler {
         Self { speculator, ..self }
     }
 
-    /// Queues a sequence for each completion of a checked `request`, behind the waiting ones. `grammar` is compiled from its structure. Kept
-    /// sequences run at once.
+    /// Queues a sequence for each completion of a checked `request`, behind waiting sequences of the same priority. `grammar` is compiled from the
+    /// request's structured output. A sequence whose KV cache blocks an earlier rollout kept does not wait: it starts running if a slot is free.
     pub(super) fn submit(&mut self, request: Request, grammar: Option<&Arc<Grammar>>) -> RequestId {
         let Request { prompt_id, token_ids, first_step, first_sample, params, begun, adapter } = request;
         let (group, first) = (self.num_dropped + self.groups.len(), self.sequences.len());

@@ -62,7 +62,7 @@ impl Scheduler {
         }
     }
 
-    /// Takes the blocks that the previous turn left to a waiting sequence.
+    /// Takes out the KV cache blocks that a waiting sequence's previous turn kept for it.
     pub(super) fn take_turn(&mut self, index: usize) -> Option<KeptPlace> {
         let sequence = &self.sequences[index];
         let end = sequence.turn_end;
