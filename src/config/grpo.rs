@@ -193,10 +193,10 @@ keys! {
         /// Dtype in which the engine stores the states of gated delta nets between steps; they are computed in float32. `bfloat16` rounds them to
         /// nearest after every step, which halves their memory and memory traffic. `importance_sampling_correction` corrects for the rounding.
         pub mamba_ssm_cache_dtype: StateDtype = StateDtype::Float32,
-        /// Draft tokens, which the engine checks by drawing: completions are those of a run without them, in fewer steps where drafts are
-        /// right. `ngram` drafts what followed the longest end of a completion that occurred before, in it, in its prompt, and in other and
-        /// earlier completions of that; `auto` does so as far as the measured times of steps say that it pays. `mtp` is the draft
-        /// head of Qwen3.5, Qwen3.6 and Qwen3-Next (`mtp.*` in their files), which trains beside the model.
+        /// Method of draft tokens: the engine keeps those that equal what it samples, so completions do not change but take fewer steps. `ngram` drafts
+        /// what followed an earlier occurrence of the completion's last tokens, in it, in its prompt, or in other and earlier completions of the
+        /// prompt; `auto` does so where measured step times show a gain. `mtp` uses the draft head of Qwen3.5, Qwen3.6 and Qwen3-Next (`mtp.*` in
+        /// their files), which trains with the model.
         /// [speculation.md](speculation.md)
         pub speculation: Speculation = Speculation::None,
         /// Maximum number of draft tokens per completion and step.

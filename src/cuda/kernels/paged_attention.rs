@@ -242,8 +242,7 @@ impl AttentionPlan {
     }
 }
 
-/// Reading shared keys once for eight rows leaves fewer blocks busy and needs a merge, while the L2 cache serves repeated reads anyway
-/// (figures in docs/benchmarks/decode-kernels.md).
+/// Reading shared keys once for eight rows leaves fewer blocks busy and needs a merge, while the L2 cache serves repeated reads anyway.
 fn least_shared_tokens(rows: usize, columns: usize, num_blocks: usize) -> usize {
     let has_enough_rows = 4 * rows * columns >= 3 * num_blocks;
     if has_enough_rows { 640 * num_blocks / columns } else { usize::MAX }
