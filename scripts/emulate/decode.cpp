@@ -37,14 +37,14 @@ struct Shape {
 };
 template <typename S>
 struct Pages {
-    std::vector<bf16> tails;  // [pages, WIDTH, C]
+    std::vector<bf16> tails;  // [pages, slots, C]
     std::vector<S> states;    // [pages, H, DIM, DIM]
     std::vector<bf16> out;    // [T, H DIM]
 };
 
 // How far outputs and states are from float64, relative to the largest of them.
 template <typename S>
-void hold_to_rule(const Shape& shape, const Pages<S>& before, const Pages<S>& after, const std::vector<bf16>& rows, int row,
+void hold_to_rule(const Shape& shape, int slots, const Pages<S>& before, const Pages<S>& after, const std::vector<bf16>& rows, int row,
                   const std::vector<bf16>& conv, const std::vector<bf16>& of_heads, const std::vector<bf16>& norm,
                   const std::vector<int>& pages, const std::vector<int>& positions) {
     const int channels = shape.channels();
@@ -64,7 +64,7 @@ void hold_to_rule(const Shape& shape, const Pages<S>& before, const Pages<S>& af
                     const int channel = (kind == 2 ? 2 * shape.key_heads + head : kind * shape.key_heads + key_head) * DIM + i;
                     double y = 0;
                     for (int d = 0; d < WIDTH && d <= start; ++d) {
-                        const bf16 x = d == 0 ? own[channel] : before.tails[(size_t(pages[t]) * WIDTH + (start - d) % WIDTH) * channels + channel];
+                        const bf16 x = d == 0 ? own[channel] : before.tails[(size_t(pages[t]) * slots + (start - d) % slots) * channels + channel];
                         y += double(widen(x)) * widen(conv[channel * WIDTH + WIDTH - 1 - d]);
                     }
                     mixed[kind][i] = silu(y);
@@ -94,9 +94,9 @@ void hold_to_rule(const Shape& shape, const Pages<S>& before, const Pages<S>& af
 }
 
 template <typename S>
-void check(const Shape& shape, void (*by_step)(const bf16*, const bf16*, const bf16*, const bf16*, long long, long long, long long, long long,
+void check(const Shape& shape, int slots, void (*by_step)(const bf16*, const bf16*, const bf16*, const bf16*, long long, long long, long long, long long,
                                                const bf16*, const bf16*, const bf16*, const bf16*, bf16*, S*, const int*, const int*, bf16*,
-                                               long long, long long, long long, long long, long long, float, long long),
+                                               long long, long long, long long, long long, long long, float, long long, long long),
            decltype(by_step) by_decode) {
     const int channels = shape.channels(), heads = shape.heads, tokens = shape.tokens, num_pages = tokens + 2;
     const int row = (channels + heads * DIM + 2 * heads + 7) / 8 * 8 + 8;
@@ -107,7 +107,7 @@ void check(const Shape& shape, void (*by_step)(const bf16*, const bf16*, const b
     std::shuffle(pages.begin(), pages.end(), numbers);
     if (tokens > 2) pages[1] = -1;
     for (int t = 0; t < tokens; ++t) positions[t] = t % 3 == 2 ? 0 : 1 + t % 7;
-    Pages<S> before = {poison<bf16>(size_t(num_pages) * WIDTH * channels), poison<S>(size_t(num_pages) * heads * STATE),
+    Pages<S> before = {poison<bf16>(size_t(num_pages) * slots * channels), poison<S>(size_t(num_pages) * heads * STATE),
                        poison<bf16>(size_t(tokens) * heads * DIM)};
     for (int t = 0; t < tokens; ++t) {
         if (pages[t] < 0 || positions[t] == 0) continue;  // what lies there is not read
@@ -115,7 +115,7 @@ void check(const Shape& shape, void (*by_step)(const bf16*, const bf16*, const b
         std::copy(state.begin(), state.end(), &before.states[size_t(pages[t]) * heads * STATE]);
         for (int d = 1; d < WIDTH && d <= positions[t]; ++d) {
             const auto tail = random_values<bf16>(channels);
-            std::copy(tail.begin(), tail.end(), &before.tails[(size_t(pages[t]) * WIDTH + (positions[t] - d) % WIDTH) * channels]);
+            std::copy(tail.begin(), tail.end(), &before.tails[(size_t(pages[t]) * slots + (positions[t] - d) % slots) * channels]);
         }
     }
     const auto run = [&](auto kernel, int threads) {
@@ -124,12 +124,12 @@ void check(const Shape& shape, void (*by_step)(const bf16*, const bf16*, const b
             const bf16 *z = rows.data() + channels, *b = z + heads * DIM;
             kernel(rows.data(), z, b, b + heads, row, row, row, row, conv.data(), of_heads.data(), of_heads.data() + heads, norm.data(),
                    own.tails.data(), own.states.data(), pages.data(), positions.data(), own.out.data(), shape.key_heads, heads, DIM, DIM, WIDTH,
-                   EPS, tokens);
+                   EPS, slots, tokens);
         });
         return own;
     };
     const Pages<S> expected = run(by_step, 256);
-    hold_to_rule(shape, before, expected, rows, row, conv, of_heads, norm, pages, positions);
+    hold_to_rule(shape, slots, before, expected, rows, row, conv, of_heads, norm, pages, positions);
     for (int repeat = 0; repeat < 4; ++repeat) {  // each in another order of warps
         const Pages<S> got = run(by_decode, 160);
         hold(has_same_bits(got.out, expected.out), "bits of outputs");
@@ -144,8 +144,10 @@ int main() {
             copies_are_early = early;
             printf("%d key heads, %d value heads, %d sequences, copies arrive %s\n", shape.key_heads, shape.heads, shape.tokens,
                    early ? "at once" : "when they are waited for");
-            check<float>(shape, step::delta_step_bf16_f32_128, decode::delta_decode_f32);
-            check<bf16>(shape, step::delta_step_bf16_bf16_128, decode::delta_decode_bf16);
+            for (const int slots : {WIDTH, WIDTH + 6}) {  // without draft tokens, and with up to three
+                check<float>(shape, slots, step::delta_step_bf16_f32_128, decode::delta_decode_f32);
+                check<bf16>(shape, slots, step::delta_step_bf16_bf16_128, decode::delta_decode_bf16);
+            }
         }
     printf("  races %llu\n", races);
     return all_hold && races == 0 ? 0 : 1;
