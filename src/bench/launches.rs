@@ -4,30 +4,30 @@ use serde_json::{Value, json};
 
 use crate::cuda::GpuLaunch;
 
-/// A launch that adds less to a step is short.
+/// A launch that adds less time than this to a step counts as short, in microseconds.
 const SHORT_US: f64 = 5.0;
-/// Kernels that are named in the results.
+/// Maximum number of kernels in the JSON results.
 const NAMED: usize = 16;
-/// Of them those in the table.
+/// Maximum number of kernels in the printed table.
 const IN_TABLE: usize = 8;
-/// Characters of a kernel's name in the table.
+/// Maximum number of characters of a kernel's name in the table.
 const NAME_LEN: usize = 56;
 
-/// What a decode step's launches take.
+/// Number and times of a decode step's launches.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct StepLaunches {
-    /// Sequences of the step.
+    /// Number of sequences of the step.
     sequences: usize,
-    /// Microseconds of the step when nothing is recorded.
+    /// Time of the step without recording, in microseconds.
     step_us: f64,
     count: usize,
-    /// From the first one's start to the last one's end, as recorded.
+    /// Time from the start of the first launch to the end of the last one, as recorded, in microseconds.
     span_us: f64,
-    /// In which the GPU is idle within that.
+    /// Part of `span_us` in which the GPU is idle.
     gaps_us: f64,
-    /// Number and time of those that add less than [`SHORT_US`].
+    /// Number of short launches, and the time in microseconds that they add together.
     short: (usize, f64),
-    /// By name, those that add most first.
+    /// Times by kernel name; kernels that add most time come first.
     kernels: Vec<KernelShare>,
 }
 
@@ -36,14 +36,15 @@ pub(super) struct StepLaunches {
 struct KernelShare {
     name: String,
     calls: usize,
-    /// What they add to the step: the time from when all before them have ended.
+    /// Time that these launches add to the step, in microseconds: only time after all earlier launches have ended counts.
     us: f64,
-    /// Idle time before them.
+    /// Time in which the GPU is idle before these launches, in microseconds.
     gaps_us: f64,
 }
 
 impl StepLaunches {
-    /// The launches of a step of so many `sequences` that takes `step_us` alone, by start.
+    /// Sums up `launches` of a step, which are sorted by start. The step has `sequences` sequences and takes `step_us` microseconds without
+    /// recording.
     pub(super) fn new(sequences: usize, step_us: f64, launches: &[GpuLaunch]) -> Self {
         let first = launches.first().map_or(0, |launch| launch.start_ns);
         let (mut end, mut kernels, mut short) = (first, Vec::<KernelShare>::new(), (0, 0.0));
@@ -84,7 +85,7 @@ impl StepLaunches {
     }
 }
 
-/// A line for each step, and the kernels that add most to the first and the last one.
+/// Formats a table with one line per step, then the kernels that add most time to the first and to the last step.
 pub(super) fn table(steps: &[StepLaunches]) -> String {
     let mut lines = vec![
         "launches of decode steps, times in us:".to_owned(),
@@ -118,7 +119,7 @@ mod tests {
 
     #[test]
     fn what_launches_add_and_what_lies_between_them_is_the_step() {
-        // The second starts early, while the first still runs; the third starts late.
+        // The second launch starts while the first still runs; the third starts after a gap.
         let launches = [
             launch("product", 1_000, 11_000),
             launch("norm", 9_000, 12_000),

@@ -1,4 +1,4 @@
-//! Settings of model-written code, and programs as lists of words.
+//! Configuration of running code that the model wrote, and commands as lists of arguments.
 
 use std::path::PathBuf;
 
@@ -26,7 +26,7 @@ keys! {
     /// .map(str::to_owned);
     /// let config = Config::load(Some("configs/tiny-cpu.toml".as_ref()), &words)?;
     /// let code: &CodeConfig = &config.reward.code;
-    /// let CommandLine(words) = &code.command; // the program's file is one more
+    /// let CommandLine(words) = &code.command; // the file to run is appended as another argument
     /// assert_eq!((words.len(), &code.may_lack[..]), (3, &[SandboxLayer::Landlock][..]));
     /// # Ok::<(), colo_grpo::Error>(())
     /// ```
@@ -49,7 +49,7 @@ keys! {
     }
 }
 
-/// A program with its arguments, as a list; text is never split at spaces.
+/// A command: a program and its arguments, as a list. An argument is never split at spaces.
 #[derive(Debug, Clone, Default, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct CommandLine(pub Vec<String>);
 

@@ -1,4 +1,4 @@
-//! Keys of every run about its model.
+//! Configuration keys of the model and of the precision that it is computed in.
 
 use std::path::PathBuf;
 
@@ -6,7 +6,7 @@ use super::field::keys;
 use super::{Device, Dtype, MixedPrecision, ResidualDtype};
 
 keys! {
-    /// The model that is trained, and the device and types that it is computed in; keys of the top.
+    /// The model to train, and the device and dtypes for its computation. These are top-level keys.
     ///
     /// ```
     /// use colo_grpo::Config;
@@ -33,12 +33,11 @@ keys! {
         /// difference between sampler and trainer on a GPU; the engine, and a CPU, still round to `dtype` what is added to the stream. Model files do
         /// not record it: give it to `generate` and `eval` again.
         pub residual_dtype: ResidualDtype = ResidualDtype::Auto,
-        /// The precision in which training multiplies by the weights of blocks, in forward and for the gradients of activations. `fp8`
-        /// rounds both factors to e4m3 as they are multiplied; weights' gradients are made of what is not rounded, and master weights and
-        /// sums stay in float32. `fp8_all` rounds for weights' gradients, too, by columns of a micro-batch, so that they depend on how
-        /// tokens are packed and accumulated. A reference model is computed in it, too. The sampler then differs more from the trainer:
-        /// `rollout_quantization` makes that small, and `importance_sampling_correction` makes up for it. On GPUs it needs an H100 or H200
-        /// and `dtype = bfloat16`; on a CPU its rounding is simulated.
+        /// Precision of the GEMMs with block weights in training and in the reference model. `fp8` quantizes both operands to e4m3 in forward and for
+        /// the gradients of activations. Gradients of weights are computed from unquantized operands, and master weights and sums stay in float32.
+        /// `fp8_all` also quantizes the operands of weight gradients, with one scale per column of a micro-batch, so these gradients depend on how
+        /// tokens are packed and accumulated. With FP8, sampler and trainer differ more: `rollout_quantization` makes the difference small, and
+        /// `importance_sampling_correction` corrects for it. GPUs must be H100 or H200 with `dtype = bfloat16`; a CPU simulates the rounding.
         pub mixed_precision: MixedPrecision = MixedPrecision::None,
     }
 }

@@ -1,4 +1,4 @@
-//! Keys of what ranks share out, and of where state lives while it is not used.
+//! Configuration keys for sharding state over ranks (ZeRO) and for where state is stored while it is not used.
 
 use super::field::keys;
 use super::range::{COUNT, from_to};

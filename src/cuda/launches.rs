@@ -1,5 +1,5 @@
-//! Records what a GPU runs, each kernel and copy with its times, through CUPTI: a library that libtorch brings, opened when it is asked
-//! for. The other times of this crate come from events, which do not see what lies between two kernels.
+//! Records the kernels, copies and fills that a GPU runs, with their start and end times, through CUPTI. This library is shipped with libtorch and
+//! opened only when a recording begins. Other times in this crate come from CUDA events, which do not show the gaps between two kernels.
 #![allow(unsafe_code)]
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
@@ -13,18 +13,20 @@ use super::context::Context;
 use super::library::{environment, mapped_files};
 use crate::error::{Error, Result};
 
-/// Name that the loader knows the library by.
+/// File name of the CUPTI library, for the dynamic loader.
 const LIBRARY: &str = "libcupti.so.13";
-/// Kinds of records: copies, fills, and kernels that may run side by side.
+/// Kinds of CUPTI records that are enabled: copies, fills, and kernels. Kernels of this kind may run concurrently.
 const KINDS: [u32; 3] = [MEMCPY, MEMSET, KERNEL];
 const MEMCPY: u32 = 1;
 const MEMSET: u32 = 2;
 const KERNEL: u32 = 10;
-/// Where records of those kinds have their times in nanoseconds, and kernels their name; all begin with their kind.
+/// Byte offset of the start time in a record, in nanoseconds. A record begins with its kind.
 const START_AT: usize = 16;
+/// Byte offset of the end time in a record, in nanoseconds.
 const END_AT: usize = 24;
+/// Byte offset of the pointer to the name in a kernel's record.
 const NAME_AT: usize = 104;
-/// Hand out all buffers, full or not.
+/// Flag of a flush: CUPTI returns all buffers, full or not.
 const FLUSH_FORCED: u32 = 1;
 const BUFFER: Layout = match Layout::from_size_align(4 << 20, 8) {
     Ok(layout) => layout,
@@ -34,15 +36,15 @@ const BUFFER: Layout = match Layout::from_size_align(4 << 20, 8) {
 /// A kernel, copy or fill that a GPU has run.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GpuLaunch {
-    /// Name of the kernel in its binary; "copy" or "fill" for what is not a kernel.
+    /// Name of the kernel in its binary, or "copy" or "fill".
     pub name: String,
-    /// When its first block started, in nanoseconds of the GPU's clock.
+    /// Time when its first block started, in nanoseconds of the GPU's clock.
     pub start_ns: u64,
-    /// When its last block ended, by the same clock.
+    /// Time when its last block ended, in nanoseconds of the GPU's clock.
     pub end_ns: u64,
 }
 
-/// Functions of the library.
+/// Functions of the CUPTI library.
 struct Cupti {
     enable: unsafe extern "C" fn(u32) -> u32,
     disable: unsafe extern "C" fn(u32) -> u32,
@@ -54,29 +56,29 @@ struct Cupti {
 type BufferRequest = unsafe extern "C" fn(*mut *mut u8, *mut usize, *mut usize);
 type BufferReturn = unsafe extern "C" fn(*mut c_void, u32, *mut u8, usize, usize);
 
-/// What a recording has so far; the library hands buffers out on a thread of its own.
+/// Launches recorded so far. It is a global because CUPTI returns buffers on its own thread.
 static RECORDED: Mutex<Vec<GpuLaunch>> = Mutex::new(Vec::new());
 
-/// What the GPU runs of `work`, by start; of all streams of this process. Recording slows what is recorded, by about a microsecond a
-/// kernel, and what follows may be slower, too: time first.
+/// Runs `work` and returns the kernels, copies and fills that the GPU ran meanwhile, on all streams of this process, sorted by start. Recording slows
+/// each kernel by about a microsecond, and later work may be slower, too. So take other timings before.
 ///
 /// # Errors
-/// The errors of `work`; [`Error::Environment`] without CUPTI, or if it refuses.
+/// The errors of `work`; [`Error::Environment`] if CUPTI is missing or returns an error.
 pub fn record_launches(context: &Context, work: impl FnOnce() -> Result<()>) -> Result<Vec<GpuLaunch>> {
     static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
     let _only = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
     let cupti = Cupti::open()?;
     context.synchronize()?;
     let outcome = KINDS.iter().try_for_each(|&kind| {
-        // SAFETY: a kind that the library knows.
+        // SAFETY: CUPTI knows this kind.
         check("cuptiActivityEnable", unsafe { (cupti.enable)(kind) })
     });
     let outcome = outcome.and_then(|()| work()).and_then(|()| context.synchronize());
     for kind in KINDS {
-        // SAFETY: as above; one that was not enabled is no error that matters.
+        // SAFETY: CUPTI knows this kind. An error about a kind that was not enabled does not matter.
         let _ = unsafe { (cupti.disable)(kind) };
     }
-    // SAFETY: buffers come back through `completed`.
+    // SAFETY: CUPTI returns its buffers through `completed`.
     let flushed = check("cuptiActivityFlushAll", unsafe { (cupti.flush)(FLUSH_FORCED) });
     let mut launches = std::mem::take(&mut *RECORDED.lock().unwrap_or_else(PoisonError::into_inner));
     outcome?;
@@ -86,7 +88,7 @@ pub fn record_launches(context: &Context, work: impl FnOnce() -> Result<()>) -> 
 }
 
 impl Cupti {
-    /// Opens the library, once: the one that is loaded, else the one that the loader finds.
+    /// Opens the CUPTI library at the first call: the one that is already loaded, else the one that the dynamic loader finds.
     fn open() -> Result<&'static Self> {
         static OUTCOME: OnceLock<std::result::Result<Cupti, String>> = OnceLock::new();
         let outcome = OUTCOME.get_or_init(|| Self::load().map_err(|error| error.to_string()));
@@ -96,7 +98,7 @@ impl Cupti {
     fn load() -> Result<Self> {
         let path = mapped_files("libcupti.so")?.into_iter().next().unwrap_or_else(|| PathBuf::from(LIBRARY));
         let name = CString::new(path.as_os_str().as_bytes()).map_err(|_| environment("a path with a NUL byte"))?;
-        // SAFETY: opens the library that libtorch has loaded, or its vendor's; it is never closed.
+        // SAFETY: this is the CUPTI library that libtorch has loaded, or the one that the loader finds; it is never closed.
         let library = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW) };
         if library.is_null() {
             return Err(environment(&format!("{LIBRARY}, which records launches, was not found beside libtorch")));
@@ -127,12 +129,12 @@ fn check(op: &str, code: u32) -> Result<()> {
     if code == 0 { Ok(()) } else { Err(environment(&format!("{op}: CUPTI code {code}"))) }
 }
 
-/// Gives the library a buffer; null where there is no memory, which drops its records.
+/// Callback of CUPTI that gives it an empty buffer. The buffer is null if there is no memory; CUPTI then drops records.
 ///
 /// # Safety
-/// Called by the library, with addresses that it reads the answers from.
+/// CUPTI must call it, with valid addresses of the three results.
 unsafe extern "C" fn requested(buffer: *mut *mut u8, size: *mut usize, max_records: *mut usize) {
-    // SAFETY: the caller's promise; the layout is not empty.
+    // SAFETY: the caller promises valid addresses; the layout is not empty.
     unsafe {
         *buffer = alloc_zeroed(BUFFER);
         *size = if (*buffer).is_null() { 0 } else { BUFFER.size() };
@@ -140,10 +142,10 @@ unsafe extern "C" fn requested(buffer: *mut *mut u8, size: *mut usize, max_recor
     }
 }
 
-/// Takes the records of a buffer over, and the buffer back.
+/// Callback of CUPTI that reads the records of a full buffer and frees the buffer.
 ///
 /// # Safety
-/// Called by the library with a buffer of [`requested`] and the number of bytes that records take in it.
+/// CUPTI must call it, with a buffer of [`requested`] and the number of bytes of the records in it.
 unsafe extern "C" fn completed(_: *mut c_void, _: u32, buffer: *mut u8, _: usize, valid: usize) {
     if buffer.is_null() {
         return;
@@ -151,22 +153,22 @@ unsafe extern "C" fn completed(_: *mut c_void, _: u32, buffer: *mut u8, _: usize
     if let Ok(cupti) = Cupti::open() {
         let mut recorded = RECORDED.lock().unwrap_or_else(PoisonError::into_inner);
         let mut record = std::ptr::null_mut();
-        // SAFETY: the buffer is whole; the record that was read last is in it, or none.
+        // SAFETY: the buffer is complete; `record` is null or the last record that was read from this buffer.
         while unsafe { (cupti.next)(buffer, valid, &raw mut record) } == 0 && !record.is_null() {
-            // SAFETY: a record of one of the kinds that are enabled, or another one of at least a kind.
+            // SAFETY: CUPTI has set `record` to a complete record, which begins with its kind.
             recorded.extend(unsafe { launch_of(record) });
         }
     }
-    // SAFETY: allocated by `requested` in this layout.
+    // SAFETY: `requested` has allocated the buffer with this layout.
     unsafe { dealloc(buffer, BUFFER) };
 }
 
-/// The launch of a record; none for one of another kind, or without times.
+/// Converts a CUPTI record to a launch; `None` if the record is of another kind or has no times.
 ///
 /// # Safety
-/// `record` is one of the library's, complete for its kind.
+/// `record` must point to a record of CUPTI that is complete for its kind.
 unsafe fn launch_of(record: *const u8) -> Option<GpuLaunch> {
-    // SAFETY: the caller's promise; fields lie at multiples of their size from a record's start, and records at multiples of 8.
+    // SAFETY: the caller promises a complete record, so all fields that are read lie in it; reads may be unaligned.
     unsafe {
         let kind = record.cast::<u32>().read_unaligned();
         let name = match kind {
@@ -194,7 +196,7 @@ mod tests {
         record[0] = u64::from(KERNEL);
         (record[2], record[3]) = (5, 9);
         record[NAME_AT / 8] = c"paged_attention".as_ptr() as u64;
-        // SAFETY: laid out as a kernel's.
+        // SAFETY: the array has the layout of a kernel's record.
         let read = |record: &[u64; 20]| unsafe { launch_of(record.as_ptr().cast()) };
         let expected = GpuLaunch { name: "paged_attention".to_owned(), start_ns: 5, end_ns: 9 };
         assert_eq!(read(&record), Some(expected.clone()));

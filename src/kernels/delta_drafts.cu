@@ -1,16 +1,17 @@
-// The gated delta net of a decode step in which a sequence has several rows: its newest token, then drafts, which may turn out not to
-// follow. A state cannot forget a token. So it takes in the drafts of the step before that were drawn, then the newest token, and is written;
-// it goes on through the drafts in registers alone, for their outputs. Of a draft its rows before the convolution and its gates are stored, by
-// position: they are all that taking it in reads. A state is read once and written once, with the bits of steps of one token.
+// The gated delta net for a decode step with draft tokens. A sequence has several rows: its newest token, then draft tokens, which may be rejected. A
+// state cannot be rolled back. So the kernel first updates the state with the accepted draft tokens of the previous step and the newest token, and
+// writes it. It then updates the state with this step's draft tokens in registers only, for their outputs. For each draft token the kernel stores the
+// row before the convolution and the gates, by position; the next step needs nothing else to process an accepted draft token. Each state is read once
+// and written once, and has the same bits as after steps of one token.
 //
-// A block has one head of one sequence. The state is on its way to shared memory while the work before this ends. A page has so many slots that no
-// row is written which another head's block still reads: positions from the oldest row that the first token's convolution reads to the newest
-// draft.
+// A block has one head of one sequence. The state is copied to shared memory while the preceding kernel ends. A page has slots for all positions from
+// the oldest row that the first token's convolution reads to the newest draft token. So no block overwrites a row that the block of another head
+// still reads.
 #include "delta_step.cuh"
 
-// Tokens of one head: `taken` of the step before, then `count` rows of this step.
+// The tokens of one head: `taken` accepted draft tokens of the previous step, then `count` rows of this step.
 struct Drafted {
-    int head, page, first, count, taken, start;  // the first row and its position
+    int head, page, first, count, taken, start;  // `first` is the index of the first row of this step, `start` its position
 };
 
 __device__ __forceinline__ void round_as(float4 (&)[QUADS], const float*) {}
@@ -29,9 +30,9 @@ __device__ __forceinline__ void round_as(float4 (&state)[QUADS], const bf16*) {
 
 template <typename T, typename S, int DIM>
 __device__ __forceinline__ void delta_drafts(
-    const Layer<T, S, DIM>& layer,    // whose positions are those of the first rows: [B]
-    const int* __restrict__ bounds,   // [B + 1], of the sequences' rows
-    const int* __restrict__ stored,   // [B], drafts of the step before that are taken in
+    const Layer<T, S, DIM>& layer,    // its positions are those of the sequences' first rows: [B]
+    const int* __restrict__ bounds,   // [B + 1], index of each sequence's first row, and the number of rows
+    const int* __restrict__ stored,   // [B], number of accepted draft tokens of the previous step
     T* __restrict__ gates             // [pages, slots, 2, H]: a and b of the row of position p in slot p % slots
 ) {
     extern __shared__ float4 dynamic[];
@@ -41,7 +42,7 @@ __device__ __forceinline__ void delta_drafts(
     const int heads = shape.value_heads, run = blockIdx.x / heads, begin = bounds[run];
     const Drafted part = {static_cast<int>(blockIdx.x % heads), layer.pages[run], begin, bounds[run + 1] - begin, stored[run],
                           layer.positions[run]};
-    const int total = part.taken + part.count, base = part.start - part.taken;  // tokens, and the position of the first
+    const int total = part.taken + part.count, base = part.start - part.taken;  // number of tokens, and the position of the first token
     if (total == 0) return;
     const Part own = {part.head, part.page, part.first, part.count, base};
     if (part.page < 0) {
@@ -65,14 +66,14 @@ __device__ __forceinline__ void delta_drafts(
     };
     float4 state[QUADS];
     for (int from = 0; from < total; from += CHUNK) {
-        const int tokens = min(CHUNK, total - from), drafts = max(part.taken - from, 0);  // the chunk's first row of this step
-        __syncthreads();  // readers of what was here before are done
+        const int tokens = min(CHUNK, total - from), drafts = max(part.taken - from, 0);  // `drafts`: index of this step's first row in the chunk
+        __syncthreads();  // all threads have read the previous chunk
         for (int i = threadIdx.x; i < 2 * dk + dv; i += threads) {
             const int kind = i < dk ? 0 : i < 2 * dk ? 1 : 2, place = i - kind * dk, channel = shape.channel(kind, head) + place;
             const bool writes = kind == 2 || writes_keys;
-            T weights[MOST_WIDTH], past[MOST_WIDTH];  // of a token so much earlier
+            T weights[MOST_WIDTH], past[MOST_WIDTH];  // index d: the token d positions earlier
 #pragma unroll
-            for (int d = 0; d < MOST_WIDTH; ++d) {  // all of them under way at once
+            for (int d = 0; d < MOST_WIDTH; ++d) {  // all loads are in flight at once
                 const int earlier = min(d, width - 1);
                 weights[d] = layer.conv[channel * width + width - 1 - earlier];
                 past[d] = row_of_token(max(from - earlier, -base), channel);
@@ -119,7 +120,7 @@ __device__ __forceinline__ void delta_drafts(
         set_lengths(at, tokens, dk, warps);
         __syncthreads();
         if (from == 0) {
-            wait_copies<0>();  // of the thread's own
+            wait_copies<0>();  // each thread reads only what it copied itself
 #pragma unroll
             for (int r = 0; r < QUADS; ++r) {
                 state[r] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -143,7 +144,7 @@ __device__ __forceinline__ void delta_drafts(
         delta_drafts<T, S, DIM>(LAYER_OF(T, S, DIM), bounds, stored, gates);                                             \
     }
 
-// Kinds of the projections and of the states.
+// Arguments: name, dtype of the projections, dtype of the states, width of keys and values (0: any).
 DELTA_DRAFTS(f32_f32_any, float, float, 0)
 DELTA_DRAFTS(f32_bf16_any, float, bf16, 0)
 DELTA_DRAFTS(bf16_f32_any, bf16, float, 0)

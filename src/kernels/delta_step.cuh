@@ -1,21 +1,21 @@
-// The gated delta rule on a head's state in registers, token by token, for the kernels of an engine's steps. A warp has 16 columns of the
-// state, a lane every eighth quad of rows and 4 columns of them. With S the state before a token,
+// The gated delta rule, token by token, on the state of one head in registers, for the kernels of an engine's steps. A warp has 16 columns of the
+// state. Its lanes split them: a lane has 4 columns of every eighth group of 4 rows. With S the state before a token, the kernels compute
 //   delta = beta (v - exp(g) k S),   o = exp(g) q S + (q k) delta,   S <- exp(g) S + k delta,
-// so that one sum over the rows serves both. The order of all sums is one, whether a token comes alone or among others.
+// so that one pass over the rows gives both k S and q S. The order of all sums is fixed, whether a token is computed alone or with others.
 #pragma once
 #include "async.cuh"
 #include "scalar.cuh"
 
-constexpr int THREADS = 256;   // at most
-constexpr int CHUNK = 16;      // tokens in shared memory
-constexpr int BATCH = 8;       // of them, that a thread reads at once
-constexpr int MOST_DIM = 128;  // columns of a key or a value
-constexpr int COLUMNS = 16;    // of a warp
-constexpr int MOST_WIDTH = 4;  // of the convolution
-constexpr int QUADS = MOST_DIM / 8;  // of the state, that a lane has
+constexpr int THREADS = 256;   // maximum number of threads per block
+constexpr int CHUNK = 16;      // tokens that are in shared memory at once
+constexpr int BATCH = 8;       // tokens of a chunk that a thread reads at once
+constexpr int MOST_DIM = 128;  // maximum width of a key or a value
+constexpr int COLUMNS = 16;    // columns of the state per warp
+constexpr int MOST_WIDTH = 4;  // maximum width of the convolution
+constexpr int QUADS = MOST_DIM / 8;  // quads of four state elements per lane
 constexpr float LENGTH_EPS = 1e-6f;
 
-// DIM: the width of keys and values where it is known when this is compiled, and with it the convolution's; else 0.
+// The sizes of a layer. DIM is the width of keys and values if it is known at compile time, which also fixes the convolution's width; else DIM is 0.
 template <int DIM>
 struct Shape {
     int key_heads, value_heads, any_key_dim, any_value_dim, any_width;
@@ -32,7 +32,7 @@ struct Shape {
     __device__ __forceinline__ int threads() const { return DIM > 0 ? DIM / COLUMNS * 32 : blockDim.x; }
 };
 
-// A layer's part of a step.
+// Inputs, weights, states and outputs of one layer in a step.
 template <typename T, typename S, int DIM>
 struct Layer {
     const T* __restrict__ qkv;          // [T, C], rows qkv_row apart
@@ -54,9 +54,9 @@ struct Layer {
     int slots;
 };
 
-// One head's tokens of a run.
+// One head's part of a sequence's tokens in a step.
 struct Part {
-    int head, page, first, count, start;  // the first of so many tokens, and its position
+    int head, page, first, count, start;  // index of the first of `count` tokens, and its position
 };
 
 template <int TOKENS>
@@ -143,7 +143,7 @@ __device__ __forceinline__ void write_state(const Layer<T, S, DIM>& layer, const
         if (row_of(r) < layer.shape.key_dim()) store_quad(own + row_of(r) * layer.shape.value_dim(), state[r]);
 }
 
-// Weights of the norm, and keys and queries behind the last of their columns.
+// Loads the weights of the norm, and sets the padding columns of keys and queries to zero.
 template <int TOKENS, typename T, typename S, int DIM>
 __device__ __forceinline__ void prepare(Shared<TOKENS>& at, const Layer<T, S, DIM>& layer) {
     for (int i = threadIdx.x; i < layer.shape.value_dim(); i += blockDim.x) at.norm[i] = widen(layer.norm[i]);
@@ -164,7 +164,7 @@ __device__ __forceinline__ Scalars<T> scalars_of(const Layer<T, S, DIM>& layer, 
     return {layer.a[row * layer.a_row + head], layer.b[row * layer.b_row + head], layer.a_log[head], layer.dt_bias[head]};
 }
 
-// The decay and the write strength of token t.
+// Computes the decay and the write strength of token t.
 template <int TOKENS, typename T>
 __device__ __forceinline__ void set_gates(Shared<TOKENS>& at, int t, const Scalars<T>& own) {
     const float sum = widen(own.a) + widen(own.dt_bias);
@@ -172,7 +172,7 @@ __device__ __forceinline__ void set_gates(Shared<TOKENS>& at, int t, const Scala
     at.strengths[t] = sigmoid(widen(own.b));
 }
 
-// Brings queries and keys to their lengths.
+// Normalizes queries to length 1 / sqrt(dk) and keys to length 1.
 template <int TOKENS>
 __device__ __forceinline__ void set_lengths(Shared<TOKENS>& at, int tokens, int dk, int warps) {
     const int lane = threadIdx.x % 32;
@@ -189,7 +189,7 @@ __device__ __forceinline__ void set_lengths(Shared<TOKENS>& at, int tokens, int 
     }
 }
 
-// Takes token t into the state. Its output is then in its value's place.
+// Updates the state with token t. The output of the token replaces its value in shared memory.
 template <int TOKENS>
 __device__ __forceinline__ void take_in(Shared<TOKENS>& at, int t, float4 (&state)[QUADS]) {
     const int group = threadIdx.x % 32 / 4, column = first_column();

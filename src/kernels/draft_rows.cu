@@ -1,18 +1,18 @@
-// Rows of the head that drafts tokens: what its block begins with, and what is kept for later rows.
+// Kernels for the draft head: they compute the inputs of its block, and store hidden states and draft tokens for later rows.
 #include "scalar.cuh"
 
-// out = [norm(embedded), norm(hidden)] of each row; one block for each half of a row. A hidden state lies in one of two tables.
+// Computes out = [norm(embedded), norm(hidden)] for each row, with one block for each half of a row. A hidden state is a row of `kept` or of `own`.
 template <typename X, typename T, int N>
 __device__ __forceinline__ void draft_input(
     const X* __restrict__ embedded,  // [R, D]
-    const T* __restrict__ kept,      // [.., D], by `before` from 0 on
-    const T* __restrict__ own,       // [.., D], by the complement of others
+    const T* __restrict__ kept,      // [.., D], used if `before` is an index of its rows
+    const T* __restrict__ own,       // [.., D], used if `before` is the complement of an index of its rows
     const int* __restrict__ before,  // [R]
-    const T* __restrict__ of_embedded,  // [D], the norms' weights
-    const T* __restrict__ of_hidden,    // [D]
+    const T* __restrict__ of_embedded,  // [D], weights of the norm of embeddings
+    const T* __restrict__ of_hidden,    // [D], weights of the norm of hidden states
     T* __restrict__ out,             // [R, 2 D]
     long long dim, float eps,
-    float centre                     // 1 of weights around 0, else 0
+    float centre                     // 1 if the norm's weights are centred around 0, else 0
 ) {
     wait_for_inputs();
     const long long row = blockIdx.x / 2;
@@ -53,7 +53,7 @@ __device__ __forceinline__ void draft_input(
     }
 }
 
-// to[places[row]] = rows[row]; rows with a negative place are left out. One block a row.
+// Sets to[places[row]] = rows[row]; rows with a negative place are skipped. Each row has one block.
 template <typename T, int N>
 __device__ __forceinline__ void keep_rows(const T* __restrict__ rows, const int* __restrict__ places, T* __restrict__ to, long long dim) {
     wait_for_inputs();
@@ -64,10 +64,10 @@ __device__ __forceinline__ void keep_rows(const T* __restrict__ rows, const int*
     for (long long i = threadIdx.x; i < dim / N; i += blockDim.x) own[i] = from[i];
 }
 
-// Sampled ids to their places, 0 where there was no number: a draft need not be right, but it must be a token.
+// Sets to[places[row]] = ids[row], or 0 if the id is negative because nothing could be sampled: a draft token may be wrong, but must be a token.
 extern "C" __global__ void __launch_bounds__(256) keep_drafts(
     const int* __restrict__ ids,     // [R]
-    const int* __restrict__ places,  // [R], negative: none
+    const int* __restrict__ places,  // [R], negative: the row is skipped
     int* __restrict__ to,
     long long count
 ) {

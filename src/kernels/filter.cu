@@ -1,39 +1,39 @@
-// min-p, top-k and top-p over whole rows of the vocabulary: what may be drawn, as one cut (value, id) a draw. `filter_heads` reads
-// each row once, in parts, and leaves the best ids of each part. `filter` merges the parts of a row and decides, where what the
-// filters keep is among those ids: a top-k of at most MOST, or a nucleus within the MOST best. Other rows it reads again, three times a
-// filter, to find the cut digit by digit. All is exact: ties go to the lowest id, sums that decide are of integers or in one order.
-// Ids at minus infinity and values that are not numbers are not counted: none of them is ever drawn.
+// Filters whole rows of logits by min-p, top-k and top-p. The result for each draw is one cut (value, id): the ids up to the cut may be sampled.
+// `filter_heads` reads each row once, in parts, and stores the best ids of each part. `filter` merges the parts of a row. If the filters keep only
+// ids among these, which is so for a top-k of at most MOST or a top-p within the MOST best ids, the merged list gives the cut. Other rows are read
+// again, three times per filter, to find the cut digit by digit. The result is exact: ties go to the lowest id, and sums that decide are sums of
+// integers or have a fixed order. Ids with a value of minus infinity or NaN are not counted and never sampled.
 #include "sample.cuh"
 
 constexpr int THREADS = 512;
-constexpr int MOST = 256;       // best ids that a part leaves
-constexpr int MOST_PARTS = 16;  // of a row
-constexpr int HEAD_WORDS = 258;  // of a part: number of ids, (peak, sum of exp(value - peak)), ids with their values
-constexpr int GROUP = 4;        // ids that are read at once
-constexpr int RUN = 8;          // ids of a thread at a time: two groups, THREADS groups apart
-constexpr int ROOM = 4 * MOST + RUN * THREADS;  // a list that is shortened above four times MOST takes another run of all threads
+constexpr int MOST = 256;       // maximum number of best ids that a part stores
+constexpr int MOST_PARTS = 16;  // maximum number of parts of a row
+constexpr int HEAD_WORDS = 258;  // words of a part's result: number of ids, (peak, sum of exp(value - peak)), ids with their values
+constexpr int GROUP = 4;        // ids that a thread reads at once
+constexpr int RUN = 8;          // ids that a thread processes at a time: two groups, THREADS groups apart
+constexpr int ROOM = 4 * MOST + RUN * THREADS;  // size of a list: it is shortened when longer than 4 MOST, after all threads may have added a run
 constexpr int BINS = 2048;
-constexpr int UNIT_BITS = 44;  // of a mass: the sum over 2^19 ids fits in 64 bits
+constexpr int UNIT_BITS = 44;  // bits of a probability mass as an integer: the sum over 2^19 ids fits in 64 bits
 constexpr float LEAST = -3.402823466e38f;
 
 using Word = unsigned long long;
 
-// The ids that a filter keeps: a prefix of the ids sorted by descending value, ties by the lowest id.
+// The ids that a filter keeps: the first of all ids when sorted by descending value, then by ascending id.
 struct Cut {
-    unsigned key;  // smallest ordered value that is kept
-    int id;        // the highest id kept among those with that value
+    unsigned key;  // smallest value that is kept, as a key in the order of the values
+    int id;        // highest id that is kept among the ids with that value
 
     __device__ __forceinline__ bool keeps(unsigned other, int other_id) const {
         return other > key || (other == key && other_id <= id);
     }
 };
 
-// The value that has this key.
+// Converts a key back to its value.
 __device__ __forceinline__ float value_of(unsigned key) {
     return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
 }
 
-// An id and its value as one number: falling numbers are falling values, then rising ids.
+// Packs an id and its value into one number. Descending numbers have descending values; for equal values, ascending ids.
 __device__ __forceinline__ Word entry_of(float value, int id) {
     return static_cast<Word>(ordered(value)) << 32 | ~static_cast<unsigned>(id);
 }
@@ -48,17 +48,17 @@ struct Filters {
 
     __device__ __forceinline__ bool are_on() const { return min_p > 0.0f || top_k > 0 || top_p < 1.0f; }
 
-    // Ids of a part that may matter; of min-p alone only the first.
+    // Number of best ids of a part that the filters may need; min-p alone needs only the best one.
     __device__ __forceinline__ int head() const {
         if (top_k > 0) return min(top_k, MOST);
         return top_p < 1.0f ? MOST : 1;
     }
 
-    // Whether the mass of the whole row is asked for.
+    // Whether the filters need the probability mass of the whole row.
     __device__ __forceinline__ bool weigh_all() const { return top_p < 1.0f && top_k <= 0 && !(min_p > 0.0f); }
 };
 
-// One row of the vocabulary as values that noise is added to. It lies in the shards of all ranks, shard k of n with the ids
+// One row of processed logits, to which the sampler adds noise. The row is split into the shards of all ranks; shard k of n has the ids
 // V k / n .. V (k + 1) / n.
 struct Row {
     const float* logits;  // of the first shard
@@ -67,8 +67,8 @@ struct Row {
     float scale;
     Process process;
 
-    // Calls visit(values, first ids of both groups) in all threads at once, until the ids of a part have been visited; minus infinity
-    // where there are none. The next logits are read before a visit.
+    // Calls visit(values, first ids of both groups) in all threads together, until all ids of a part are visited. Values beyond the last id are minus
+    // infinity. The next logits are loaded before each visit.
     template <typename Visit>
     __device__ __forceinline__ void each_run(int part, int parts, const Visit& visit) const {
         for (long long shard = 0; shard < shards; ++shard) {

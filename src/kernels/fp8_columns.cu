@@ -1,6 +1,6 @@
-// Matrices in bf16, one behind the other, to their transposes in e4m3 with a scale for each of their columns, which end in zeros up to a multiple
-// of 16 rows; and of rows that are sorted by group, each group's columns with scales of their own. Two passes: the largest absolute value of every
-// column, then tiles that are turned in shared memory.
+// Kernels that quantize bf16 matrices [E, N, K] to e4m3 and transpose them, with one scale per column. Columns are padded with zeros to a multiple of
+// 16 rows. Other kernels do this for a matrix whose rows are sorted by group, with one scale per group and column. Both have two passes: the first
+// finds the largest absolute value of every column, the second transposes tiles in shared memory.
 #include "fp8.cuh"
 
 constexpr int THREADS = 256;
@@ -9,8 +9,8 @@ constexpr int TILE_COLUMNS = 64;
 
 #if __CUDA_ARCH__ >= 890
 
-// Finds the largest absolute values of columns, as bf16 bits, which have the order of the values, with NaN above all. A warp has 256 columns of every
-// eighth row of its block's; `peaks` must be zero before.
+// Finds the largest absolute value of each column, as bf16 bits; their integer order is the order of the values, with NaN as the largest. A warp
+// reads 256 columns of every eighth row of its block. `peaks` must be zero before.
 extern "C" __global__ void __launch_bounds__(THREADS) fp8_column_peaks(
     const bf16* __restrict__ x,    // [E, N, K]
     unsigned* __restrict__ peaks,  // [E, K]
@@ -53,10 +53,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) fp8_column_peaks(
     atomicMax(peaks + own, peak);
 }
 
-// Turns a tile of TILE_ROWS rows by TILE_COLUMNS columns. `load_row(r)` gives a thread its 8 columns of the tile's row r, zeros outside. Of the
-// transpose's rows, `pitch` bytes apart, there are `columns`, and `rows` bytes of each; their scales go where `scales` is not null. A thread has 4
-// neighbours of 8 columns, whose codes are words of the transpose. Words of a column are turned by its pack's number, so that a warp's stores and
-// loads both touch every bank once.
+// Transposes a tile of TILE_ROWS rows by TILE_COLUMNS columns. `load_row(r)` returns a thread's 8 columns of the tile's row r, or zeros outside the
+// matrix. The transpose gets `columns` rows of `rows` bytes, `pitch` bytes apart; the scales are written unless `scales` is null. A thread has 8
+// columns of 4 neighbouring rows; the 4 codes of a column are one word of the transpose. The words of a column are rotated by the number of its pack
+// of 8 columns, so that a warp's stores and loads touch every bank of shared memory once.
 template <typename Load>
 __device__ __forceinline__ void turn(
     const Load& load_row, const unsigned* peaks, float* scales, unsigned char* values, long long pitch, long long columns, long long rows
@@ -116,16 +116,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) fp8_columns(
          values + first_column * padded + first_row, padded, columns - first_column, padded - first_row);
 }
 
-// Up to TILE_ROWS rows of a group. A group's last tile is filled up with zeros.
+// A tile has up to TILE_ROWS rows of a group. A group's last tile is padded with zeros.
 struct GroupTile {
     int group;  // -1: no tile
     int first, rows, is_first;
 };
 
-// The tiles of rows that are sorted by group; a single block.
+// Computes the tiles of a matrix whose rows are sorted by group, with a single block.
 extern "C" __global__ void __launch_bounds__(THREADS) fp8_group_tiles(
     const int* __restrict__ ends,     // [E] the first row behind each group
-    int* __restrict__ starts,         // [E + 1] tiles before each group, and all
+    int* __restrict__ starts,         // [E + 1] number of tiles before each group, and of all tiles
     GroupTile* __restrict__ tiles,    // [most]
     long long groups, long long most
 ) {
@@ -164,7 +164,7 @@ __device__ __forceinline__ long long row_at(const GroupTile& tile, const long lo
     return tokens ? tokens[tile.first + r] : tile.first + r;
 }
 
-// Largest absolute values of each group's columns, as `fp8_column_peaks` has them. A block has 256 columns of a tile.
+// Finds the largest absolute value of each group and column, in the format of `fp8_column_peaks`. A block has 256 columns of a tile.
 extern "C" __global__ void __launch_bounds__(THREADS) fp8_group_peaks(
     const bf16* __restrict__ x,           // [R, K], or [T, K]
     const long long* __restrict__ tokens, // [R] or null: the row of x that each row has
@@ -200,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) fp8_group_peaks(
     atomicMax(peaks + tile.group * columns + own, peak);
 }
 
-// The transpose of a matrix of rows that are sorted by group, with a scale for each group's part of a column.
+// Quantizes and transposes a matrix whose rows are sorted by group, with one scale per group and column.
 extern "C" __global__ void __launch_bounds__(THREADS) fp8_group_columns(
     const bf16* __restrict__ x,            // [R, K], or [T, K]
     const long long* __restrict__ tokens,  // [R] or null

@@ -1,12 +1,13 @@
-// dw += dy^T x for every matrix with the rows of its group, on Hopper's tensor cores: TMA and wgmma, float32 sums that are added to float32 memory in
-// place.
+// Computes dw += dy^T x for every expert's matrix, from the rows of its group, on Hopper's tensor cores with TMA and wgmma. Sums are in float32 and
+// added to float32 memory in place.
 //
-// Factors of bf16 are read as they lie; those of e4m3 are transposes with a scale for each row of a group, whose rows, up to a multiple of 128 with
-// zeros, are what a step of a stage has.
+// Operands in bf16 are read in their usual layout. Operands in e4m3 are transposes with one scale per group and column (see fp8_columns.cu); each
+// group is padded with zeros to a multiple of 128 rows, and a pipeline stage has 128 rows.
 //
-// As many blocks as run at once take tiles of all matrices in turn, so that neighbours read one group's rows from the L2. In a block
-// one warp copies 64 rows of bf16, or 128 of e4m3, at once, and two warpgroups multiply, each 64 features by all columns. In bf16 a group may begin
-// at any row: of its last rows those of the next group become zeros in one factor. Each sum is added once, by the L2, which takes numbers too small for float32's full precision as zeros.
+// The grid has as many blocks as run at once. They take the tiles of all matrices in turn, so that neighbouring blocks read the rows of one group
+// from the L2 cache. In a block one warp copies 64 rows of bf16, or 128 of e4m3, at once. Two warpgroups multiply, each 64 features by all columns.
+// In bf16 a group may end inside a stage; the stage's rows of the next group are then set to zero in one operand. Each sum is added to dw once, by an
+// atomic operation of the L2 cache, which treats subnormal numbers as zeros.
 #include "hopper.cuh"
 #include "scalar.cuh"
 
@@ -17,9 +18,9 @@ constexpr int STAGES = 4;
 constexpr int CONSUMERS = 256;  // threads that multiply
 
 struct Gradient {
-    const int* ends;  // of the groups; of e4m3 the tiles of 128 rows before each group, and all
+    const int* ends;  // [E] ends of the groups; for e4m3 [E + 1], the number of tiles of 128 rows before each group, and of all tiles
     float* dw;        // [E, features, columns]
-    const float *dy_scales, *x_scales;  // [E, features], [E, columns] of e4m3
+    const float *dy_scales, *x_scales;  // [E, features], [E, columns], for e4m3 only
     long long expert, row;  // strides between experts and between rows
     int experts, features, columns;
 };
@@ -30,16 +31,16 @@ constexpr int BOX = 64;                      // columns per box
 constexpr int BOX_BYTES = STEP * ROW_BYTES;  // 64 rows of 64 columns
 constexpr int DY_BYTES = FEATURES / BOX * BOX_BYTES, STAGE_BYTES = DY_BYTES + COLUMNS / BOX * BOX_BYTES;
 
-// Both factors have in a row what is summed over in a column.
+// Operands in bf16: both are stored row by row, and the GEMM sums over rows.
 struct Rows {
     static constexpr int STEP_ROWS = STEP;
-    static constexpr int DEEP = 16, ADVANCE = 16 * ROW_BYTES / 16;  // rows of an instruction, and how far its factors begin after the last one's
+    static constexpr int DEEP = 16, ADVANCE = 16 * ROW_BYTES / 16;  // rows per instruction, and the distance to the next instruction's operands
     static constexpr bool IS_SCALED = false;
 
     __device__ __forceinline__ static int first(const int* ends, int expert) { return expert > 0 ? ends[expert - 1] : 0; }
     __device__ __forceinline__ static int last(const int* ends, int expert) { return ends[expert]; }
 
-    // Of boxes that follow one another, each of 64 columns, eight rows 1024 bytes apart.
+    // Describes consecutive boxes of 64 columns each, in which groups of eight rows are 1024 bytes apart.
     __device__ __forceinline__ static unsigned long long describe(unsigned at) {
         return descriptor(at) & ~(0x3fffull << 16) | static_cast<unsigned long long>(BOX_BYTES / 16) << 16;
     }
@@ -53,7 +54,7 @@ struct Rows {
     }
 };
 
-// Both factors are turned: 128 rows are a row of bytes. A box has all that a stage has of a factor.
+// Operands in e4m3: both are transposed, so 128 rows are 128 consecutive bytes. One box has all of an operand's data for a stage.
 struct Turned {
     static constexpr int STEP_ROWS = ROW_BYTES;
     static constexpr int DEEP = 32, ADVANCE = 32 / 16;
@@ -102,7 +103,7 @@ struct Pipe {
     }
 };
 
-// Copies all tiles' rows; one thread.
+// Copies the rows of all tiles with TMA; a single thread calls it.
 template <typename Factor>
 __device__ __forceinline__ void produce(const TensorMap& dy, const TensorMap& x, const Gradient& to, Pipe pipe) {
     unsigned long long often;
@@ -162,7 +163,7 @@ __device__ __forceinline__ void add_sums(const float (&d)[128], const Gradient& 
     }
 }
 
-// A warpgroup's half of all tiles.
+// Multiplies and adds a warpgroup's half of all tiles.
 template <typename Factor>
 __device__ __forceinline__ void consume(const Gradient& to, Pipe pipe, int group) {
     const int items = Item<Factor>::count(to);

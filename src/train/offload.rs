@@ -1,9 +1,10 @@
-//! Activation offload (`activation_offload`): tensors that blocks keep for backward are in host memory meanwhile.
+//! Activation offload (`activation_offload`): tensors that blocks keep for backward are stored in host memory between forward and backward.
 //!
-//! The copy of a block's input starts before the block's forward is queued, that of attention's output after it, so each copy can overlap a block's
-//! computation. Then libtorch's stream waits for the copy, if it still runs, and the memory is freed. So the forward pass holds the tensors of two
-//! blocks, however many blocks there are. In backward, the tensors of the block below are copied back during a block's backward. The last block's
-//! tensors stay, because its backward is next. Tensors are copied unchanged, so gradients have the same bits as without offload.
+//! The copy of a block's input starts before the block's forward is queued, and the copy of attention's output starts after it. So each copy can
+//! overlap the computation of a block. Then libtorch's stream waits for the copy, if it still runs, and the memory is freed. So the forward pass
+//! holds the tensors of two blocks, however many blocks there are. During a block's backward, the tensors of the block below are copied back to the
+//! GPU. The last block's tensors are not offloaded, because its backward is next. Tensors are copied unchanged, so gradients have the same bits as
+//! without offload.
 
 use std::collections::VecDeque;
 
@@ -32,7 +33,7 @@ pub(super) struct ActivationOffload {
     arriving: Vec<MovingTensor>,
     /// Copies whose times are not known yet, the oldest first.
     moves: VecDeque<TensorMove>,
-    /// The others since they were taken last.
+    /// Sums of the copies whose times are known, since the last call of `take_moves`.
     moved: Transitions,
 }
 
@@ -91,13 +92,14 @@ impl ActivationOffload {
         self.send(&input.f_contiguous()?)
     }
 
-    /// Frees the tensors that are on their way in a pass that failed.
+    /// Drops the copies that are still under way after a pass failed, with their tensors.
     pub(super) fn drop_unfinished(&mut self) {
         self.leaving.clear();
         self.arriving.clear();
     }
 
-    /// Takes a block's kept tensors: the input, whose copy is under way, and the others, whose copies start now. Waits for earlier copies.
+    /// Takes a block's kept tensors out of `block`. The copy of the input is already under way; the copies of the others start now. Makes the device
+    /// wait for earlier copies first.
     pub(super) fn after_forward(&mut self, block: &mut SavedBlock) -> Result<()> {
         self.release()?;
         for (place, tensor) in block.movable().enumerate() {
@@ -138,7 +140,7 @@ impl ActivationOffload {
         Ok(std::mem::take(&mut self.moved))
     }
 
-    /// Adds the oldest moves up, as far as `is_due` says.
+    /// Adds the times of the oldest copies to `moved`, until `is_due` is false for a copy.
     fn sum_moves(&mut self, is_due: impl Fn(&TensorMove) -> Result<bool>) -> Result<()> {
         while let Some(oldest) = self.moves.front()
             && is_due(oldest)?
@@ -179,8 +181,8 @@ impl ActivationOffload {
         Ok(())
     }
 
-    /// The offset of so many free bytes in [`Self::pool`], which becomes a further one where this one is full. Of further pools, those that
-    /// are too small give way to larger ones.
+    /// Finds `bytes` free bytes and returns their offset in the current pool. If the current pool is full, the next one becomes current. A further
+    /// pool that is too small for `bytes` is removed, and a larger one is created.
     fn place(&mut self, bytes: usize, device: Device) -> Result<usize> {
         if self.taken + bytes > self.pools[self.pool].len_bytes() {
             (self.pool, self.taken) = (self.pool + 1, 0);
@@ -199,7 +201,7 @@ impl ActivationOffload {
 }
 
 impl TensorMove {
-    /// Whether its times are known without waiting.
+    /// Whether the copy's times are known without waiting.
     fn is_over(&self) -> Result<bool> {
         Ok(self.came.is_past()? && self.ended.is_past()?)
     }
@@ -230,12 +232,12 @@ mod tests {
         HostPool::new("offload_unit_test", bytes, DEVICE, &mut |_, _| ()).unwrap()
     }
 
-    /// Of so many bytes.
+    /// Creates a tensor of this many bytes.
     fn tensor(bytes: usize) -> Tensor {
         Tensor::ones([bytes as i64], (Kind::Uint8, DEVICE))
     }
 
-    /// Each holds three events of a GPU.
+    /// On a GPU, each copy that is not summed up holds three CUDA events.
     #[test]
     fn moves_that_are_over_do_not_pile_up() {
         let mut offload = ActivationOffload::new(pool(4096));
@@ -248,7 +250,7 @@ mod tests {
         assert_eq!(offload.take_moves().unwrap(), Transitions::default());
     }
 
-    /// Micro-batches that are longer than was planned, and then a longer one.
+    /// Runs micro-batches that need more memory than planned, with tensors that first grow and then shrink.
     #[test]
     fn pools_that_are_too_small_give_way() {
         let mut offload = ActivationOffload::new(pool(1 << 16));
@@ -264,7 +266,7 @@ mod tests {
         assert_eq!(pools_of(1 << 14, 6), [1 << 15; 2]);
     }
 
-    /// A pass may fail in the backward of a block, beside which the tensors of the block below come back.
+    /// A pass may fail in a block's backward, while the tensors of the block below are being copied back.
     #[test]
     fn tensors_on_their_way_are_dropped_with_the_gradients() {
         let table = Arc::new(ParamTable::new(Arc::new(ModelSpec::preset("micro").unwrap()), 1));

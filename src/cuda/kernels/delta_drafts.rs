@@ -1,4 +1,4 @@
-//! A gated delta net in a decode step in which sequences have drafts.
+//! The kernel of a gated delta net for decode steps with draft tokens.
 #![allow(unsafe_code)]
 
 use tch::{Kind, Tensor};
@@ -21,30 +21,32 @@ pub(super) const NAMES: &[&str] = &[
     "delta_drafts_bf16_bf16_128",
 ];
 
-/// Whose rows a step has, one sequence behind the other: of each its newest token, then drafts.
+/// Describes the rows of a decode step with draft tokens. Rows are sorted by sequence; each sequence has its newest token, then its draft tokens.
 #[derive(Debug, Clone, Copy)]
 pub struct DeltaDrafts<'a> {
-    /// Pages of the sequences, -1: none, whose outputs are 0.
+    /// The state page of each sequence; -1 for padding, whose outputs are 0.
     pub pages: &'a Tensor, // [B] i32
-    /// Where each one's rows begin, and the last one's end.
+    /// Index of each sequence's first row, followed by the number of rows.
     pub bounds: &'a Tensor, // [B + 1] i32
-    /// Drafts of the step before that the state takes in first.
+    /// For each sequence, the number of accepted draft tokens of the previous step, which the state has to process first.
     pub stored: &'a Tensor, // [B] i32
-    /// Positions of the first rows.
+    /// Position of each sequence's first row in the sequence.
     pub starts: &'a Tensor, // [B] i32
-    /// `a` and `b` of the row of position p in slot p % slots.
-    pub gates: &'a Tensor, // [pages, slots, 2, H], of the projections' kind
+    /// The inputs `a` and `b` of the gates. Those of position p are in slot p % slots.
+    pub gates: &'a Tensor, // [pages, slots, 2, H], in the dtype of the projections
 }
 
-/// Slots of a page that hold the rows of a sequence with up to `num_drafts` drafts in a step: those that the convolution reads before the first
-/// stored one, as many stored ones, and the step's own.
+/// Number of slots that a page needs for a sequence with up to `num_drafts` draft tokens per step. They hold the rows that the convolution reads
+/// before the first accepted draft token, the accepted draft tokens of the previous step, and the rows of this step.
 pub fn delta_slots(heads: DeltaHeads, num_drafts: usize) -> usize {
     heads.conv_width + 2 * num_drafts
 }
 
-/// Computes rows as [`delta_step`](super::delta_step()) does, with the bits of steps of one token. A state takes in the stored drafts and the
-/// first row, and is read once and written once; of the other rows what the next step needs is stored. A page has [`delta_slots`] of the most
-/// drafts. Allocates nothing. Pages, bounds, positions and states are read while the kernel before may still run, which must not write them.
+/// Computes what [`delta_step`](super::delta_step()) computes, for a step with draft tokens, with the same bits as steps of one token. Each state is
+/// read once and written once. The written state has processed the accepted draft tokens of the previous step and the first row of this one. Draft
+/// tokens may be rejected, so only their inputs are stored, for the next step. A page needs [`delta_slots`] slots for the maximum number of draft
+/// tokens. Allocates nothing. The kernel reads pages, bounds, positions and states while the preceding kernel may still run. That kernel must not
+/// write them.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit or unsupported heads; [`crate::Error::Cuda`].
@@ -72,7 +74,7 @@ pub fn delta_drafts(
         return Err(invalid(OP, "fewer sequences", num_runs));
     };
     let shape = (parts, threads(heads), state_bytes(heads, pages.states.kind()));
-    // SAFETY: the kernel's parameters in order; pages, bounds, counts and positions are the caller's. The kernel before writes none of them and
-    // no states, which are read while it may still run.
+    // SAFETY: the arguments are in the order of the kernel's parameters; the caller ensures that pages, bounds, counts and positions are valid, and
+    // that the preceding kernel, which may still run, writes none of them and no states.
     unsafe { launch_early(SOURCE, &format!("delta_drafts_{kinds}"), gpu, shape, &arguments) }
 }

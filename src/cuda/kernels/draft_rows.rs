@@ -1,4 +1,4 @@
-//! Rows of the head that drafts tokens.
+//! Kernels for the draft head: they prepare its inputs, and store hidden states and draft tokens.
 #![allow(unsafe_code)]
 
 use tch::{Kind, Tensor};
@@ -25,20 +25,21 @@ pub(super) const NAMES: &[&str] = &[
 
 const THREADS: usize = 256;
 
-/// What rows of the head begin with.
+/// Inputs of the draft head for R rows, before its norms.
 #[derive(Debug, Clone, Copy)]
 pub struct DraftInputs<'a> {
     /// Embeddings of the tokens.
     pub embedded: &'a Tensor, // [R, D] f32 or bf16
-    /// Hidden states that pages keep.
+    /// Hidden states that are stored in state pages.
     pub kept: &'a Tensor, // [.., D]
-    /// Hidden states of this step.
+    /// Hidden states that this step computed.
     pub own: &'a Tensor, // [.., D]
-    /// The hidden state before each token: a row of `kept`, or the complement of one of `own`.
+    /// For each row, where the hidden state at the previous token is: the index of a row of `kept`, or the bitwise complement of the index of a row
+    /// of `own`.
     pub before: &'a Tensor, // [R] i32
 }
 
-/// out = [norm(embedded), norm(hidden state)] of each row. Allocates nothing.
+/// Computes out = [norm(embedded), norm(hidden state)] for each row; `weights` are those of the two norms. Allocates nothing.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].
@@ -67,11 +68,12 @@ pub fn draft_input(
     let width = width(dim, &[embedded, kept, own, of_embedded, of_hidden, out]);
     let threads = (dim / width).next_multiple_of(32).min(512) as u32;
     let name = format!("draft_input_{}_x{width}", kinds_name(OP, embedded, out)?);
-    // SAFETY: the kernel's parameters in order; two blocks a row; rows of both tables are the caller's.
+    // SAFETY: the arguments are in the order of the kernel's parameters; each row has two blocks; the caller ensures that `before` names existing
+    // rows.
     unsafe { launch_early(SOURCE, &name, gpu, (2 * rows as u32, threads, 0), &arguments) }
 }
 
-/// `to[places[r]] = rows[r]`; rows with a negative place are left out. Allocates nothing.
+/// Sets `to[places[r]] = rows[r]`; rows with a negative place are skipped. Allocates nothing.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].
@@ -91,11 +93,11 @@ pub fn keep_rows(
     let width = width(dim, &[rows, to]);
     let threads = (dim / width).next_multiple_of(32).min(512) as u32;
     let name = format!("keep_rows_{}_x{width}", kind_name(OP, rows)?);
-    // SAFETY: the kernel's parameters in order; one block a row; places are the caller's.
+    // SAFETY: the arguments are in the order of the kernel's parameters; each row has one block; the caller ensures that places are within `to`.
     unsafe { launch_early(SOURCE, &name, gpu, (count as u32, threads, 0), &arguments) }
 }
 
-/// `to[places[r]] = ids[r]`, and 0 in the place of a negative id; rows with a negative place are left out. Allocates nothing.
+/// Sets `to[places[r]] = ids[r]`, or 0 if the id is negative; rows with a negative place are skipped. Allocates nothing.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].
@@ -113,6 +115,6 @@ pub fn keep_drafts(
         Argument::Count(count as i64),
     ];
     let grid = blocks(count, THREADS, usize::MAX);
-    // SAFETY: the kernel's parameters in order; places are the caller's.
+    // SAFETY: the arguments are in the order of the kernel's parameters; the caller ensures that places are within `to`.
     unsafe { launch_early(SOURCE, OP, gpu, (grid, THREADS as u32, 0), &arguments) }
 }

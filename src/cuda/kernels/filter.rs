@@ -1,4 +1,4 @@
-//! min-p, top-k and top-p filtering on the GPU.
+//! Kernels that filter logits by min-p, top-k and top-p.
 #![allow(unsafe_code)]
 
 use tch::{Kind, Tensor};
@@ -12,27 +12,27 @@ pub(super) const SOURCE: &KernelSource = &nvrtc::FILTER;
 pub(super) const NAMES: &[&str] = &["filter_heads", "filter"];
 
 const THREADS: u32 = 512;
-/// Ids that a thread takes at once.
+/// Number of token ids that a thread processes at once.
 const RUN: usize = 8;
-/// Parts of a row, at most.
+/// Maximum number of parts of a row.
 const MOST_PARTS: usize = 16;
-/// Blocks that fill the largest GPU served.
+/// Number of thread blocks that fill the largest supported GPU.
 const FILLING_BLOCKS: usize = 264;
-/// Words of 64 bits that a part of a row leaves: its best ids, their number and its mass.
+/// Number of 64-bit words of one part's intermediate result: its best ids, their number and its probability mass.
 pub const FILTER_HEAD_WORDS: i64 = 258;
 
-/// Parts that [`filter`] should split each row into, so that few rows fill the GPU, too.
+/// Number of parts that [`filter`] should split each row into, so that even a few rows fill the GPU.
 pub fn filter_parts(rows: usize, vocab: usize) -> usize {
     let most = vocab.div_ceil(RUN * THREADS as usize).clamp(1, MOST_PARTS);
     (FILLING_BLOCKS / rows.max(1)).clamp(1, most)
 }
 
-/// Parts of all rows together, at most, where there are no more than `rows`.
+/// Maximum number of parts of all rows together, if there are at most `rows` rows.
 pub fn most_filter_parts(rows: usize) -> usize {
     rows.max(FILLING_BLOCKS.min(MOST_PARTS * rows))
 }
 
-/// min-p, top-k and top-p for every draw; each may be off.
+/// The values of min-p, top-k and top-p for every draw; each filter may be off.
 #[derive(Debug, Clone, Copy)]
 pub struct Filters<'a> {
     /// Values of min-p; 0 is off. `[S]` f32
@@ -43,10 +43,10 @@ pub struct Filters<'a> {
     pub top_p: &'a Tensor,
 }
 
-/// Filters whole rows of the vocabulary, after penalty and temperature: min-p, then top-k, then top-p, as the
-/// host's sampler has them; greedy draws keep all. With tensor parallelism an all-to-all brings the shards of a row together,
-/// so that each rank cuts rows of its own: draws `first ..`, as far as there are any. Ids at minus infinity are not counted. Where the
-/// mass of a whole row decides, the number of parts may change its last bits. Allocates nothing.
+/// Filters whole rows of logits, after penalty and temperature: by min-p, then top-k, then top-p, like the sampler on a CPU. Greedy draws keep all
+/// ids. With tensor parallelism an all-to-all first gathers the shards of each row on one rank; this rank then has the rows of draws `first ..`, of
+/// which some may be padding. Ids at minus infinity are not counted. If a top-p filter needs the mass of a whole row, the number of parts may change
+/// the last bits of that mass. Allocates nothing.
 ///
 /// # Errors
 /// The errors of `sample` for the same tensors.
@@ -86,12 +86,12 @@ pub fn filter(
     let cuts = address(OP, cuts, Kind::Int, 2 * rows as usize, gpu)?;
     let sizes = [parts, first as i64, rows, stride, vocab as i64, shards, words as i64].map(Argument::Count);
     let blocks = num_draws.saturating_sub(first).min(rows as usize) as u32;
-    // SAFETY: the kernel's parameters in order; one block a part of a row that has a draw.
+    // SAFETY: the arguments are in the order of the kernel's parameters; each part of a row with a draw has one block.
     unsafe {
         let shape = (blocks * parts as u32, THREADS, 0);
         launch_early(SOURCE, "filter_heads", gpu, shape, &[&inputs[..], &sizes].concat())?;
     }
-    // SAFETY: the kernel's parameters in order; one block a row that has a draw.
+    // SAFETY: the arguments are in the order of the kernel's parameters; each row with a draw has one block.
     unsafe { launch_early(SOURCE, OP, gpu, (blocks, THREADS, 0), &[&inputs[..], &[cuts], &sizes].concat()) }
 }
 

@@ -1,5 +1,5 @@
-//! The transpose of a matrix in e4m3 whose rows are sorted by group, with a scale for each group's part of a column: what a group's product sums
-//! over lies in a row, filled up with zeros to whole tiles.
+//! Quantizes a matrix whose rows are sorted by group to e4m3 and transposes it, with one scale per group and column. A grouped GEMM for weight
+//! gradients sums over the rows of a group; in the transpose these are contiguous, and padded with zeros to whole tiles.
 #![allow(unsafe_code)]
 
 use tch::{Kind, Tensor};
@@ -9,25 +9,25 @@ use super::fp8_columns::{SOURCE, THREADS, TILE_COLUMNS, TILE_ROWS};
 use super::launch::{Argument, address, address_or_null, invalid, is_aligned, launch, launch_early, ordinal};
 use crate::error::Result;
 
-/// Words of 32 bits of a tile: its group, its first row, how many it has, whether it is the group's first.
+/// Number of 32-bit words that describe a tile: its group, its first row, its number of rows, and whether it is the group's first tile.
 const TILE_WORDS: usize = 4;
 
-/// The tiles of rows that are sorted by group, of up to 128 rows of one group each.
+/// Tiles of a matrix whose rows are sorted by group. Each tile has up to 128 rows of one group.
 #[derive(Debug)]
 pub struct GroupTiles {
-    /// Tiles before each group, and all.
+    /// Number of tiles before each group, followed by the number of all tiles.
     pub(super) starts: Tensor, // [E + 1] i32
     tiles: Tensor, // [most, 4] i32
     rows: usize,
 }
 
 impl GroupTiles {
-    /// Cuts `rows` rows into tiles, of which the host knows no more than how many there are at most. Rows of a group are those from the end of
-    /// the group before to its own end.
+    /// Cuts `rows` rows into tiles, on the device; the host knows only the maximum number of tiles. The rows of a group begin at the end of the
+    /// previous group and end at the group's own entry of `ends`.
     ///
     /// # Errors
-    /// [`crate::Error::InvalidArgument`] for ends of another kind; [`crate::Error::OutOfMemory`]; [`crate::Error::Cuda`].
-    pub fn new(ends: &Tensor /* [E] i32, not falling, the last is `rows` */, rows: usize) -> Result<Self> {
+    /// [`crate::Error::InvalidArgument`] for ends of another dtype; [`crate::Error::OutOfMemory`]; [`crate::Error::Cuda`].
+    pub fn new(ends: &Tensor /* [E] i32, never falling, the last is `rows` */, rows: usize) -> Result<Self> {
         const OP: &str = "fp8_group_tiles";
         let (gpu, groups) = (ordinal(OP, ends)?, ends.numel());
         let most = most_tiles(groups, rows);
@@ -40,7 +40,8 @@ impl GroupTiles {
             Argument::Count(groups as i64),
             Argument::Count(most as i64),
         ];
-        // SAFETY: the kernel's parameters in order; ends are rows, the caller's promise, so that there are no more tiles than that.
+        // SAFETY: the arguments are in the order of the kernel's parameters; the caller promises that no end exceeds `rows`, so there are at most
+        // `most` tiles.
         unsafe { launch(SOURCE, OP, gpu, (1, THREADS as u32, 0), &arguments)? };
         Ok(Self { starts, tiles, rows })
     }
@@ -49,7 +50,7 @@ impl GroupTiles {
         self.tiles.numel() / TILE_WORDS
     }
 
-    /// Elements of a row of a transpose.
+    /// Number of elements of a row of the transposed matrix, with padding.
     pub(super) fn pitch(&self) -> usize {
         self.most() * TILE_ROWS
     }
@@ -60,13 +61,14 @@ impl GroupTiles {
     }
 }
 
-/// Tiles at most: all whole ones, and one of each group that has rows.
+/// Maximum number of tiles: all full tiles, and one partial tile for each group that has rows.
 fn most_tiles(groups: usize, rows: usize) -> usize {
     rows / TILE_ROWS + groups.min(rows)
 }
 
-/// Rounds each group's part of each column of x to e4m3, to nearest, by its largest absolute value: values [K, pitch] and scales [E K]. With
-/// `tokens` given x has a row for each token, and rows are those of these tokens. Groups without rows have no scales. Not before sm_89.
+/// Quantizes x to e4m3 and transposes it: values [K, pitch] and scales [E K]. The scale of a group's part of a column comes from its largest absolute
+/// value; values are rounded to nearest. If `tokens` is given, x has one row per token, and row r of the matrix is row `tokens[r]` of x. The scales
+/// of groups without rows are not written. Needs sm_89 or later.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit, [`crate::Error::OutOfMemory`]; [`crate::Error::Cuda`].
@@ -101,7 +103,8 @@ pub fn fp8_group_columns(
     let across = columns.div_ceil(THREADS);
     let sizes = [width, Argument::Count(across as i64)];
     let shape = ((tiles.most() * across) as u32, threads, 0);
-    // SAFETY: the kernel's parameters in order; THREADS columns of a tile a block. Peaks are zeros by then, in stream order.
+    // SAFETY: the arguments are in the order of the kernel's parameters; each block has THREADS columns of a tile. Stream order zeroes the peaks
+    // before.
     unsafe { launch(SOURCE, "fp8_group_peaks", gpu, shape, &[&from[..], &sizes].concat())? };
     let across = columns.div_ceil(TILE_COLUMNS);
     let out = [
@@ -112,7 +115,8 @@ pub fn fp8_group_columns(
         Argument::Count(pitch as i64),
     ];
     let shape = ((tiles.most() * across) as u32, threads, 0);
-    // SAFETY: the kernel's parameters in order; TILE_COLUMNS columns of a tile a block. The memory of the peaks is freed in stream order.
+    // SAFETY: the arguments are in the order of the kernel's parameters; each block has TILE_COLUMNS columns of a tile. The peaks are freed in stream
+    // order.
     unsafe { launch_early(SOURCE, OP, gpu, shape, &[&from[..], &out].concat())? };
     Ok(to)
 }

@@ -1,4 +1,4 @@
-//! Rows of one factor of a product with experts' matrices, there or still to be copied.
+//! Rows of an operand of a grouped GEMM: already sorted by expert, or still to be copied from tokens.
 
 use tch::Tensor;
 
@@ -6,19 +6,19 @@ use super::Dispatch;
 use crate::error::Result;
 use crate::ops::swiglu::GateUp;
 
-/// Rows that are sorted by expert.
+/// Rows sorted by expert, or the tensors to make them from.
 #[derive(Debug, Clone, Copy)]
 pub enum ExpertRows<'a> {
-    /// The rows. [R, N]
+    /// Rows that are already sorted by expert. [R, N]
     Sorted(&'a Tensor),
-    /// What each row's token has. [T, N]
+    /// One row per token; each token's row still has to be copied to its experts. [T, N]
     OfTokens(&'a Tensor),
-    /// Rows of gate and up. [R, N / 2] each
+    /// Sorted rows of gate and up, or of their gradients. [R, N / 2] each
     GateUp(&'a GateUp),
 }
 
 impl ExpertRows<'_> {
-    /// The rows, copied where they are not there. [R, N]
+    /// Returns the sorted rows; copies rows of tokens if necessary. [R, N]
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -32,7 +32,7 @@ impl ExpertRows<'_> {
 }
 
 impl Dispatch {
-    /// [`Dispatch::accumulate_weight`] of rows that may have to be copied, or are gate and up.
+    /// Computes [`Dispatch::accumulate_weight`] with operands of any form of [`ExpertRows`], which are copied if necessary.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].

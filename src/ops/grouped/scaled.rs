@@ -1,6 +1,6 @@
-//! Grouped GEMMs of FP8 rows with the matrices of their experts. On a GPU where libtorch reads the groups' ends on the device, its grouped e4m3 GEMM
-//! is used. Otherwise there is one GEMM per expert, for which the host waits; that path is the reference for the grouped GEMM and for an engine's
-//! kernels.
+//! Grouped GEMMs of FP8 rows with the matrices of their experts. If the groups' ends are on a GPU, libtorch's grouped e4m3 GEMM is used. Otherwise
+//! each expert has its own GEMM, and the host waits for the sizes of the groups. Tests compare the grouped GEMM and the engine's kernels with that
+//! path.
 
 use tch::{Kind, Tensor};
 
@@ -54,8 +54,8 @@ impl Dispatch {
         self.product_fp8("grouped product in FP8, gradient of its input", dy, &w, kind)
     }
 
-    /// dw += dy^T x of rounded columns, each matrix with the rows of its group, whose columns have scales of their own. On a GPU where libtorch
-    /// finds the groups' ends on the device, a kernel of this crate makes and adds all of them at once.
+    /// Computes dw += dy^T x for each expert's matrix, from the rows of that expert. The columns of dy and x are quantized, with one scale per expert
+    /// and column. If the groups' ends are on a GPU, one kernel of this crate computes the gradients of all experts.
     ///
     /// # Errors
     /// The errors of [`fp8::weight_gradient`].
@@ -80,7 +80,7 @@ impl Dispatch {
                 ExpertRows::OfTokens(x) => (x.f_contiguous()?, Some(&self.tokens)),
                 x => (x.sorted(self)?.f_contiguous()?, None),
             };
-            let bytes = 5.0 * rows as f64 * x.size()[1] as f64; // twice two bytes are read, one is written
+            let bytes = 5.0 * rows as f64 * x.size()[1] as f64; // two bytes are read twice, one byte is written
             timed("rounding to FP8", || OpCost { bytes, flop: 0.0 }, || fp8_group_columns(&x, tokens, &tiles))
         };
         let (dy, x) = (rounded(dy)?, rounded(x)?);
@@ -214,8 +214,8 @@ mod tests {
         }
     }
 
-    /// An expert's gradient is that of its own rows alone, whose columns are rounded; of an expert without rows nothing is added. Rows may be
-    /// there, or those of their tokens.
+    /// An expert's gradient must use only the expert's own rows, with quantized columns; nothing may be added for an expert without rows. Rows that
+    /// are already sorted and rows that are gathered by token must give equal gradients.
     #[test]
     fn gradients_of_weights_have_the_rounded_columns_of_their_rows() {
         let rand = |shape: &[i64]| Tensor::randn(shape, (Kind::Float, Device::Cpu));

@@ -1,7 +1,8 @@
 //! The memory of a rank's GPU steps: one arena, mapped while the engine is awake. Its addresses never change, so captured CUDA graphs stay valid.
 //!
-//! R rows of a step, S sequences at most, K drafts of the model's head, D hidden, H query and Hkv key/value heads of width hd, F MLP width, V vocabulary, all
-//! of this rank. W is the width of the largest rank's share of V, S' is S rounded up to a multiple of the ranks.
+//! Sizes on this rank: R is the number of rows of a step, S the maximum number of sequences, K the maximum number of draft tokens of the draft head,
+//! D the hidden size, H the number of query heads, Hkv the number of key/value heads, hd their width, F the width of the MLP and V the size of the
+//! vocabulary. W is the width of the largest rank's share of V. S' is S rounded up to a multiple of the number of ranks.
 #![allow(unsafe_code)]
 
 use tch::{Device, Kind, Tensor};
@@ -16,7 +17,8 @@ use crate::ranks::Collective;
 use crate::rollout::kv_cache::kv_block_bytes;
 use crate::rollout::options::EngineOptions;
 
-/// Maximum number of thread blocks that sample at once, if there are more than rows to sample; `kernels::sample_parts` splits rows accordingly.
+/// Maximum number of parts into which a step's rows are split for sampling, unless the step has more rows. One thread block samples from each part;
+/// `kernels::sample_parts` chooses the number.
 const MOST_PARTS: usize = 1024;
 /// Maximum number of rows that are summed over the group without NCCL.
 const MOST_SUMMED_ROWS: usize = 1024;
@@ -32,7 +34,8 @@ pub(super) struct StepShape {
     pub(super) seqs: usize,
     /// Entries of one block table.
     pub(super) blocks: usize,
-    /// Maximum rows that are summed over the group without NCCL. These sums add the residual stream first, then norm the result.
+    /// Maximum number of rows that are all-reduced without NCCL; `None` if NCCL is always used. Such an all-reduce also adds the residual stream and
+    /// norms the result.
     summed_rows: Option<usize>,
     hidden: usize,
     qkv: usize,
@@ -42,7 +45,7 @@ pub(super) struct StepShape {
     /// Width of the widest dense MLP, or 0 if there is none.
     mlp: usize,
     pub(super) experts: Option<ExpertShape>,
-    /// Columns of the widest matrix whose rows are quantized, and number of rows that one token has in an expert's matrix.
+    /// Number of columns of the widest matrix whose rows are quantized, and number of experts that a token is routed to.
     rounded: [usize; 2], // columns, rows of experts per token
     format: &'static dyn Format,
     vocab: usize,
@@ -50,7 +53,7 @@ pub(super) struct StepShape {
     tp_size: usize,
     kind: Kind,
     residual: Kind,
-    /// Drafts of the model's own head in a step of a sequence, at most; 0 without one.
+    /// Maximum number of draft tokens of the draft head per sequence and step; 0 if the model has no draft head.
     pub(super) drafts: usize,
 }
 
@@ -78,10 +81,10 @@ pub(super) struct DecodeBuffers {
     pub(super) rounded: Tensor,    // flat, quantized rows [R, K] of the current GEMM; empty for an unquantized format
     pub(super) scales: Tensor,     // flat, scales of `rounded`
     pub(super) logits: Tensor,     // [S', W] f32
-    pub(super) shards: Tensor,     // [S' W] f32, whole rows for this rank's share of the draws; empty on a single rank
-    pub(super) heads: Tensor,      // i64, as `kernels::filter` has them of this rank's share of the draws
-    pub(super) own_cuts: Tensor,   // [2 S' / ranks] i32, the filters' result for these rows
-    pub(super) cuts: Tensor,       // [2 S'] i32, the filters' results for all draws
+    pub(super) shards: Tensor,     // [S' W] f32, whole rows of logits for this rank's draws; empty on one rank
+    pub(super) heads: Tensor,      // i64, scratch memory of `kernels::filter` for this rank's draws
+    pub(super) own_cuts: Tensor,   // [2 S' / ranks] i32, results of `kernels::filter` for this rank's draws
+    pub(super) cuts: Tensor,       // [2 S'] i32, results of `kernels::filter` for all draws
     pub(super) history: Tensor,    // [KV blocks, block_size] i32, token ids by KV slot
     pub(super) seen: Tensor,       // [S, V of all ranks / 32] i32, in the format of `kernels::mark_seen`
     pub(super) candidates: Tensor, // f64, in the format of `kernels::sample`
@@ -89,10 +92,10 @@ pub(super) struct DecodeBuffers {
     pub(super) inputs: Tensor,     // i32
     pub(super) token_ids: Tensor,  // [S] i32
     /// Sampled ids [S], then the bits of their log-probabilities [S].
-    /// Then drafts of the model's head, by depth and run [K, S].
+    /// After these, the ids of the draft head's tokens, by depth and run [K, S].
     pub(super) sampled: Tensor, // [(2 + K) S] i32
-    pub(super) joined: Tensor,     // [R, 2 D], of a draft head: embeddings beside hidden states
-    pub(super) ahead: Tensor,      // [S, D], hidden states of the draft head behind the newest drafts, by run
+    pub(super) joined: Tensor,     // [R, 2 D], inputs of the draft head: embeddings beside hidden states
+    pub(super) ahead: Tensor,      // [S, D], the draft head's hidden states at the newest draft tokens, by run
     /// Buffers of the experts, if some layers have experts.
     pub(super) experts: Option<ExpertBuffers>,
 }
@@ -147,7 +150,7 @@ impl StepShape {
         }
     }
 
-    /// Words of the sampled tokens and of the head's drafts.
+    /// Number of 32-bit words of `DecodeBuffers::sampled`: sampled ids, their log-probabilities and the ids of draft tokens.
     pub(super) fn sampled_words(&self) -> usize {
         (2 + self.drafts) * self.seqs
     }
@@ -157,12 +160,12 @@ impl StepShape {
         ((2 + depth) * self.seqs + run) as i32
     }
 
-    /// Experts of a token; 1 where there are none.
+    /// Number of experts that a token is routed to; 1 for a model without experts.
     pub(super) fn choices(&self) -> i64 {
         self.experts.map_or(1, |experts| experts.choices() as i64)
     }
 
-    /// 32-bit words that describe the largest step, prefill or decode: a few words per row, and the block tables.
+    /// Number of 32-bit words for the inputs of the largest step, prefill or decode: a few words per row, and the block tables.
     pub(super) fn input_words(&self) -> usize {
         8 * self.rows + self.seqs * (24 + self.blocks) + 256
     }
@@ -233,7 +236,7 @@ impl StepShape {
         arena.map(self.bytes())?;
         let mut at = 0;
         let mut sections = self.sections().into_iter().map(|(shape, kind)| {
-            // SAFETY: sections do not overlap; the buffers stay in this room and are dropped before the arena is unmapped.
+            // SAFETY: sections do not overlap; the buffers are dropped in the same module before the arena is unmapped.
             let view = unsafe { arena.tensor(at, &shape, kind) };
             at += section_bytes(&shape, kind);
             view

@@ -1,4 +1,4 @@
-//! Decode steps of a session: their inputs, the network over them, and the recordings of both.
+//! Runs the decode steps of a session: this module uploads the inputs, runs the network and samples. The work on the GPU is captured in CUDA graphs.
 
 use tch::Tensor;
 
@@ -26,7 +26,7 @@ impl GpuRunner<'_> {
         outcome
     }
 
-    /// Rows of the recorded step that holds a step's.
+    /// Number of rows of the captured CUDA graph that runs a step: the step's number of rows, rounded up to a bucket.
     pub(super) fn bucket(&self, packing: &Packing) -> usize {
         step_rows(packing.step.num_tokens(), self.state.shape.seqs)
     }
@@ -73,8 +73,8 @@ fn decode_hidden(
     network: &DecoderNetwork,
     (inputs, last, state_pages): (
         &DecodeInputs,
-        &Tensor, /* tokens that inputs may name */
-        &Tensor, /* of the rows */
+        &Tensor, /* tokens that inputs may refer to */
+        &Tensor, /* page of each row's sequence */
     ),
     plans: &AttentionPlans,
 ) -> Result<Tensor> {

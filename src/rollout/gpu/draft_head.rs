@@ -1,4 +1,4 @@
-//! The head that drafts tokens, on a GPU: what `rollout::draft_head` does there on the host.
+//! The model's own draft head (MTP) on a GPU. It computes the draft tokens that `rollout::draft_head` computes on a CPU.
 
 use std::marker::PhantomData;
 
@@ -15,7 +15,7 @@ use crate::rollout::draft_rows::HeadWork;
 use crate::rollout::weights::EngineWeights;
 use crate::torch;
 
-/// The head as a model of one layer.
+/// The draft head, viewed as a model of one layer.
 #[derive(Debug)]
 pub(super) struct DraftHead<'a> {
     spec: ModelSpec,
@@ -38,12 +38,12 @@ impl<'a> DraftHead<'a> {
             version: weights.version,
             policy: PhantomData,
         };
-        // Its rows begin with more than embeddings, and end with hidden states.
+        // The head is the last of two stages, so the network does not embed its tokens again, and applies the final norm.
         let stage = Stage { index: 1, num_stages: 2, layers: 0..1 };
         Ok(Some(Self { spec: draft, weights: head, stage }))
     }
 
-    /// The head over the memory of the model's network.
+    /// Returns a network of the draft head that uses the buffers and the KV cache of the network `model`.
     pub(super) fn network<'n>(&'n self, model: DecoderNetwork<'n>) -> DecoderNetwork<'n> {
         DecoderNetwork {
             spec: &self.spec,
@@ -55,8 +55,8 @@ impl<'a> DraftHead<'a> {
         }
     }
 
-    /// Computes the head's rows of a step's prompts, for their keys and values, and keeps the model's newest hidden states, which the rows of the
-    /// next tokens begin with.
+    /// Runs the draft head on the prompts of a prefill step, which writes its keys and values to the KV cache. Also stores the model's newest hidden
+    /// states in the state pages: the draft head reads them at the next tokens.
     pub(super) fn follow_prompts(
         &self,
         model: DecoderNetwork<'_>,
@@ -89,14 +89,14 @@ impl<'a> DraftHead<'a> {
     }
 }
 
-/// Rows of the head, which has no states.
+/// Describes input tokens of the draft head, which has no recurrent states.
 pub(super) fn head_tokens<'t>(ids: &'t Tensor, positions: &'t Tensor, slots: &'t Tensor) -> StepTokens<'t> {
     StepTokens { ids, positions, slots, recorded: None, state_pages: slots, bounds: None, drafts: None }
 }
 
 impl DecoderNetwork<'_> {
-    /// Hidden states of a draft head's rows: of each the embedding of its token and the hidden state before that, which is one that pages keep, or
-    /// one of `own`. [R, D]
+    /// Computes the draft head's hidden states. Each row's inputs are the embedding of its token and the hidden state at the token before it.
+    /// `before` says where that hidden state is stored: in the state pages or in `own`. [R, D]
     pub(super) fn draft_hidden(
         &self,
         tokens: &StepTokens,
@@ -121,7 +121,7 @@ impl DecoderNetwork<'_> {
         self.hidden(tokens, attend)
     }
 
-    /// Keeps the hidden states of a decode step's rows for a draft head, if there is one.
+    /// Stores the hidden states of a decode step's rows in the state pages, for the draft head. Does nothing if the model has no draft head.
     pub(super) fn keep_hidden(
         &self,
         hidden: &Tensor,         /* [S, D] */

@@ -1,6 +1,6 @@
-//! Draft tokens of the model's own draft head in decode steps. The head's rows are recorded in CUDA graphs like the model's. The draft tokens of a step
-//! are computed one after the other, without the host: they stay on the device, where the step's rows read them, and are copied to the host with the
-//! sampled tokens.
+//! Draft tokens of the model's own draft head in decode steps. The head's work is captured in CUDA graphs like the model's. The draft tokens of a
+//! step are computed one after the other, without the host: they stay on the device, where the step's rows read them, and are copied to the host with
+//! the sampled tokens.
 
 use tch::Tensor;
 
@@ -27,32 +27,32 @@ struct HeadRow<'d> {
     /// Index of the sequence's run in the step.
     run: usize,
     position: usize,
-    /// Where the token is found: an argument of `kernels::next_tokens`.
+    /// The token's id, or where the token is stored, in the format of `kernels::next_tokens`.
     token: i32,
-    /// Where the hidden state before the token is found: an argument of `kernels::draft_input`.
+    /// Where the hidden state at the token before this one is stored, in the format of `kernels::draft_input`.
     before: i32,
-    /// How a draft token is sampled from the row's logits, if one is.
+    /// How to sample a draft token from the row's logits; `None` if none is sampled.
     draw: Option<&'d Draw<'d>>,
 }
 
 /// Inputs of R rows of the draft head, padded to a bucket.
 #[derive(Debug)]
 struct HeadInputs {
-    from: Tensor,         // [R], as `kernels::next_tokens` takes them
+    from: Tensor,         // [R], in the format of `kernels::next_tokens`
     positions: Tensor,    // [R]
     context_lens: Tensor, // [R], 0: padding
     slots: Tensor,        // [R], -1: padding
-    before: Tensor,       // [R], as `kernels::draft_input` takes them
+    before: Tensor,       // [R], in the format of `kernels::draft_input`
     block_tables: Tensor, // [R, blocks]
     drawn: Option<DrawnDrafts>,
 }
 
-/// How draft tokens are sampled from rows.
+/// Inputs for sampling draft tokens from the logits of R rows of the draft head.
 #[derive(Debug)]
 struct DrawnDrafts {
-    runs: Tensor,   // [R], -1: not drawn from
-    places: Tensor, // [R], of drafts among sampled tokens; -1: the same
-    lens: Tensor,   // [R], tokens so far; 0: the same
+    runs: Tensor,   // [R], index of the row's run; -1: no draft token is sampled from the row
+    places: Tensor, // [R], where the draft token is stored in `DecodeBuffers::sampled`; -1: none is sampled
+    lens: Tensor,   // [R], number of tokens so far; 0: none is sampled
     sampling: Sampling,
 }
 
@@ -93,8 +93,8 @@ impl HeadInputs {
 }
 
 impl GpuRunner<'_> {
-    /// Runs the draft head once, to sample draft token number `depth` (from 0) of each sequence. At depth 0 its inputs are the tokens that earlier steps
-    /// added, with the model's hidden states; at greater depths they are the previous draft tokens.
+    /// Runs the draft head once, to sample draft token number `depth` (from 0) of each sequence. At depth 0 its inputs are the tokens that earlier
+    /// steps added, with the model's hidden states; at greater depths they are the previous draft tokens.
     pub(super) fn draft_at(
         &mut self,
         head: &DraftHead<'_>,
@@ -119,7 +119,8 @@ impl GpuRunner<'_> {
         Ok(())
     }
 
-    /// Of the first depth the rows of the tokens that the steps before have given, from hidden states of the model; of others those of drafts.
+    /// The draft head's rows for draft token number `depth`. At depth 0 they are the tokens that earlier steps added, with the model's hidden states;
+    /// at greater depths they are the previous draft tokens, with the draft head's own hidden states.
     fn head_rows<'p>(&self, packing: &Packing<'p>, depth: usize) -> Vec<HeadRow<'p>> {
         let mut draws = packing.draws.iter();
         let mut rows = Vec::new();

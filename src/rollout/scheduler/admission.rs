@@ -39,7 +39,7 @@ impl Scheduler {
         }
     }
 
-    /// Inserts a sequence behind those of equal priority.
+    /// Inserts a sequence into the queue, behind the sequences of equal priority.
     fn enqueue(&mut self, index: usize, turn: QueuePriority) {
         self.sequences[index].turn = turn;
         let at = self.waiting.partition_point(|&waiting| self.sequences[waiting].turn <= turn);
@@ -51,7 +51,7 @@ impl Scheduler {
         self.sequences[index].finish_reason.is_none() && self.sequences[index].block_table.is_empty()
     }
 
-    /// A sequence of the group that has blocks.
+    /// Finds a sequence of the group that has blocks.
     fn holder(&self, group: usize) -> Option<&EngineSequence> {
         self.sequences[self.members(group)].iter().find(|sequence| !sequence.block_table.is_empty())
     }
@@ -144,7 +144,7 @@ impl Scheduler {
         sequence.prompt_len.min(sequence.len() - 1) / self.limits.block_size
     }
 
-    /// Full blocks of the prompt that a running completion of the same group has computed.
+    /// Returns the full blocks of the prompt if a running sequence of the same group has computed them.
     fn shared_prefix(&self, index: usize) -> Vec<u32> {
         let num_blocks = self.shareable_blocks(index);
         let holds = |&member: &usize| {
@@ -169,7 +169,7 @@ impl Scheduler {
         }
     }
 
-    /// Blocks that each further member of a group needs: one for a copy of the prompt's last block, unless that is full.
+    /// Number of blocks that each further member of a group needs: one for a copy of the prompt's last block, or none if that block is full.
     fn tail_blocks(&self, index: usize) -> usize {
         usize::from(!self.sequences[index].len().is_multiple_of(self.limits.block_size))
     }

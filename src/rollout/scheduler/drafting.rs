@@ -6,7 +6,7 @@ use crate::rollout::sequence::EngineSequence;
 use crate::rollout::speculation::{DraftRequest, DraftedText, Drafts, StoredDrafts};
 
 impl Scheduler {
-    /// Whether the next step gets draft tokens. It then needs all tokens before it, so schedule it once no other step is under way.
+    /// Whether the next step gets draft tokens. Such a step needs all earlier tokens, so schedule it only when no other step is under way.
     pub(in crate::rollout) fn is_to_draft(&mut self) -> bool {
         if self.speculator.is_none() || !self.has_work() {
             return false;
@@ -60,7 +60,7 @@ impl Scheduler {
         }
     }
 
-    /// The draws for the draft tokens at index `depth`, of the runs that have so many.
+    /// Returns how to sample the draft tokens at index `depth`, for the runs that have more than `depth` draft tokens.
     pub(in crate::rollout) fn head_draws<'a>(&'a self, step: &'a Step, depth: usize) -> Vec<Draw<'a>> {
         let num_drafts =
             step.runs.iter().flat_map(|run| std::iter::repeat_n(run.drafts.token_ids.len(), run.num_draws()));
@@ -69,7 +69,8 @@ impl Scheduler {
         of_depth.enumerate().map(|(row, (draw, _))| Draw { row, ..draw }).collect()
     }
 
-    /// The newest drafts that were drawn, where states have not taken them in; from now on they have. Call only with no step under way.
+    /// Returns the accepted draft tokens that recurrent states have not processed yet. The caller must process them, because the scheduler then
+    /// counts them as processed. Call it only with no step under way.
     pub(in crate::rollout) fn settle_drafts(&mut self) -> Vec<StoredDrafts> {
         let settle = |sequence: &mut EngineSequence| {
             let end = sequence.num_computed;

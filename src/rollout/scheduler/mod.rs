@@ -106,12 +106,12 @@ impl Scheduler {
         }
     }
 
-    /// Also limits completions by `limit`.
+    /// Returns a scheduler that also limits the length of completions by `limit`.
     pub(super) fn with_completion_limit(self, limit: Option<CompletionLimit>) -> Self {
         Self { completion_limit: limit, ..self }
     }
 
-    /// Enables draft tokens.
+    /// Returns a scheduler that uses the draft tokens of `speculator`, if given.
     pub(super) fn with_speculator(self, speculator: Option<Speculator>) -> Self {
         Self { speculator, ..self }
     }
@@ -168,8 +168,8 @@ impl Scheduler {
         !self.waiting.is_empty() || !self.running.is_empty()
     }
 
-    /// Whether a running sequence with structured output would be scheduled before its last token is known. Its next token cannot be sampled without
-    /// that.
+    /// Whether a running sequence with structured output would be scheduled before its last token is known. The next token cannot be sampled without
+    /// the last one.
     pub(super) fn runs_ahead_of_structure(&self) -> bool {
         (self.limits.num_stages == 1 || self.limits.runs_ahead)
             && self.running.iter().any(|&index| self.sequences[index].allowed().is_some())

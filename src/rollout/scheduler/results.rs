@@ -65,7 +65,7 @@ impl Scheduler {
         let sequence = &mut self.sequences[index];
         if let Some(reason) = sequence.finish_reason {
             if !sequence.is_finished() {
-                self.finish(index, reason); // this step had its last experts
+                self.finish(index, reason); // this step recorded the experts of its last token
             }
             return Ok(false);
         }
@@ -136,7 +136,7 @@ impl Scheduler {
         match reason {
             FinishReason::Eos | FinishReason::Stop if self.keeps_turns => {
                 if self.awaits_experts(index) {
-                    return; // until that step's results
+                    return; // that step's results finish the sequence
                 }
                 self.leave_to_next_turn(index);
             }

@@ -1,10 +1,10 @@
-//! Assigns pages for the states of gated delta nets. Every running sequence has one, from its admission until its blocks are released. A group's
+//! Assigns pages for the states of gated delta nets. Every running sequence has a page, from its admission until its blocks are released. A group's
 //! prompt is computed in the first member's page, and copied for the others. A sequence that is kept for a later rollout, or for its next turn, keeps
 //! its page.
 
 use crate::error::{Error, Result};
 
-/// Pages `0 .. num_pages`; none for a model without states.
+/// The free pages among pages `0 .. num_pages`. `num_pages` is 0 for a model without states.
 #[derive(Debug)]
 pub(super) struct StateSlots {
     num_pages: usize,

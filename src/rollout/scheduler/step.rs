@@ -1,4 +1,4 @@
-//! One step: the tokens that it computes, and the draws from their rows.
+//! One step of the engine: the tokens that it computes, and the sequences that sample from them.
 
 use std::ops::Range;
 
@@ -16,9 +16,9 @@ pub(in crate::rollout) struct Step {
     pub(in crate::rollout) copies: Vec<(u32, u32)>,
     /// State pages (from, to) to copy after the forward pass.
     pub(in crate::rollout) state_copies: Vec<(u32, u32)>,
-    /// Whether it was scheduled with no other step under way, in order to have draft tokens.
+    /// Whether the step was scheduled with no other step under way, in order to have draft tokens.
     pub(in crate::rollout) waited: bool,
-    /// Whether its draft tokens are placeholders that the model's draft head still has to fill.
+    /// Whether the step's draft tokens are placeholders that the model's draft head still has to fill.
     pub(in crate::rollout) asks_head: bool,
 }
 
@@ -51,18 +51,19 @@ impl Step {
         self.runs.iter().any(|run| !run.drafts.token_ids.is_empty())
     }
 
-    /// Whether a sequence has several rows, or a state that takes in drafts of the step before.
+    /// Whether a sequence of the step has several rows, or has a state that must first process accepted draft tokens of the previous step.
     pub(in crate::rollout) fn is_drafted(&self) -> bool {
         self.runs.iter().any(|run| run.num_stored > 0 || !run.drafts.token_ids.is_empty())
     }
 
-    /// Takes in the drafts of all runs, which the device has made; none where the host knows them.
+    /// Replaces the placeholder draft tokens of all runs by `drafts`, which the draft head sampled on the device. `drafts` is empty if the host
+    /// already knows the draft tokens.
     pub(in crate::rollout) fn take_all_drafts(&mut self, drafts: &[u32]) {
         let places = self.runs.iter_mut().flat_map(|run| &mut run.drafts.token_ids);
         places.zip(drafts).for_each(|(place, draft)| *place = *draft);
     }
 
-    /// Sets the draft tokens at index `depth`, of the runs that have so many.
+    /// Sets the draft tokens at index `depth`, for the runs that have more than `depth` draft tokens.
     pub(in crate::rollout) fn take_drafts(&mut self, depth: usize, drafts: &[u32]) {
         let drafted = self.runs.iter_mut().filter_map(|run| run.drafts.token_ids.get_mut(depth));
         drafted.zip(drafts).for_each(|(place, draft)| *place = *draft);

@@ -5,8 +5,8 @@ use std::ops::Range;
 use super::{Scheduler, Step, TokenRun};
 use crate::rollout::sequence::EngineSequence;
 
-/// Decode steps between two chunks of a prompt that is longer than `max_num_batched_tokens`. For a 7B model at 100,000 tokens they take a tenth of a
-/// chunk's time.
+/// Number of decode steps between two chunks of a prompt that is longer than `max_num_batched_tokens`. For a 7B model at 100,000 tokens these decode
+/// steps take a tenth of a chunk's time.
 const DECODES_BETWEEN_CHUNKS: usize = 4;
 
 impl Scheduler {
@@ -58,8 +58,8 @@ impl Scheduler {
         }
     }
 
-    /// Number of tokens after which a step takes no further prompt. With several stages, it is an equal part of all tokens to prefill, unless that is
-    /// too few.
+    /// Number of tokens after which a step takes no further prompt. With several pipeline stages, all tokens to prefill are divided equally among the
+    /// stages' steps, but a step takes at least a minimum.
     fn prefill_share(&self) -> usize {
         let left = |members: &Range<usize>| {
             let sequence = &self.sequences[members.start];
@@ -74,8 +74,8 @@ impl Scheduler {
         }
     }
 
-    /// Schedules the last token of every running sequence that is not at its length limit. With several stages, these are an equal share of the
-    /// sequences, none of them in a step under way. The sequences admitted last are preempted if blocks run short.
+    /// Schedules the last token of every running sequence that is not at its length limit. With several pipeline stages, a step has an equal share of
+    /// these sequences, and no sequence that is in a step under way. If blocks run short, the sequences admitted last are preempted.
     pub(super) fn schedule_decode(&mut self) -> Step {
         self.decode_step(&|_| false)
     }

@@ -103,7 +103,7 @@ fn run(scheduler: &mut Scheduler, cache: &mut Cache, lag: usize, num_groups: usi
         let step = if goes_on { scheduler.schedule() } else { None };
         let is_idle = step.is_none();
         if is_idle && under_way.is_empty() {
-            continue; // nothing is left after the results that drafts waited for
+            continue; // no work is left after the results that a step with draft tokens had to wait for
         }
         if let Some(step) = step {
             let num_tokens: usize = step.runs.iter().map(|run| run.tokens.len()).sum();
@@ -124,7 +124,7 @@ fn run(scheduler: &mut Scheduler, cache: &mut Cache, lag: usize, num_groups: usi
     complete
 }
 
-/// A trajectory in which these tokens are already sampled.
+/// Creates a trajectory in which these tokens are already sampled.
 fn begun(token_ids: &[u32]) -> Trajectory {
     Trajectory {
         token_ids: token_ids.to_vec(),
@@ -135,7 +135,7 @@ fn begun(token_ids: &[u32]) -> Trajectory {
     }
 }
 
-/// The completions of every group so far.
+/// Returns the completions of every group so far.
 fn sampled(scheduler: &Scheduler, num_groups: usize) -> Vec<Vec<Trajectory>> {
     let of_group =
         |group| scheduler.sequences[scheduler.members(group)].iter().map(EngineSequence::trajectory).collect();
@@ -203,13 +203,13 @@ fn interrupted_sequences_continue_with_the_same_tokens() {
     }
 }
 
-/// Other prompts run in between, with the blocks that are left.
+/// Between the two rollouts, other prompts run with the blocks that are left.
 #[test]
 fn kept_sequences_continue_without_recomputation() {
     let prompts = prompts();
     let expected = simulate(ROOMY, &prompts, 3, 0).0;
     let tight = StepLimits { num_blocks: 12, max_num_seqs: 5, max_num_batched_tokens: 7, ..ROOMY };
-    let few_slots = StepLimits { max_num_seqs: 7, max_num_batched_tokens: 11, ..ROOMY }; // without chunked prompts, one of which would start again
+    let few_slots = StepLimits { max_num_seqs: 7, max_num_batched_tokens: 11, ..ROOMY }; // no prompt is chunked: a chunked one would start again
     let both = |limits| [limits, StepLimits { has_states: true, ..limits }];
     let cases = [(ROOMY, 0), (ROOMY, 1), (few_slots, 0), (few_slots, 2), (tight, 0), (tight, 2)];
     for (limits, lag) in cases.into_iter().flat_map(|(limits, lag)| both(limits).map(|limits| (limits, lag))) {
@@ -352,7 +352,7 @@ fn shared_blocks_keep_the_experts_recorded_for_them() {
     let held = vec![vec![begun(&[9; 5]), Trajectory::default(), Trajectory::default()]];
     let (kept, stats) = Default::default();
     let (mut scheduler, _) = resumed(ROOMY, &[(1..11).collect()], 3, held, kept, stats);
-    // Three steps: the partly sampled completion with the prompt; the others after its full blocks; all of them.
+    // The first step has the partly sampled completion with the prompt, the second the others after the prompt's full blocks, the third all of them.
     for _ in 0..3 {
         let step = scheduler.schedule().expect("nothing is under way");
         let samples = step.runs.iter().flat_map(|run| run.samples.clone());

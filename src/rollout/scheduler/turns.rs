@@ -1,6 +1,6 @@
-//! Keeps blocks between two turns. A sequence that ends a turn leaves its keys, values and states in the cache, found by its tokens. The next turn is
-//! a sequence of these tokens followed by context, and prefills from there. If blocks or state pages run short, they are the first to be freed, and
-//! are computed again later.
+//! Keeps blocks between two turns. A sequence that ends a turn leaves its keys, values and states in the cache; they are looked up by the sequence's
+//! tokens. The next turn is a sequence of these tokens followed by context, and prefills only what is not yet computed. If blocks or state pages run
+//! short, those kept between turns are freed first, and computed again later.
 
 use super::Scheduler;
 use crate::rollout::kept::KeptPlace;
@@ -12,7 +12,7 @@ impl Scheduler {
         self.keeps_turns = true;
     }
 
-    /// Frees the blocks that a sequence of these tokens left to its next turn, if any, because there will be none.
+    /// Frees the blocks that a sequence of these tokens left to its next turn, if it left any. Call it if there is no next turn.
     pub(in crate::rollout) fn forget_turn(&mut self, token_ids: &[u32]) {
         if let Some(place) = self.between_turns.take(token_ids) {
             self.free(place);
@@ -39,8 +39,8 @@ impl Scheduler {
         }
     }
 
-    /// Whether a step under way feeds the last token of a sequence that ended a turn. Its states have taken the token in by then, so that the
-    /// next turn does not compute it: that step's experts are the token's only ones. The turn ends with them.
+    /// Whether a sequence that ended a turn must wait for the experts of its last token. This is so if a step under way processes this token. The
+    /// sequence's state then includes the token, so the next turn does not compute it again, and only that step records its experts.
     pub(super) fn awaits_experts(&self, index: usize) -> bool {
         let sequence = &self.sequences[index];
         let has_fed_all = sequence.state_page.is_some() && sequence.num_in_state == sequence.len();

@@ -4,9 +4,9 @@ use super::drafts::Drafts;
 
 /// Lower bounds of the classes of match length, in tokens.
 const BOUNDS: [usize; 7] = [3, 4, 5, 7, 9, 13, 21];
-/// When a class reaches this many checks, its counts are halved, so newer ones weigh more.
+/// When a class reaches this many checks, its counts are halved, so that newer checks weigh more.
 const MANY: u32 = 256;
-/// Virtual number of checks per class, for the prior.
+/// Weight of the prior estimate of a class, as a number of checks.
 const PRIOR: f64 = 4.0;
 
 /// Counts of checked and accepted draft tokens, by class of match length.
@@ -36,7 +36,7 @@ impl Acceptance {
         class.drawn += u32::from(is_drawn);
     }
 
-    /// Records draft tokens of which the first `num_drawn` were accepted and the next one, if any, was rejected.
+    /// Records that the first `num_drawn` draft tokens were accepted and that the next one, if there is one, was rejected.
     pub(super) fn note_all(&mut self, drafts: &Drafts, num_drawn: usize) {
         (0..num_drawn).for_each(|row| self.note(drafts.matched + row, true));
         if num_drawn < drafts.token_ids.len() {
@@ -44,7 +44,7 @@ impl Acceptance {
         }
     }
 
-    /// For each draft token, the probability that it and all before it are accepted; never rising.
+    /// Returns for each draft token the probability that it and all draft tokens before it are accepted. The values never rise.
     pub(super) fn of_rows(&self, drafts: &Drafts) -> Vec<f64> {
         let mut all = 1.0;
         let row = |row| {
@@ -71,7 +71,7 @@ mod tests {
         let drafts = |matched, count| Drafts { token_ids: vec![0; count], matched };
         assert_eq!(acceptance.of_rows(&drafts(2, 2)), [0.5, 0.5 * 0.6]);
         for _ in 0..1000 {
-            acceptance.note_all(&drafts(2, 3), 1); // the second, after a match of 3, is rejected, and the third is not judged
+            acceptance.note_all(&drafts(2, 3), 1); // the second token, after a match of 3, is rejected; the third is not checked
         }
         let rows = acceptance.of_rows(&drafts(2, 3));
         assert!(rows[0] > 0.97 && rows[1] < 0.03 && rows[2] < rows[1], "{rows:?}");

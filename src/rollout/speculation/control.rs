@@ -18,10 +18,11 @@ const LASTING: u64 = 4096;
 const MOST_LOOKS: usize = 64;
 /// Minimum number of recent sequences for an estimate of the gain.
 const LEAST_LOOKS: usize = 8;
-/// Steps of one size between two decisions. For the first `TRIED_FOR` steps after drafting was turned on, every step is decided anew.
+/// Number of steps of one size between two decisions.
 const DECIDED_FOR: u64 = 8;
+/// Number of steps after drafting was turned on for which every step is decided anew.
 const TRIED_FOR: u64 = 16;
-/// Drafting is turned on at this expected gain, and off when there is none.
+/// Minimum expected gain, as a ratio of throughputs, for which drafting is turned on. It is turned off when the gain is at most 1.
 const LEAST_GAIN: f64 = 1.02;
 const MILLION: f64 = 1e6;
 
@@ -36,7 +37,7 @@ pub(super) struct Controller {
     is_on: bool,
     /// Steps since drafting was turned on.
     on_for: u64,
-    /// Step size of the last decision, and number of steps since.
+    /// Step size of the last decision, and number of steps since that decision.
     decided: (usize, u64),
 }
 
@@ -128,13 +129,14 @@ impl Controller {
         }
     }
 
-    /// Records the acceptance probabilities of one sequence's draft tokens; empty if it has no match.
+    /// Records the acceptance probabilities of one sequence's draft tokens. The list is empty if the look-up found no match.
     pub(super) fn look(&mut self, probabilities: &[f64]) {
         self.looks.push_back(probabilities.iter().map(|probability| (probability * MILLION) as u32).collect());
         self.looks.drain(..self.looks.len().saturating_sub(MOST_LOOKS));
     }
 
-    /// Number of draft rows to add to the next step of `num_seqs` rows. `probabilities` are those of the draft tokens, the highest first.
+    /// Returns the number of draft rows to add to the next step of `num_seqs` rows. `probabilities` are the draft tokens' acceptance probabilities,
+    /// the highest first.
     pub(super) fn num_rows(&self, num_seqs: usize, probabilities: &[f64], most_rows: usize) -> usize {
         let times = self.known();
         let gain = |num_drafts: usize| {
@@ -146,7 +148,8 @@ impl Controller {
         best.fold((0.0, 0), |best, other| if other.0 > best.0 { other } else { best }).1
     }
 
-    /// Whether steps of `num_seqs` sequences should wait for the previous tokens, because draft tokens are expected to make up for it.
+    /// Whether steps of `num_seqs` sequences should have draft tokens. Such a step waits for the previous step's tokens, so this is true if draft
+    /// tokens are expected to gain more time than the wait costs.
     pub(super) fn pays(&mut self, num_seqs: usize, most_rows: usize) -> bool {
         let (size, (before, num_steps)) = (step_rows(num_seqs, usize::MAX), self.decided);
         self.on_for = if self.is_on { self.on_for + 1 } else { 0 };
@@ -160,7 +163,7 @@ impl Controller {
         self.is_on
     }
 
-    /// Expected throughput with draft tokens relative to without; `None` while too little is measured.
+    /// Expected throughput with draft tokens, divided by the throughput without; `None` while too few steps are measured.
     fn expected_gain(&self, num_seqs: usize, most_rows: usize) -> Option<f64> {
         let times = self.known();
         let without = num_seqs as f64 / times.ahead(num_seqs)?;
@@ -174,7 +177,7 @@ impl Controller {
             *sum += f64::from(one) / MILLION;
             Some(*sum)
         }));
-        let per_look = num_seqs as f64 / self.looks.len() as f64; // sequences per recorded one
+        let per_look = num_seqs as f64 / self.looks.len() as f64; // sequences per recorded sequence
         let with = sizes(num_seqs, most_rows.saturating_sub(num_seqs)).filter_map(|num_drafts| {
             let seen = ((num_drafts as f64 / per_look) as usize).min(probabilities.len());
             let tokens = num_seqs as f64 + per_look * sums[seen];
@@ -192,8 +195,8 @@ impl Controller {
     }
 }
 
-/// The numbers of draft rows to consider: none, what fits into the step's size anyway, and what fits into sizes doubled once, twice and so on. Few
-/// sizes then need captured graphs.
+/// The numbers of draft rows to consider: zero, the number that fills the step's size, and the numbers that fill sizes of 8, 16, 32 and so on. So
+/// only a few sizes need captured CUDA graphs.
 fn sizes(num_seqs: usize, most: usize) -> impl Iterator<Item = usize> {
     let sizes = std::iter::successors(Some(8usize), |size| size.checked_mul(2));
     let sizes = sizes.take_while(move |&size| size < 2 * (num_seqs + most).max(8));
@@ -206,14 +209,15 @@ fn sizes(num_seqs: usize, most: usize) -> impl Iterator<Item = usize> {
 mod tests {
     use super::*;
 
-    /// A simulated device and its draft tokens: milliseconds by rows, cost of waiting, acceptance probability of each draft token.
+    /// A simulated device: the time of a step by its number of rows and the cost of waiting, in milliseconds, and the acceptance probability of draft
+    /// tokens.
     struct Device {
         time: fn(usize) -> f64,
         gap: f64,
         probability: f64,
     }
 
-    /// Step time of a large model on a large GPU: bandwidth for weights limits it up to 64 rows, then power.
+    /// Step time of a large model on a large GPU, in milliseconds: limited by memory bandwidth up to 64 rows, then by power.
     fn large(rows: usize) -> f64 {
         5.6 + rows as f64 * if rows <= 64 { 0.0095 } else { 0.025 }
     }
@@ -280,7 +284,7 @@ mod tests {
             let rows = device(probability).run(&mut controller, 8, 300).2;
             assert_eq!(rows > 0, drafts, "{probability}");
         }
-        // As sequences end, the few that are left get more draft tokens.
+        // While sequences end, the remaining ones get more draft tokens.
         let rows = [200, 64, 8, 1].map(|num_seqs| device(0.7).run(&mut controller, num_seqs, 100).2);
         assert!(rows[0] < 57 && rows[2] == 56 && rows[3] == 7, "{rows:?}");
     }

@@ -1,20 +1,21 @@
 //! Draft tokens of one sequence in one step.
 
-/// Tokens that may follow a sequence. A step computes a row for each and samples there as if the draft token had been sampled. This sample counts
-/// only if the row before sampled exactly the draft token.
+/// Draft tokens: tokens that may follow a sequence. A step computes a row for each draft token and samples from that row, too. This sample counts
+/// only if the row before it sampled exactly the draft token.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(in crate::rollout) struct Drafts {
     pub(in crate::rollout) token_ids: Vec<u32>,
-    /// Length of the match that these tokens were found by: the last tokens of the sequence that equal those before an earlier occurrence.
+    /// Length of the match that these tokens were found by: this many tokens at the end of the sequence also precede an earlier occurrence of the
+    /// draft tokens.
     pub(in crate::rollout) matched: usize,
 }
 
-/// Drafts that were drawn, and that the state of their sequence has not taken in yet.
+/// Accepted draft tokens that the recurrent state of their sequence has not processed yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::rollout) struct StoredDrafts {
-    /// Page of the sequence.
+    /// State page of the sequence.
     pub(in crate::rollout) page: u32,
     pub(in crate::rollout) count: usize,
-    /// Position behind the last one.
+    /// Position after the last of these draft tokens.
     pub(in crate::rollout) end: usize,
 }

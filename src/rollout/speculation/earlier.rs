@@ -23,7 +23,7 @@ pub(super) fn prompt_key(token_ids: &[u32]) -> u64 {
 pub(super) struct EarlierCompletions {
     of_prompts: HashMap<u64, Remembered>,
     order: BTreeMap<u64, u64>, // prompt key by insertion number
-    num_prompts: u64,          // stored so far, including dropped ones
+    num_prompts: u64,          // number of insertions so far, including prompts that were dropped
     num_tokens: usize,
     digest: u64,
 }
@@ -40,7 +40,7 @@ impl EarlierCompletions {
         self.of_prompts.get(&prompt).map_or(&[], |remembered| &remembered.completions)
     }
 
-    /// Remembers completions of a prompt, in place of what they begin with: earlier turns.
+    /// Stores completions of a prompt. A completion replaces a stored one that it begins with, which was an earlier turn.
     pub(super) fn remember<'a>(&mut self, prompt: u64, completions: impl Iterator<Item = &'a [u32]>) {
         let mut completions = completions.peekable();
         if completions.peek().is_none() {
@@ -71,7 +71,7 @@ impl EarlierCompletions {
         }
     }
 
-    /// A hash of all that is stored.
+    /// A hash of all completions that were stored, in order.
     pub(super) fn digest(&self) -> u64 {
         self.digest
     }

@@ -1,7 +1,7 @@
 //! An index of token n-grams in a group's texts: its prompt, its completions, and earlier completions of the same prompt.
 //!
-//! As in an LZ77 compressor, the positions after equal pairs of tokens are chained, the newest first. A look-up follows the newest positions for the
-//! last pair of a text, and takes the one with the longest match backwards.
+//! Like an LZ77 compressor, the index links the positions after equal pairs of tokens to a list, the newest first. A look-up compares the newest
+//! positions in the list of a text's last pair, and takes the one with the longest match backwards.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
@@ -12,11 +12,11 @@ use super::drafts::Drafts;
 const MOST_MATCHED: usize = 32;
 /// Maximum number of positions that a look-up compares.
 const MOST_PLACES: usize = 16;
-/// Maximum number of indexed positions. Later tokens can still serve as draft tokens, but are not found.
+/// Maximum number of indexed positions. Later tokens are not found by a look-up, but can still follow a match as draft tokens.
 const MOST_KNOWN: usize = 1 << 20;
 const NONE: u32 = u32::MAX;
 
-/// Texts, and chained positions of their tokens by pair.
+/// Texts, and lists of the positions that follow each pair of tokens.
 #[derive(Debug, Default)]
 pub(super) struct DraftIndex {
     texts: Vec<Vec<u32>>,
@@ -53,7 +53,7 @@ impl Hasher for PairHasher {
 }
 
 impl DraftIndex {
-    /// Starts a text after `context`. The context takes part in matches but its own positions are not found.
+    /// Starts a text after `context` and returns its number. Tokens of the context take part in matches, but are not proposed as draft tokens.
     pub(super) fn begin(&mut self, context: &[u32]) -> usize {
         self.texts.push(context[context.len().saturating_sub(MOST_MATCHED)..].to_vec());
         self.texts.len() - 1
@@ -78,8 +78,8 @@ impl DraftIndex {
         token_ids.starts_with(&own[own.len() - len..])
     }
 
-    /// Up to `most` draft tokens: those that followed the longest earlier match with the end of the text. Among equal lengths the newest match is
-    /// used.
+    /// Returns up to `most` draft tokens: the tokens after the longest earlier match with the end of the text. If several matches are equally long,
+    /// the newest is used.
     pub(super) fn drafts(&self, text: usize, most: usize) -> Drafts {
         let own = &self.texts[text];
         let mut next = pair(own).and_then(|pair| self.newest.get(&pair)).copied().unwrap_or(NONE);

@@ -12,7 +12,8 @@ pub struct DraftInjection {
     replayed_acceptance: Option<f64>,
 }
 
-/// Arguments: prompt id, number of the completion, prompt and completion so far, maximum number of draft tokens.
+/// A function that creates draft tokens. Its arguments are the prompt id, the number of the completion, the tokens of prompt and completion so far,
+/// and the maximum number of draft tokens.
 type DraftSource = dyn Fn(u64, usize, &[u32], usize) -> Vec<u32> + Send + Sync;
 
 impl DraftInjection {
@@ -22,12 +23,12 @@ impl DraftInjection {
     }
 
     /// Creates arbitrary draft tokens, and counts each as accepted with this probability, whatever was sampled. Steps then have as many rows as in a
-    /// run with this acceptance rate. For benchmarks with random weights, whose texts are not predictable.
+    /// run with this acceptance rate. Use it for benchmarks of random-weight models, whose texts are not predictable.
     pub fn replaying(acceptance: f64) -> Self {
         Self { replayed_acceptance: Some(acceptance), ..Self::new(|_, _, _, most| vec![0; most]) }
     }
 
-    /// Whether it replays an acceptance rate.
+    /// Whether this source replays an acceptance rate.
     pub(super) fn is_replay(&self) -> bool {
         self.replayed_acceptance.is_some()
     }

@@ -110,7 +110,7 @@ struct TextGroup {
     num_requests: usize,
     index: DraftIndex,
     texts: HashMap<(usize, usize), OwnText>, // by request and completion number
-    /// Texts of requests that have ended: a next turn goes on with one.
+    /// Texts of requests that have ended. A request for the next turn continues one of these texts.
     ended: Vec<OwnText>,
 }
 
@@ -176,8 +176,8 @@ impl Speculator {
         }
     }
 
-    /// Whether to report the new tokens of a completion with `num_sampled` tokens. While no tokens are drafted, they are reported in batches, which
-    /// takes a fraction of the host's time.
+    /// Whether to report the new tokens of a completion with `num_sampled` tokens. While no tokens are drafted, new tokens are reported in batches,
+    /// which needs much less time on the host.
     pub(super) fn is_due(&self, request: usize, sample: usize, num_sampled: usize) -> bool {
         self.drafts_now || is_looked_at(request, sample, num_sampled)
     }
@@ -201,7 +201,8 @@ impl Speculator {
             group.own(text).looked = goes_on;
         }
         group.index.extend(number, new);
-        // A step that drafts measures acceptance itself, so no trial look-up is needed. `ngram` may leave drafts out, so it always looks.
+        // A step with draft tokens measures acceptance itself, so it needs no trial look-up. But `ngram` may skip draft tokens, so it always looks
+        // up.
         let is_unseen = self.options.method != Speculation::Auto || !self.drafts_now;
         if is_unseen && is_looked_at(text.request, text.sample, completion.len()) {
             let drafts = group.index.drafts(number, self.options.num_tokens);
@@ -211,7 +212,7 @@ impl Speculator {
         }
     }
 
-    /// Whether the next step of this many sequences gets draft tokens. If so, all their tokens must be known before.
+    /// Whether the next step of this many sequences gets draft tokens. If it does, the host must know all tokens of these sequences first.
     pub(super) fn is_to_draft(&mut self, num_seqs: usize, most_rows: usize) -> bool {
         self.drafts_now = num_seqs < most_rows
             && (self.options.method != Speculation::Auto || self.controller.pays(num_seqs, most_rows));
@@ -283,7 +284,7 @@ impl Speculator {
         times.for_each(|time| self.controller.note(time));
     }
 
-    /// Whether it needs step times.
+    /// Whether the speculator needs step times.
     pub(super) fn reads_times(&self) -> bool {
         self.options.method == Speculation::Auto
     }
@@ -293,7 +294,7 @@ impl Speculator {
         Self { prompts: HashMap::new(), groups: HashMap::new(), drafts_now: false, ..self }
     }
 
-    /// Discards all measurements unless every rank has the same, because a failed session may have ended differently on some. Collective.
+    /// Discards all measurements unless they are equal on all ranks: a failed session may have ended differently on some ranks. Collective.
     pub(super) fn agree(self, all: &dyn Collective) -> Result<Self> {
         if all.size() == 1 {
             return Ok(self);
@@ -322,7 +323,8 @@ impl TextGroup {
         }
     }
 
-    /// The text of a completion: the longest that its earlier turns have left, or a new one.
+    /// Returns the indexed text of a completion. A new completion continues the longest text that it begins with, left by an earlier turn, or gets a
+    /// new text.
     fn own(&mut self, text: DraftedText) -> &mut OwnText {
         let Self { index, ended, texts, .. } = self;
         texts.entry((text.request, text.sample)).or_insert_with(|| {
@@ -336,14 +338,15 @@ impl TextGroup {
     }
 }
 
-/// Whether to make a trial look-up for a completion after this many tokens. Completions of a rollout begin together, so their look-ups are staggered:
-/// all at once would delay the next step.
+/// Whether to make a trial look-up for a completion after this many tokens. Completions of a rollout begin together, so their look-ups are staggered.
+/// If all completions were looked up at once, the next step would be delayed.
 fn is_looked_at(request: usize, sample: usize, num_sampled: usize) -> bool {
     let turn = request.wrapping_mul(7).wrapping_add(sample); // equally many completions per turn for groups of any size
     turn.wrapping_add(num_sampled).is_multiple_of(LOOK_EVERY)
 }
 
-/// Compares the draft tokens of a trial look-up with the tokens that followed. Returns what is still to be compared.
+/// Compares the draft tokens of a trial look-up with the tokens that were sampled since. Returns the look-up if some of its draft tokens are not yet
+/// compared.
 fn judge(acceptance: &mut Acceptance, looked: (Drafts, usize), new: &[u32]) -> Option<(Drafts, usize)> {
     let (drafts, mut at) = looked;
     for &token in new {

@@ -46,7 +46,7 @@ fn completions_are_remembered_until_their_prompt_repeats() {
     assert_eq!(drafts(&mut speculator, text(0, 0, &tokens(&[2, 3])), 9), [4, 5]);
 }
 
-/// The turns of an episode are requests of their own.
+/// Each turn of an episode is a separate request.
 #[test]
 fn a_turn_goes_on_with_the_text_of_the_one_before() {
     let mut speculator = speculator(Speculation::Ngram);
@@ -55,7 +55,7 @@ fn a_turn_goes_on_with_the_text_of_the_one_before() {
     let mut numbers = Vec::new();
     for (request, completion) in (1..).zip(turns) {
         if request == 4 {
-            speculator.end(0, std::iter::empty()); // of the prompt there is no request for a while
+            speculator.end(0, std::iter::empty()); // no request of this prompt is active for a while
             assert!(speculator.groups.is_empty());
         }
         speculator.begin(request, &PROMPT);
@@ -73,7 +73,7 @@ fn drafting_pauses_until_drafts_would_be_accepted() {
     let mut speculator = speculator(Speculation::Ngram);
     speculator.begin(0, &PROMPT);
     speculator.observe(text(0, 0, &tokens(&[2, 3, 4, 5, 6])));
-    let ends = tokens(&[2, 3]); // all of these occurred before
+    let ends = tokens(&[2, 3]); // the whole text occurred before
     let wrong = Drafts { token_ids: vec![4], matched: ends.len() };
     (0..100).for_each(|_| speculator.note(&wrong, 0));
     assert!(drafts(&mut speculator, text(0, 1, &ends), 9).is_empty());
