@@ -29,7 +29,7 @@ step "documentation, programs that must not compile, and their twins"
 cargo test --quiet --doc
 
 step "unit tests"
-within 900 cargo test --quiet --lib --bins
+within 1200 cargo test --quiet --lib --bins
 
 # Integration tests and scripts wait for processes much of the time: they run side by side, more at once than there are processors.
 step "integration tests and scripts"
