@@ -61,22 +61,9 @@ pub fn grouped_weight(
     if rows == 0 || experts == 0 {
         return Ok(());
     }
-    let arguments = [
-        rows_boxes(dy, STEP)?,
-        rows_boxes(x, STEP)?,
-        address(OP, ends, Kind::Int, experts as usize, gpu)?,
-        strided(OP, dw, Kind::Float, &[experts, features, columns], gpu)?,
-        Argument::Count(dw.stride()[0]),
-        Argument::Count(dw.stride()[1]),
-        Argument::Count(experts),
-        Argument::Count(features),
-        Argument::Count(columns),
-    ];
-    let blocks = Context::retain(gpu)?.num_processors()?;
-    let shape = (blocks as u32, THREADS, SHARED_BYTES);
-    // SAFETY: the kernel's parameters in order; boxes beyond dy and x read as zeros, and of dw only what it has is written. Ends are
-    // rows, the caller's promise.
-    unsafe { queue(SOURCE, NAMES[0], gpu, shape, (1, false), &arguments) }
+    let ends = address(OP, ends, Kind::Int, experts as usize, gpu)?;
+    // SAFETY: the first parameters of the kernel in order; ends are rows, the caller's promise.
+    unsafe { add_to(OP, &[rows_boxes(dy, STEP)?, rows_boxes(x, STEP)?, ends], dw, gpu) }
 }
 
 /// dw += dy^T x for the rows of every group, of each group's columns as [`fp8_group_columns`](super::fp8_group_columns) rounds them, each sum
@@ -114,18 +101,27 @@ pub fn grouped_weight_fp8(
         address(OP, &dy.scales, Kind::Float, (experts * features) as usize, gpu)?,
         address(OP, &x.scales, Kind::Float, (experts * columns) as usize, gpu)?,
         address(OP, &tiles.starts, Kind::Int, experts as usize + 1, gpu)?,
-        strided(OP, dw, Kind::Float, &[experts, features, columns], gpu)?,
-        Argument::Count(dw.stride()[0]),
-        Argument::Count(dw.stride()[1]),
-        Argument::Count(experts),
-        Argument::Count(features),
-        Argument::Count(columns),
     ];
-    let blocks = Context::retain(gpu)?.num_processors()?;
-    let shape = (blocks as u32, THREADS, SHARED_BYTES);
-    // SAFETY: the kernel's parameters in order; boxes beyond the factors read as zeros, and of dw only what it has is written. Tiles are within
-    // the factors' pitch.
-    unsafe { queue(SOURCE, OP, gpu, shape, (1, false), &arguments) }
+    // SAFETY: the first parameters of the kernel in order; tiles are within the operands' pitch.
+    unsafe { add_to(OP, &arguments, dw, gpu) }
+}
+
+/// Queues the kernel `op`, which adds the products of its `operands` to `dw`.
+///
+/// # Safety
+/// `operands` are the kernel's parameters before `dw`, in order, and name rows that exist.
+unsafe fn add_to(
+    op: &'static str,
+    operands: &[Argument],
+    dw: &Tensor, /* [E, N, K] f32 */
+    gpu: usize,
+) -> Result<()> {
+    let (sizes, strides) = (dw.size(), dw.stride());
+    let sums = strided(op, dw, Kind::Float, &sizes, gpu)?;
+    let counts = [strides[0], strides[1], sizes[0], sizes[1], sizes[2]].map(Argument::Count);
+    let shape = (Context::retain(gpu)?.num_processors()? as u32, THREADS, SHARED_BYTES);
+    // SAFETY: the caller's promise, then dw, its strides and sizes; boxes beyond the operands read as zeros, and only elements of dw are written.
+    unsafe { queue(SOURCE, op, gpu, shape, (1, false), &[operands, &[sums], &counts].concat()) }
 }
 
 /// Whether rows are copied, and sums added, 16 bytes at once.
