@@ -78,12 +78,7 @@ __device__ __forceinline__ void delta_drafts(
                 weights[d] = layer.conv[channel * width + width - 1 - earlier];
                 past[d] = row_of_token(max(from - earlier, -base), channel);
             }
-            float w[MOST_WIDTH], x[MOST_WIDTH];
-#pragma unroll
-            for (int d = 0; d < MOST_WIDTH; ++d) {
-                w[d] = d < width ? widen(weights[d]) : 0.0f;
-                x[d] = d < width && base + from >= d ? widen(past[d]) : 0.0f;
-            }
+            Convolution convolution(weights, past, width, base + from);
             float(*to)[MOST_DIM] = kind == 0 ? at.q : kind == 1 ? at.k : at.v;
 #pragma unroll 1
             for (int first = 0; first < tokens; first += BATCH) {
@@ -94,13 +89,7 @@ __device__ __forceinline__ void delta_drafts(
                 for (int t = 0; t < BATCH; ++t) {
                     const int token = from + first + t;
                     if (writes && token >= part.taken && token < total) tail[slot_of(token) * channels + channel] = now[t];
-                    x[0] = widen(now[t]);
-                    float y = x[0] * w[0];
-#pragma unroll
-                    for (int d = 1; d < MOST_WIDTH; ++d) y = fmaf(x[d], w[d], y);
-#pragma unroll
-                    for (int d = MOST_WIDTH - 1; d > 0; --d) x[d] = x[d - 1];
-                    to[first + t][place] = y * sigmoid(y);
+                    to[first + t][place] = convolution.next(now[t]);
                 }
             }
         }

@@ -5,8 +5,6 @@
 // A block has one head of one run. The state is in registers from the run's first token to its last. Tokens pass through shared memory, some at
 // once.
 //
-// so that one sum over the rows serves both. All sums have one order, whether a token comes alone or with others.
-//
 // If runs have one token, a block processes one head after the other, and loads everything for the next one to shared memory while it computes,
 // because such a step is bound by reading and writing states.
 #include "delta_step.cuh"
@@ -59,12 +57,7 @@ __device__ __forceinline__ void compute(const Layer<T, S, DIM>& layer, Shared<TO
                                               : tail[position % layer.slots * static_cast<long long>(channels) + channel];
                 }
             }
-            float w[MOST_WIDTH], x[MOST_WIDTH];
-#pragma unroll
-            for (int d = 0; d < MOST_WIDTH; ++d) {
-                w[d] = d < width ? widen(weights[d]) : 0.0f;
-                x[d] = d < width && part.start + from >= d ? widen(past[d]) : 0.0f;
-            }
+            Convolution convolution(weights, past, width, part.start + from);
             float(*to)[MOST_DIM] = kind == 0 ? at.q : kind == 1 ? at.k : at.v;
             constexpr int AT_ONCE = TOKENS < BATCH ? TOKENS : BATCH;
 #pragma unroll 1
@@ -74,15 +67,7 @@ __device__ __forceinline__ void compute(const Layer<T, S, DIM>& layer, Shared<TO
                 for (int t = 0; t < AT_ONCE; ++t)
                     now[t] = TOKENS == 1 ? past[0] : rows[min(from + first + t, part.count - 1) * layer.qkv_row + channel];
 #pragma unroll
-                for (int t = 0; t < AT_ONCE; ++t) {
-                    x[0] = widen(now[t]);
-                    float y = x[0] * w[0];
-#pragma unroll
-                    for (int d = 1; d < MOST_WIDTH; ++d) y = fmaf(x[d], w[d], y);
-#pragma unroll
-                    for (int d = MOST_WIDTH - 1; d > 0; --d) x[d] = x[d - 1];
-                    to[first + t][place] = y * sigmoid(y);
-                }
+                for (int t = 0; t < AT_ONCE; ++t) to[first + t][place] = convolution.next(now[t]);
             }
             if (TOKENS == 1 && (kind == 2 || head % shared_by == 0))
                 tail[part.start % layer.slots * static_cast<long long>(channels) + channel] = past[0];

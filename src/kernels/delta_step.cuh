@@ -121,6 +121,33 @@ __device__ __forceinline__ void store_quad(bf16* to, const float4& row) {
     __stcs(reinterpret_cast<uint2*>(to), bits);
 }
 
+// The causal convolution of one channel with SiLU, one token after the other. Index d of the inputs is the token d positions earlier.
+struct Convolution {
+    float w[MOST_WIDTH], x[MOST_WIDTH];
+
+    // Begins with the token at `position`; positions before the first have zeros.
+    template <typename T>
+    __device__ __forceinline__ Convolution(const T (&weights)[MOST_WIDTH], const T (&past)[MOST_WIDTH], int width, int position) {
+#pragma unroll
+        for (int d = 0; d < MOST_WIDTH; ++d) {
+            w[d] = d < width ? widen(weights[d]) : 0.0f;
+            x[d] = d < width && position >= d ? widen(past[d]) : 0.0f;
+        }
+    }
+
+    // The output of the next token.
+    template <typename T>
+    __device__ __forceinline__ float next(const T& now) {
+        x[0] = widen(now);
+        float y = x[0] * w[0];
+#pragma unroll
+        for (int d = 1; d < MOST_WIDTH; ++d) y = fmaf(x[d], w[d], y);
+#pragma unroll
+        for (int d = MOST_WIDTH - 1; d > 0; --d) x[d] = x[d - 1];
+        return y * sigmoid(y);
+    }
+};
+
 // Copies a part's state to shared memory in the background: each thread its own quads, `threads` apart. Closes the group of copies.
 template <typename T, typename S, int DIM>
 __device__ __forceinline__ void fetch_state(const Layer<T, S, DIM>& layer, const Part& part, Quad<S>* to) {
