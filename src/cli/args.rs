@@ -105,7 +105,7 @@ impl Command {
         }
     }
 
-    /// What the command does on TERM, INT, USR1 or HUP.
+    /// Returns how the command reacts to TERM, INT, USR1 and HUP.
     pub fn on_stop(&self) -> OnStop {
         match self {
             Self::Train(_) | Self::Sft(_) => OnStop::Save,

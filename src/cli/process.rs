@@ -31,7 +31,7 @@ pub(super) struct Supervision {
     pub max_restarts: usize,
     /// Folder in which a restarted run finds its checkpoints.
     pub output_dir: Option<PathBuf>,
-    /// What happens on TERM, INT, USR1 and HUP. The command itself checks for the request to save or stop.
+    /// The reaction to TERM, INT, USR1 and HUP. The command itself checks for the request to save or stop.
     pub on_stop: OnStop,
 }
 

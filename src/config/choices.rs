@@ -36,7 +36,7 @@ choices! {
     }
 }
 choices! {
-    /// What happens to the KV cache of unfinished groups that are carried to the next step.
+    /// Treatment of the KV cache of unfinished groups that are carried to the next step.
     CarriedKv {
         /// Keys and values are recomputed at the next wake with the newest weights.
         Recompute = "recompute",
@@ -173,7 +173,7 @@ choices! {
     }
 }
 choices! {
-    /// What happens to groups without a training signal (equal rewards).
+    /// Treatment of groups without a training signal (equal rewards).
     DynamicSampling {
         /// Groups with equal rewards stay in the batch with advantages of 0.
         None = "none",

@@ -109,7 +109,7 @@ pub(crate) struct NamedSplit<'a> {
 
 /// Where the model and the rows of a run are.
 ///
-/// What has to be downloaded before a run, whatever else is wrong with its file:
+/// Lists the model and rows to download before a run, even if other keys of its file are wrong:
 ///
 /// ```
 /// use colo_grpo::Config;

@@ -206,11 +206,11 @@ keys! {
         pub oversample: f64 = 0.0 => from_to(0.0, 16.0),
         /// Continue groups that are incomplete at the end of a step in the next step, with the new weights.
         pub partial_rollout: bool = false,
-        /// What happens to the KV cache of such groups: `recompute` computes it again with the newest weights, `keep` leaves it as the older weights
+        /// Treatment of the KV cache of such groups: `recompute` computes it again with the newest weights, `keep` leaves it as the older weights
         /// computed it (PipelineRL, arXiv 2509.19128). `keep` occupies the KV cache's memory during training, too; a resumed run always recomputes.
         pub carried_kv: CarriedKv = CarriedKv::Recompute,
 
-        /// What happens to groups without a training signal: all rewards equal, or the mean reward outside of `dynamic_sampling_range`. `none`: they
+        /// Treatment of groups without a training signal: all rewards equal, or the mean reward outside of `dynamic_sampling_range`. `none`: they
         /// stay in the batch with advantages of 0. `filter`: they are removed from the update. `replace`: the next prompts are sampled in their place
         /// while others are still decoded; the batch is the first groups with a signal, in data order.
         pub dynamic_sampling: DynamicSampling = DynamicSampling::None,

@@ -54,12 +54,12 @@ impl NumberRange {
         Self { why, ..self }
     }
 
-    /// The same range without its lower bound.
+    /// Returns this range without its lower bound.
     pub const fn without_low(self) -> Self {
         Self { low_is_in: false, ..self }
     }
 
-    /// The same range without negative numbers.
+    /// Returns this range without negative numbers.
     pub fn not_negative(self) -> Self {
         if self.low < 0.0 { Self { low: 0.0, low_is_in: true, ..self } } else { self }
     }

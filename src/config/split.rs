@@ -11,7 +11,7 @@ pub const MAX_ASYNC_STEPS: usize = 8;
 keys! {
     /// Keys of split mode, in which a rank either trains or generates (`split.*`, if `mode` is `split`).
     ///
-    /// Of eight GPUs two generate, up to two steps ahead:
+    /// Two of eight GPUs generate, up to two steps ahead:
     ///
     /// ```
     /// use colo_grpo::Config;

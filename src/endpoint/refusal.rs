@@ -16,7 +16,7 @@ pub struct Refusal {
     pub param: Option<String>,
     /// OpenAI's error code, if it is not the usual one for the status.
     pub code: Option<&'static str>,
-    /// What is wrong, what was expected, and how to fix it.
+    /// Says what is wrong, what was expected, and how to fix it.
     pub message: String,
 }
 

@@ -225,7 +225,7 @@ pub(super) struct DeltaLayer<'a> {
     pub(super) num_tokens: usize,
 }
 
-/// What all kernels of such a layer begin with.
+/// The first arguments of all kernels of a gated delta net.
 #[derive(Debug)]
 pub(super) struct LayerArguments {
     pub(super) gpu: usize,
