@@ -114,8 +114,12 @@ impl TrainBench {
     }
 
     fn pack(&self, sequences: &[Sequence], device: Device) -> Result<Vec<MicroBatch>> {
-        let (max_tokens, share_prompts) = (self.max_tokens_per_micro_batch, self.share_prompts);
+        let (max_tokens, share_prompts) = (self.max_tokens_per_micro_batch, self.shares_prompts());
         pack(sequences, &PackOptions { max_tokens, share_prompts, device })
+    }
+
+    fn shares_prompts(&self) -> bool {
+        self.share_prompts && self.spec.can_share_prompts()
     }
 
     /// Predicted peak of libtorch's tensors, in bytes. Whole gradients keep their memory between steps unless they are dropped.
@@ -129,7 +133,7 @@ impl TrainBench {
     /// Predicted peak if all micro-batches fill their budget and all tokens are scored, as a run's memory plan assumes.
     fn planned_bytes(&self, table: &ParamTable, num_micro_batches: usize) -> usize {
         let tokens = self.max_tokens_per_micro_batch;
-        let shares_prompts = self.share_prompts && self.group > 1;
+        let shares_prompts = self.shares_prompts() && self.group > 1;
         let full = MicroBatchShape { tokens, scored_tokens: tokens, shares_prompts, num_top: 0 };
         self.bytes_at_most(table, &vec![full; num_micro_batches.min(2)])
     }

@@ -286,7 +286,7 @@ impl PlanInput<'_> {
         MicroBatchShape {
             tokens,
             scored_tokens: tokens,
-            shares_prompts: self.config.share_prompts,
+            shares_prompts: self.config.share_prompts && self.table.spec.can_share_prompts(),
             num_top: self.config.distillation.num_top().unwrap_or(0),
         }
     }

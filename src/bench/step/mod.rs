@@ -94,7 +94,8 @@ impl StepBench {
             Sequence::of_tokens(token_ids, self.prompt_len)
         };
         let sequences: Vec<Sequence> = (0..own_prompts * self.group).map(sequence).collect();
-        let (max_tokens, share_prompts) = (config.max_tokens_per_micro_batch, config.share_prompts);
+        let max_tokens = config.max_tokens_per_micro_batch;
+        let share_prompts = config.share_prompts && self.spec.can_share_prompts();
         let micro_batches = pack(&sequences, &PackOptions { max_tokens, share_prompts, device: Device::Cpu })?;
         let shapes: Vec<_> = micro_batches.iter().map(MicroBatch::shape).collect();
         let (table, kind) = (policy.table(), policy.kind());

@@ -54,6 +54,16 @@ fn memory_of_a_benchmark_includes_optimizer_state() {
     }
 }
 
+#[test]
+fn models_with_windows_do_not_share_prompts() {
+    let tokens = |preset: &str| {
+        let bench = TrainBench { group: 4, ..bench(preset, 6, GradientCheckpointing::None) };
+        let micro_batches = bench.pack(&bench.all_sequences(0), Device::Cpu).unwrap();
+        micro_batches.iter().map(|micro_batch| micro_batch.shape().tokens).sum::<usize>()
+    };
+    assert_eq!([tokens("qwen2.5-1.5b"), tokens("gemma-3-4b")], [5 * 2048, 8 * 2048]);
+}
+
 /// The benchmark needs more memory than any machine has: if it started to allocate, the kernel would kill it.
 #[test]
 fn a_benchmark_that_exceeds_memory_is_refused_before_it_starts() {

@@ -250,6 +250,12 @@ impl ModelSpec {
         self.distinct(|attention| attention.window)
     }
 
+    /// Whether completions may share the computation of their prompt. A sliding window could hide a prompt from the end of a completion, so models
+    /// with one process every sequence whole.
+    pub fn can_share_prompts(&self) -> bool {
+        self.windows().iter().all(Option::is_none)
+    }
+
     /// The distinct windows and scales ([`AttentionSpec::sight`]) of attention layers.
     pub fn sights(&self) -> Vec<Sight> {
         self.distinct(AttentionSpec::sight)

@@ -201,3 +201,14 @@ fn each_key_changes_only_its_part_of_the_predicted_time() {
     let ahead = of(&["mode=split", "split.rollout_gpus=1", "split.async_steps=1"], &|_| {});
     assert!(ahead.step_s < ahead.generate_s + ahead.train_s);
 }
+
+/// A window may hide a prompt from the end of a completion, so training computes it for each completion, whatever the key says.
+#[test]
+fn models_with_windows_do_not_share_prompts() {
+    let train_s = |preset: &str, shares: bool| {
+        let (spec, config) = (ModelSpec::preset(preset).unwrap(), config(&[format!("share_prompts={shares}")]));
+        StepSeconds::predict(&work(&config, &spec), Gpu::named("h200").unwrap()).unwrap().train_s
+    };
+    assert!(train_s("qwen2.5-1.5b", true) < 0.9 * train_s("qwen2.5-1.5b", false));
+    assert_eq!(train_s("gemma-3-4b", true), train_s("gemma-3-4b", false));
+}

@@ -81,7 +81,7 @@ impl PlannedStep<'_> {
             (mean(|length| length), mean(|length| length * length), self.lengths.prompt);
         let groups = self.num_prompts as f64 / trainers;
         let sequences = groups * group;
-        let (prompts, unit_tokens, units) = match self.config.share_prompts {
+        let (prompts, unit_tokens, units) = match self.config.share_prompts && self.spec.can_share_prompts() {
             true => (groups, prompt + group * completion, groups),
             false => (sequences, prompt + completion, sequences),
         };

@@ -62,10 +62,9 @@ impl Learner {
         Ok(micro_batches)
     }
 
-    /// Whether prompts are shared by their completions. A sliding window could hide a prompt from the end of a completion, so models with one process
-    /// every sequence whole.
+    /// Whether completions share the computation of their prompt.
     fn shares_prompts(&self, options: &UpdateOptions) -> bool {
         let mut tables = std::iter::once(self.policy.table()).chain(self.teacher.as_ref().map(Reference::table));
-        options.share_prompts && tables.all(|table| table.spec.windows() == [None])
+        options.share_prompts && tables.all(|table| table.spec.can_share_prompts())
     }
 }
