@@ -46,11 +46,17 @@ train() {
 
 weights=(--rollout_quantization fp8)
 cache=(--kv_cache_dtype fp8)
+whole=(--rollout_quantization int8)
 generate 7b-256-bf16 qwen2.5-7b 32 512 1024
 generate 7b-256-weights qwen2.5-7b 32 512 1024 "${weights[@]}"
 generate 7b-256-both qwen2.5-7b 32 512 1024 "${weights[@]}" "${cache[@]}"
+generate 7b-256-int8 qwen2.5-7b 32 512 1024 "${whole[@]}"
+generate 7b-256-int8-both qwen2.5-7b 32 512 1024 "${whole[@]}" --kv_cache_dtype int8
+generate 7b-256-strict qwen2.5-7b 32 512 1024 --strict
+generate 7b-256-int8-strict qwen2.5-7b 32 512 1024 "${whole[@]}" --strict
 generate 7b-8-bf16 qwen2.5-7b 1 512 256
 generate 7b-8-weights qwen2.5-7b 1 512 256 "${weights[@]}"
+generate 7b-8-int8 qwen2.5-7b 1 512 256 "${whole[@]}"
 generate 7b-8-both qwen2.5-7b 1 512 256 "${weights[@]}" "${cache[@]}"
 generate qwen3-8b-256-bf16 qwen3-8b 32 512 1024
 generate qwen3-8b-256-both qwen3-8b 32 512 1024 "${weights[@]}" "${cache[@]}"

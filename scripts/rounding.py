@@ -72,6 +72,9 @@ def main():
     def rotated(x, matrix=of_64):
         return (x.unflatten(-1, (-1, len(matrix))) @ matrix).flatten(-2)
 
+    def turned(most):  # by the largest matrix of at most so many channels that divides the row
+        return lambda x: rotated(x, hadamard(min(x.shape[-1] & -x.shape[-1], most)))
+
     def back(rounded, matrix=of_64):  # rounds what is rotated, and turns it back: Hadamard's matrix is its own inverse
         return lambda x: rotated(rounded(rotated(x, matrix)), matrix)
 
@@ -111,6 +114,18 @@ def main():
             return hooks
         return set_up
 
+    def without_norms(activations, rows, rotates):  # the weight of the norm before a matrix is multiplied with the matrix instead
+        def set_up():
+            hooks = []
+            for (layer, name), module in modules.items():
+                norm = layers[layer].input_layernorm if name in MATRICES[:3] else layers[layer].post_attention_layernorm
+                factors = norm.weight.data.clone() if name not in ("o_proj", "down_proj") else torch.ones(module.in_features)
+                factors[factors == 0] = 1
+                module.weight.data = rows(rotates(weights[layer, name] * factors))
+                hooks.append(module.register_forward_pre_hook(lambda _, x, by=factors: (activations(rotates(x[0] / by)),)))
+            return hooks
+        return set_up
+
     def keys_and_values(keys, values):
         def set_up():
             cache.update(keys=keys, values=values)
@@ -140,6 +155,11 @@ def main():
         "int8": products(int8, int8),
         "int8, blocks of 64 channels": products(blocks(int8, 64), blocks(int8, 64)),
         "int8, rotated": products(int8, int8, rotated),
+        "int8, rotated by up to 16": products(int8, int8, turned(16)),
+        "int8, rotated by up to 32": products(int8, int8, turned(32)),
+        "int8, rotated by up to 256": products(int8, int8, turned(256)),
+        "int8, rotated by up to 512": products(int8, int8, turned(512)),
+        "int8, rotated without the norms' weights": without_norms(int8, int8, turned(256)),
         "int8, rotated, weights alone": products(bfloat16, int8, rotated),
         "int8 weights, e4m3 activations": products(e4m3, int8),
         "e4m3 cache": keys_and_values(e4m3, e4m3),

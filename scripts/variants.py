@@ -39,6 +39,7 @@ VARIANTS = {
 }
 ON_GPUS = {
     "fp8": (1, "rollout_quantization=fp8", "kv_cache_dtype=fp8", "mixed_precision=fp8"),
+    "int8": (1, "rollout_quantization=int8", "kv_cache_dtype=int8"),
     "exact": (1, "exact=true"),
 }
 COMMON = ("reward_funcs=[\"words\",\"repetition_penalty\"]", "rewards.words.function=configs/words/reward.py:words", "reward.repetition_n_grams=1",
@@ -104,13 +105,13 @@ def odd(name, lines, exact, dtype):
         hold(line["grad_norm"] > 0 or line["frac_reward_zero_std"] == 1, f"{at}no gradient")
         # What the two halves differ by, and the correction's mean weight, which is 1 but for that.
         mean, most = (line[f"sampling/sampling_logp_difference/{part}"] for part in ("mean", "max"))
-        limit = 0 if exact else 0.4 if name == "fp8" else 0.06 if dtype == "bfloat16" else 1e-4
+        limit = 0 if exact else 0.4 if name in ("fp8", "int8") else 0.06 if dtype == "bfloat16" else 1e-4
         is_old = "ahead" in name or "partial" in name
         hold(mean <= (0.2 if is_old else limit), f"{at}sampler and trainer differ by {mean:.2g} in the mean")
         hold(not exact or most == 0, f"{at}exact differs by {most:.2g}")
-        # Where both halves have the same bits nothing is corrected. FP8 masks whole sequences, as docs/fp8.md says.
+        # Where both halves have the same bits nothing is corrected. 8-bit engines mask whole sequences, as docs/fp8.md says.
         ratio = line.get("sampling/importance_sampling_ratio/mean", 1.0 if exact else math.nan)
-        hold(name == "fp8" or abs(ratio - 1) < (0.3 if is_old else 0.07), f"{at}mean importance ratio {ratio:.3f}")
+        hold(name in ("fp8", "int8") or abs(ratio - 1) < (0.3 if is_old else 0.07), f"{at}mean importance ratio {ratio:.3f}")
         hold(("kl" in line) == ("beta" in name), f"{at}kl is {line.get('kl')}")
     if "beta" in name:
         hold(abs(lines[0]["kl"]) < 1e-3, f"kl of the first step {lines[0]['kl']:.2g}: the policy is its reference")

@@ -55,11 +55,11 @@ pub mod metrics {
 pub mod model {
     pub use crate::model::{
         AdapterBase, AttentionSpec, BlockContext, BlockParams, BlockSpec, DeltaNetSpec, DenseSpec, EmbeddingParams,
-        ExpertsSpec, Family, Format, Fp8, HeadParams, HeadSums, LoraSpec, Matrix, Mixer, Mlp, ModelSource, ModelSpec,
-        Nf4, NormPlaces, PackedMixer, Param, ParamName, ParamTable, Piece, Plain, QkNorm, RopeSpec, Routes, Scoring,
-        SequenceMixer, SharedExpertSpec, Stage, Stages, StoredBlock, StoredFormat, Unit, UnitLayout, Use, WeightFiles,
-        WeightWriter, block_forward, draft_input, head_backward, head_forward, init_folder, init_unit, init_unit_on,
-        write_adapters,
+        ExpertsSpec, Family, Format, Fp8, HeadParams, HeadSums, Int8, LoraSpec, Matrix, Mixer, Mlp, ModelSource,
+        ModelSpec, Nf4, NormPlaces, PackedMixer, Param, ParamName, ParamTable, Piece, Plain, QkNorm, RopeSpec, Routes,
+        Scoring, SequenceMixer, SharedExpertSpec, Stage, Stages, StoredBlock, StoredFormat, Unit, UnitLayout, Use,
+        WeightFiles, WeightWriter, block_forward, draft_input, head_backward, head_forward, init_folder, init_unit,
+        init_unit_on, write_adapters,
     };
 }
 pub mod ops {

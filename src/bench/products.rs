@@ -1,4 +1,4 @@
-//! The GEMMs of a block by every implementation that supports them: cuBLASLt's and this crate's, in bfloat16 and FP8, single and in sustained
+//! The GEMMs of a block by every implementation that supports them: cuBLASLt's and this crate's, in bfloat16, FP8 and int8, single and in sustained
 //! operation.
 #![allow(unsafe_code)]
 
@@ -11,7 +11,7 @@ use crate::cuda::kernels::{self, ScaledRows};
 use crate::cuda::{Capability, EnergyMeter, Products, Sustained, Tuning};
 use crate::error::Result;
 use crate::model::{LinearSpec, Matrix};
-use crate::ops::fp8;
+use crate::ops::{fp8, int8};
 
 /// Bytes of the weight copies that a graph multiplies with in turn: far more than the GPU's caches hold.
 const COPIES_BYTES: usize = 800 << 20;
@@ -40,7 +40,8 @@ impl DecodeStep<'_> {
     }
 
     fn product(&mut self, meter: &EnergyMeter, products: &Products, linear: &LinearSpec) -> Result<()> {
-        let Operands { x, weights, out, act, fp8 } = &self.operands(linear)?;
+        let operands = self.operands(linear)?;
+        let Operands { x, weights, out, act, fp8 } = &operands;
         let (rows, is_gate_up) = (self.bench.rows, linear.matrix == Matrix::GateUp);
         self.way(meter, linear, ("bfloat16", "cuBLASLt"), weights.len(), |copy| {
             products.run(x, &weights[copy].tr(), None, out, 0.0, Tuning::Timed)
@@ -80,6 +81,28 @@ impl DecodeStep<'_> {
         if kernels::wide_product_serves(rows, &rounded[0].values, None)? {
             self.way(meter, linear, ("fp8", "wide_product"), weights.len(), |copy| {
                 kernels::wide_product_fp8(x8, &rounded[copy], None, out)
+            })?;
+        }
+        self.int8_product(meter, linear, &operands)
+    }
+
+    /// Times one GEMM in int8, and the rounding of its weight.
+    fn int8_product(&mut self, meter: &EnergyMeter, linear: &LinearSpec, operands: &Operands) -> Result<()> {
+        let Operands { x, weights, out, act, .. } = operands;
+        let (x8, rounded) = {
+            let _current = self.stream.make_current()?;
+            let rounded: Vec<ScaledRows> = weights.iter().map(int8::rotated_rows).collect::<Result<_>>()?;
+            (int8::rotated_rows(x)?, rounded)
+        };
+        self.way(meter, linear, ("rounding", "int8_rows"), weights.len(), |copy| {
+            kernels::fp8_rows(&weights[copy], &rounded[copy])
+        })?;
+        self.way(meter, linear, ("int8", "int8_product"), weights.len(), |copy| {
+            kernels::int8_product(&x8, &rounded[copy], None, out)
+        })?;
+        if linear.matrix == Matrix::GateUp {
+            self.way(meter, linear, ("int8", "int8_silu_mul"), weights.len(), |copy| {
+                kernels::int8_silu_mul(&x8, &rounded[copy], act)
             })?;
         }
         Ok(())

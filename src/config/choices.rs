@@ -304,6 +304,9 @@ choices! {
         None = "none",
         /// e4m3 with one scale per row, quantized at every wake; activations with one scale per token.
         Fp8 = "fp8",
+        /// int8 with one scale per row, after both operands were multiplied by Hadamard matrices. The sampler is closer to the trainer than with `fp8`,
+        /// and `strict` is supported.
+        Int8 = "int8",
     }
 }
 choices! {

@@ -81,7 +81,7 @@ sources! {
 }
 
 /// Headers that the sources include. CUDA's own headers, such as that for bf16, are not part of the compiler's package.
-const HEADERS: [(&CStr, &str); 21] = [
+const HEADERS: [(&CStr, &str); 24] = [
     (c"adamw.cuh", include_str!("../kernels/adamw.cuh")),
     (c"async.cuh", include_str!("../kernels/async.cuh")),
     (c"attention.cuh", include_str!("../kernels/attention.cuh")),
@@ -96,12 +96,15 @@ const HEADERS: [(&CStr, &str); 21] = [
     (c"delta_step.cuh", include_str!("../kernels/delta_step.cuh")),
     (c"fp8.cuh", include_str!("../kernels/fp8.cuh")),
     (c"hopper.cuh", include_str!("../kernels/hopper.cuh")),
+    (c"int8.cuh", include_str!("../kernels/int8.cuh")),
     (c"mma.cuh", include_str!("../kernels/mma.cuh")),
     (c"philox.cuh", include_str!("../kernels/philox.cuh")),
     (c"product.cuh", include_str!("../kernels/product.cuh")),
+    (c"rounded_rows.cuh", include_str!("../kernels/rounded_rows.cuh")),
     (c"route.cuh", include_str!("../kernels/route.cuh")),
     (c"sample.cuh", include_str!("../kernels/sample.cuh")),
     (c"scalar.cuh", include_str!("../kernels/scalar.cuh")),
+    (c"tile_output.cuh", include_str!("../kernels/tile_output.cuh")),
     (c"tiles.cuh", include_str!("../kernels/tiles.cuh")),
 ];
 

@@ -2,7 +2,7 @@
 // ranks' parts, added in rank order in float32 and rounded once to the type X of x; y = x / sqrt(mean(x^2) + eps) * (centre + weight). N ranks, T
 // rows of D = 8 * packs bf16 elements; one thread has one pack of a row.
 //
-// If the next GEMM is in FP8, y is quantized to e4m3 with one scale per row, and y itself is only written if requested.
+// If the next GEMM is in FP8 or int8, y is quantized with one scale per row, and y itself is only written if requested.
 //
 // Every rank maps every other rank's memory, which starts with `Control` and has the same layout on all ranks. There are two methods, with the same
 // bits:
@@ -16,7 +16,7 @@
 // Calls are counted on the device, so that a captured launch can be replayed. Consecutive calls must have their parts in different places: when a
 // rank has finished the later call, all ranks have read the parts of the earlier call, but perhaps not those of the later one. A rank that waits for
 // peers also polls `abort`, and then continues with arbitrary data.
-#include "fp8.cuh"
+#include "rounded_rows.cuh"
 
 constexpr int MOST_RANKS = 8;
 constexpr int MOST_BLOCKS = 512;
@@ -29,7 +29,8 @@ struct Ranks {
 // Offsets in every rank's memory of the outputs made from y; -1 for those that are not written.
 struct Outputs {
     long long normed;          // [T, D] bf16
-    long long values, scales;  // [T, D] e4m3, [T] f32
+    long long values, scales;  // [T, D] e4m3 or int8, [T] f32
+    int block;                 // for int8: columns of a Hadamard matrix; 0 for e4m3
 };
 
 struct Control {
@@ -90,22 +91,28 @@ __device__ __forceinline__ Row norm(
     return y;
 }
 
+// Rounds a thread's pack of a row of y and writes it to the memory of one rank or of all ranks.
+template <int N, bool ALL, typename Form>
+__device__ __forceinline__ void write_rounded(
+    const Form& form, const Ranks& ranks, int rank, const Outputs& to, const Row& y, bool is_in, long long row, long long at
+) {
+    const auto kept = form.keep(y, is_in);
+    const auto scale = form.scale(block_max_bits(is_in ? form.most(kept, 0) : 0));
+#pragma unroll
+    for (int r = 0; r < N; ++r) {
+        if (!ALL && r != rank) continue;
+        if (is_in) scale.write(kept, reinterpret_cast<unsigned char*>(ranks.at[r] + to.values) + 8 * at);
+        if (threadIdx.x == 0) reinterpret_cast<float*>(ranks.at[r] + to.scales)[row] = scale.scale;
+    }
+}
+
 // Writes a thread's pack of a row of y to the memory of one rank or of all ranks. `row` counts rows, `at` counts packs from the first row on.
 template <int N, bool ALL>
 __device__ __forceinline__ void write(
     const Ranks& ranks, int rank, const Outputs& to, const Row& y, bool is_in, long long row, long long at
 ) {
-#if __CUDA_ARCH__ >= 890
-    if (to.values >= 0) {
-        const RowScale scale(block_max_bits(is_in ? most_bits(y, 0) : 0));
-#pragma unroll
-        for (int r = 0; r < N; ++r) {
-            if (!ALL && r != rank) continue;
-            if (is_in) scale.write(y, reinterpret_cast<unsigned char*>(ranks.at[r] + to.values) + 8 * at);
-            if (threadIdx.x == 0) reinterpret_cast<float*>(ranks.at[r] + to.scales)[row] = scale.scale;
-        }
-    }
-#endif
+    if (to.values >= 0 && to.block) write_rounded<N, ALL>(Int8Form(to.block), ranks, rank, to, y, is_in, row, at);
+    else if (to.values >= 0) write_rounded<N, ALL>(E4m3Form(0), ranks, rank, to, y, is_in, row, at);
     if (!is_in || to.normed < 0) return;
 #pragma unroll
     for (int r = 0; r < N; ++r) {
@@ -164,8 +171,8 @@ __device__ __forceinline__ void sum_rows(
     extern "C" __global__ void __launch_bounds__(1024) NAME##_##N(                                                \
         const __grid_constant__ Ranks ranks, long long rank, long long parts, long long normed, long long values, \
         long long scales, const unsigned* abort, X* x, const bf16* weight, long long rows, long long packs, float eps, \
-        float centre) {                                                                                           \
-        const Outputs to = {normed, values, scales};                                                              \
+        float centre, long long block) {                                                                          \
+        const Outputs to = {normed, values, scales, static_cast<int>(block)};                                     \
         sum_rows<X, N, SHARE>(ranks, rank, parts, to, abort, x, weight, rows, packs, eps, centre);                \
     }
 #define ALL_REDUCES(NAME, X, SHARE) \

@@ -45,9 +45,9 @@ __device__ __forceinline__ void finish_products(float (&sums)[COUNT]) {
     template <int IS_BY_ROWS>                                                                                                \
     __device__ __forceinline__ void multiply_from(float (&d)[SUMS], const unsigned (&a)[4], unsigned long long b) {          \
         asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, 1, 0;\n"                                                          \
-                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" R##SUMS "}, {" R4(A0, A1, A2, A3) "}, %" #B \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" R##SUMS "}, {" QUAD(A0, A1, A2, A3) "}, %" #B \
                      ", add, 1, 1, %" #BY_ROWS ";\n}"                                                                        \
-                     : D##SUMS                                                                                               \
+                     : D##SUMS("+f")                                                                                             \
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(IS_BY_ROWS));                                 \
     }
 MULTIPLY_FROM(64, 32, 32, 33, 34, 35, 36, 37)

@@ -3,14 +3,6 @@
 #pragma once
 #include "scalar.cuh"
 
-// Destination of a quantized row.
-struct Fp8Row {
-    unsigned char* values;  // [K]
-    float* scale;
-};
-
-#if __CUDA_ARCH__ >= 890
-
 // Maximum over the block, equal in every thread. Blocks must consist of whole warps.
 __device__ __forceinline__ unsigned block_max_bits(unsigned value) {
     __shared__ unsigned warps[32];
@@ -23,8 +15,10 @@ __device__ __forceinline__ unsigned block_max_bits(unsigned value) {
 
 // Converts two consecutive values, to nearest, ties to even, at most 448.
 __device__ __forceinline__ unsigned e4m3_pair(float low, float high) {
-    unsigned short both;
+    unsigned short both = 0;
+#if __CUDA_ARCH__ >= 890
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(both) : "f"(high), "f"(low));
+#endif
     return both;
 }
 
@@ -59,36 +53,3 @@ __device__ __forceinline__ unsigned most_bits(const Pack<bf16, 8>& from, unsigne
     const unsigned both = __vmaxu2(low, high);
     return max(bits, max(both & 0xffffu, both >> 16));
 }
-
-// Quantizes a row in shared memory; `bits` is the largest value that this thread has written there.
-__device__ __forceinline__ void write_fp8(const Pack<bf16, 8>* row, int packs, unsigned bits, const Fp8Row& to) {
-    const RowScale scale(block_max_bits(bits));  // by then the whole row is there
-    if (threadIdx.x == 0) *to.scale = scale.scale;
-#pragma unroll 4
-    for (int i = threadIdx.x; i < packs; i += blockDim.x) scale.write(row[i], to.values + 8 * i);
-}
-
-// Quantizes a row of which each thread has the packs at threadIdx.x + k * blockDim.x.
-template <int MOST>
-__device__ __forceinline__ void write_fp8(const Pack<bf16, 8> (&row)[MOST], int packs, const Fp8Row& to) {
-    unsigned bits = 0;
-#pragma unroll
-    for (int k = 0; k < MOST; ++k)
-        if (threadIdx.x + k * blockDim.x < packs) bits = most_bits(row[k], bits);
-    const RowScale scale(block_max_bits(bits));
-    if (threadIdx.x == 0) *to.scale = scale.scale;
-#pragma unroll
-    for (int k = 0; k < MOST; ++k) {
-        const int i = threadIdx.x + k * blockDim.x;
-        if (i < packs) scale.write(row[k], to.values + 8 * i);
-    }
-}
-
-#else
-
-template <int MOST>
-__device__ __forceinline__ void write_fp8(const Pack<bf16, 8> (&)[MOST], int, const Fp8Row&) {}
-__device__ __forceinline__ unsigned most_bits(const Pack<bf16, 8>&, unsigned bits) { return bits; }
-__device__ __forceinline__ void write_fp8(const Pack<bf16, 8>*, int, unsigned, const Fp8Row&) {}
-
-#endif

@@ -1,5 +1,5 @@
-// y = silu(gate) * up of x w^T with columns g0 u0 g1 u1 .., for up to 512 rows per launch, on Hopper's tensor cores: TMA and wgmma, float32 sums.
-// Operands are bf16, or e4m3 with one scale per row.
+// y = silu(gate) * up of x w^T with columns g0 u0 g1 u1 .., for up to 512 rows per launch, on Hopper's tensor cores: TMA and wgmma, float32 or
+// int32 sums. Operands are bf16, or e4m3 or int8 with one scale per row.
 //
 // Weights are the left operand, so that one instruction multiplies 64 features and 256 rows, and three warpgroups have a tile of 192 features. Blocks
 // work in pairs. With up to 256 rows a pair has three tiles: one for each block, with rows of which each block copies half for both; and half of K
@@ -21,12 +21,13 @@ struct Output {
     bf16* at;
     long long leading;
     int rows, features;                // of x and of w
-    const float *x_scales, *w_scales;  // [R], [2 F]; for e4m3
+    const float *x_scales, *w_scales;  // [R], [2 F]; for e4m3 and int8
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 MULTIPLY(256, 128, 128, 129, 130)
+MULTIPLY_INT8(256, 128, 128, 129, 130)
 
 // Copies, for a matrix in groups of sixteen rows, their eight gates before their eight ups, to both blocks.
 __device__ __forceinline__ void copy_pairs_to_both(
@@ -103,7 +104,7 @@ struct Copier {
 
 // A warpgroup's sums over `count` steps, for 64 features and all rows.
 template <typename Kind, bool TALL>
-__device__ __forceinline__ void multiply_steps(float (&d)[128], Copier<Kind, TALL>& copier, int count, int& taken) {
+__device__ __forceinline__ void multiply_steps(typename Kind::Sum (&d)[128], Copier<Kind, TALL>& copier, int count, int& taken) {
     const auto release = [&](int stage) {
         const int thread = threadIdx.x % GROUP;
         if (thread < 2) arrive_at(copier.empty + 8 * stage, thread);
@@ -127,12 +128,7 @@ __device__ __forceinline__ void multiply_steps(float (&d)[128], Copier<Kind, TAL
     release((taken - 1) % STAGES);
 }
 
-// A thread's sums for eight rows.
-__device__ __forceinline__ float4 sums_of(const float (&d)[128], int eight) {
-    return make_float4(d[4 * eight], d[4 * eight + 1], d[4 * eight + 2], d[4 * eight + 3]);
-}
-
-// A warp's eight gates and their ups and, for e4m3, the scales of those that a thread has.
+// A warp's eight gates and their ups and, for e4m3 and int8, the scales of those that a thread has.
 struct Features {
     int first;
     float2 scales;
@@ -148,8 +144,8 @@ __device__ __forceinline__ void emit(float4 v, const Output& out, const float* r
     const int lane = threadIdx.x % 32, feature = of.first;
     if constexpr (Kind::IS_SCALED) {
         const float2 of_rows = *reinterpret_cast<const float2*>(row_scales + row % ROWS + lane % 4 * 2);
-        v.x = v.x * of_rows.x * of.scales.x, v.y = v.y * of_rows.y * of.scales.x;
-        v.z = v.z * of_rows.x * of.scales.y, v.w = v.w * of_rows.y * of.scales.y;
+        v.x = Kind::scaled(v.x, of_rows.x, of.scales.x), v.y = Kind::scaled(v.y, of_rows.y, of.scales.x);
+        v.z = Kind::scaled(v.z, of_rows.x, of.scales.y), v.w = Kind::scaled(v.w, of_rows.y, of.scales.y);
     }
     const unsigned y = transpose(pack(silu_mul(v.x, v.z), silu_mul(v.y, v.w)));
     row += lane / 4;
@@ -161,7 +157,7 @@ template <typename Kind, bool TALL>
 __device__ __forceinline__ void gate_up(const TensorMap& x_map, const TensorMap& w_map, const Output& out, int all) {
     extern __shared__ unsigned char memory[];
     __shared__ alignas(8) unsigned long long barriers[2 * STAGES];
-    __shared__ alignas(8) float row_scales[ROWS];  // for e4m3
+    __shared__ alignas(8) float row_scales[ROWS];  // for e4m3 and int8
     const unsigned stages = (shared_address(memory) + 1023) / 1024 * 1024;
     const unsigned full = shared_address(barriers), empty = full + 8 * STAGES;
     const Steps<TALL> steps(all);
@@ -188,7 +184,7 @@ __device__ __forceinline__ void gate_up(const TensorMap& x_map, const TensorMap&
     }
     __syncthreads();
 
-    float d[128];
+    typename Kind::Sum d[128];
     int taken = 0;
     const int own = static_cast<int>(threadIdx.x) / 32 * 16;  // the warp's first feature in a tile
     for (int round = 0; round < Steps<TALL>::WHOLE; ++round) {
@@ -196,7 +192,7 @@ __device__ __forceinline__ void gate_up(const TensorMap& x_map, const TensorMap&
         const Features features(out, steps.tile(round) * FEATURES + own);
 #pragma unroll
         for (int eight = 0; eight < 32; ++eight)
-            emit<Kind>(sums_of(d, eight), out, row_scales, steps.row() + 8 * eight, features);
+            emit<Kind>(sums_of<Kind>(d, eight), out, row_scales, steps.row() + 8 * eight, features);
     }
     if (!TALL) {  // each block finishes half of the rows: it passes on its sums of the others, in the memory of the stages
         multiply_steps(d, copier, steps.end - steps.begin, taken);
@@ -205,16 +201,16 @@ __device__ __forceinline__ void gate_up(const TensorMap& x_map, const TensorMap&
         __syncthreads();
 #pragma unroll
         for (int eight = 0; eight < 16; ++eight) {
-            const float4 low = sums_of(d, eight), high = sums_of(d, 16 + eight);
+            const float4 low = sums_of<Kind>(d, eight), high = sums_of<Kind>(d, 16 + eight);
             store_shared(place(eight), first ? high : low);
         }
         sync_cluster();
         const Features features(out, steps.tile(1) * FEATURES + own);
 #pragma unroll
         for (int eight = 0; eight < 16; ++eight) {
-            const float4 low = sums_of(d, eight), high = sums_of(d, 16 + eight), kept = first ? low : high;
-            const float4 given = load_shared(place(eight), steps.rank ^ 1);
-            const float4 v = make_float4(kept.x + given.x, kept.y + given.y, kept.z + given.z, kept.w + given.w);
+            const float4 low = sums_of<Kind>(d, eight), high = sums_of<Kind>(d, 16 + eight), given = load_shared(place(eight), steps.rank ^ 1);
+            float4 v = first ? low : high;
+            add_sums<Kind>(v, given);
             emit<Kind>(v, out, row_scales, (first ? 0 : ROWS / 2) + 8 * eight, features);
         }
     }
@@ -235,16 +231,21 @@ __device__ __forceinline__ void gate_up(const TensorMap&, const TensorMap&, cons
     ) {                                                                                                           \
         const Output output = {y, leading, static_cast<int>(rows), static_cast<int>(features)};                   \
         gate_up<Bf16, TALL>(x, w, output, static_cast<int>(steps));                                               \
-    }                                                                                                             \
-    extern "C" __global__ void __launch_bounds__(THREADS, 1) gate_up_fp8_##ROWS(                                  \
+    }
+#define SCALED_GATE_UP(NAME, KIND, TALL)                                                                          \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1) NAME(                                                \
         const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, bf16* y, long long leading,     \
         long long rows, long long features, long long steps, const float* x_scales, const float* w_scales         \
     ) {                                                                                                           \
         const Output output = {                                                                                   \
             y, leading, static_cast<int>(rows), static_cast<int>(features), x_scales, w_scales                    \
         };                                                                                                        \
-        gate_up<E4m3, TALL>(x, w, output, static_cast<int>(steps));                                               \
+        gate_up<KIND, TALL>(x, w, output, static_cast<int>(steps));                                               \
     }
 
 GATE_UP(256, false)
 GATE_UP(512, true)
+SCALED_GATE_UP(gate_up_fp8_256, E4m3, false)
+SCALED_GATE_UP(gate_up_fp8_512, E4m3, true)
+SCALED_GATE_UP(gate_up_int8_256, Int8, false)
+SCALED_GATE_UP(gate_up_int8_512, Int8, true)

@@ -1,5 +1,5 @@
-// out = x w^T + bias, or silu(gate) * up of its columns g0 u0 g1 u1 .., for up to eight rows in e4m3 with one scale per row, on Hopper's tensor
-// cores: TMA and wgmma, float32 sums.
+// out = x w^T + bias, or silu(gate) * up of its columns g0 u0 g1 u1 .., for up to eight rows in e4m3 or int8 with one scale per row, on Hopper's
+// tensor cores: TMA and wgmma, float32 or int32 sums.
 //
 // Weights are the left operand, so that an instruction multiplies 64 features with eight rows, and nearly all shared memory is for weights in flight.
 // A cluster has a tile of features. Its blocks have a part of K each and read one another's sums from shared memory, in the order of K. In a block
@@ -14,17 +14,12 @@ constexpr int STAGES_BYTES = 208 * 1024;
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// 64 features by eight rows, 32 bytes of K.
-__device__ __forceinline__ void multiply(float (&d)[4], unsigned long long a, unsigned long long b, int add) {
-    asm volatile(
-        "{\n.reg .pred add;\nsetp.ne.b32 add, %6, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {" R4(0, 1, 2, 3) "}, %4, %5, add, 1, 1;\n}"
-        : D4(0)
-        : "l"(a), "l"(b), "r"(add));
-}
+MULTIPLY_KIND(E4m3, "k32.f32.e4m3.e4m3", "", 8, 4, 4, 5, 6)
+MULTIPLY_INT8(8, 4, 4, 5, 6)
 
-template <int FEATURES_>
+template <typename Kind_, int FEATURES_>
 struct Shape {
+    using Kind = Kind_;
     static constexpr int FEATURES = FEATURES_, UNITS = FEATURES / UNIT;
     static constexpr int X_BYTES = ROWS * ROW_BYTES, W_BYTES = FEATURES * ROW_BYTES, STAGE_BYTES = X_BYTES + W_BYTES;
     static constexpr int STAGES = STAGES_BYTES / STAGE_BYTES;
@@ -43,10 +38,10 @@ __device__ __forceinline__ void produce(
         expect(barrier, S::STAGE_BYTES);
 #pragma unroll
         for (int unit = 0; unit < S::UNITS; ++unit)
-            copy(to + unit * UNIT * ROW_BYTES, &w_map, step * E4m3::STEP, part.tile + unit * UNIT, barrier, once);
+            copy(to + unit * UNIT * ROW_BYTES, &w_map, step * S::Kind::STEP, part.tile + unit * UNIT, barrier, once);
     };
     const auto copy_x = [&](int step, int stage) {
-        copy(stages + stage * S::STAGE_BYTES, &x_map, step * E4m3::STEP, 0, full + 8 * stage, often);
+        copy(stages + stage * S::STAGE_BYTES, &x_map, step * S::Kind::STEP, 0, full + 8 * stage, often);
     };
     fill(part.begin, part.end, S::STAGES, empty, copy_w, copy_x);
 }
@@ -54,7 +49,7 @@ __device__ __forceinline__ void produce(
 // The warpgroup's sums over the part's steps.
 template <typename S>
 __device__ __forceinline__ void consume(
-    float (&d)[S::UNITS][4], unsigned stages, unsigned full, unsigned empty, int steps
+    typename S::Kind::Sum (&d)[S::UNITS][4], unsigned stages, unsigned full, unsigned empty, int steps
 ) {
     over_steps<S::STAGES>(full, empty, steps, threadIdx.x == 0, [&](int step, int stage) {
         const unsigned x = stages + stage * S::STAGE_BYTES, w = x + S::X_BYTES;
@@ -63,7 +58,7 @@ __device__ __forceinline__ void consume(
         for (int unit = 0; unit < S::UNITS; ++unit) {
             const unsigned long long a = descriptor(w + unit * UNIT * ROW_BYTES), b = descriptor(x);
 #pragma unroll
-            for (int k = 0; k < ROW_BYTES / 32; ++k) multiply(d[unit], a + 2 * k, b + 2 * k, step > 0 || k > 0);
+            for (int k = 0; k < ROW_BYTES / 32; ++k) multiply(typename S::Kind{}, d[unit], a + 2 * k, b + 2 * k, step > 0 || k > 0);
         }
     });
 }
@@ -84,7 +79,7 @@ __device__ __forceinline__ void narrow_product(const TensorMap& x_map, const Ten
         sync_cluster();
     } else {
         wait_for_inputs();
-        float d[S::UNITS][4];
+        typename S::Kind::Sum d[S::UNITS][4];
         consume<S>(d, stages, full, empty, part.end - part.begin);
         asm volatile("bar.sync 1, %0;" ::"n"(GROUP) : "memory");  // the stages are no longer read: sums take their place
         const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
@@ -93,24 +88,24 @@ __device__ __forceinline__ void narrow_product(const TensorMap& x_map, const Ten
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int row = lane % 4 * 2 + i % 2, column = unit * UNIT + warp * 16 + lane / 4 + i / 2 * 8;
-                asm volatile("st.shared.f32 [%0], %1;" ::"r"(stages + (row * S::PITCH + column) * 4), "f"(d[unit][i]) : "memory");
+                asm volatile("st.shared.f32 [%0], %1;" ::"r"(stages + (row * S::PITCH + column) * 4), "f"(S::Kind::bits(d[unit][i])) : "memory");
             }
         sync_cluster();
-        add_parts<Form, E4m3, S::FEATURES, S::PITCH, GROUP>(out, stages, part.tile, part.rank, part.parts);
+        add_parts<Form, typename S::Kind, S::FEATURES, S::PITCH, GROUP>(out, stages, part.tile, part.rank, part.parts);
     }
     sync_cluster();  // other blocks read the sums here
 }
 
 #else  // other GPUs: never launched there
 
-template <int>
+template <typename, int>
 struct Shape {};
 template <typename Form, typename S>
 __device__ __forceinline__ void narrow_product(const TensorMap&, const TensorMap&, const Output&, int) {}
 
 #endif
 
-#define NARROW_PRODUCT(NAME, FORM, FEATURES)                                                                       \
+#define NARROW_PRODUCT(NAME, FORM, KIND, FEATURES)                                                                      \
     extern "C" __global__ void __launch_bounds__(GROUP + 32, 1) NAME##_##FEATURES(                             \
         const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, bf16* out, const bf16* bias,     \
         long long leading, long long rows, long long features, long long steps, const float* x_scales,             \
@@ -119,12 +114,14 @@ __device__ __forceinline__ void narrow_product(const TensorMap&, const TensorMap
         const Output output = {                                                                                    \
             out, bias, leading, static_cast<int>(rows), static_cast<int>(features), x_scales, w_scales             \
         };                                                                                                         \
-        narrow_product<FORM, Shape<FEATURES>>(x, w, output, static_cast<int>(steps));                              \
+        narrow_product<FORM, Shape<KIND, FEATURES>>(x, w, output, static_cast<int>(steps));                              \
     }
 
-#define NARROW_PRODUCTS(FEATURES)                          \
-    NARROW_PRODUCT(narrow_product_fp8, Plain, FEATURES)    \
-    NARROW_PRODUCT(narrow_product_silu_mul_fp8, SwiGlu, FEATURES)
+#define NARROW_PRODUCTS(FEATURES)                                         \
+    NARROW_PRODUCT(narrow_product_fp8, Plain, E4m3, FEATURES)             \
+    NARROW_PRODUCT(narrow_product_silu_mul_fp8, SwiGlu, E4m3, FEATURES)   \
+    NARROW_PRODUCT(narrow_product_int8, Plain, Int8, FEATURES)            \
+    NARROW_PRODUCT(narrow_product_silu_mul_int8, SwiGlu, Int8, FEATURES)
 
 NARROW_PRODUCTS(64)
 NARROW_PRODUCTS(128)

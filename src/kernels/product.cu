@@ -3,7 +3,7 @@
 //
 // A cluster has a tile of features and all rows. Its blocks have a part of K each and read one another's sums from shared memory, in the order of K.
 // In a block one warp copies and two warpgroups multiply, each half of the features. Weights are loaded before the preceding kernel ends, so it must
-// not write them. Operands are bf16, or e4m3 with one scale per row.
+// not write them. Operands are bf16, or e4m3 or int8 with one scale per row.
 #include "product.cuh"
 
 constexpr int ROWS = 64;            // of x
@@ -26,6 +26,10 @@ MULTIPLY(32, 16, 16, 17, 18)
 MULTIPLY(40, 20, 20, 21, 22)
 MULTIPLY(64, 32, 32, 33, 34)
 MULTIPLY(144, 72, 72, 73, 74)
+MULTIPLY_INT8(32, 16, 16, 17, 18)
+MULTIPLY_INT8(48, 24, 24, 25, 26)
+MULTIPLY_INT8(64, 32, 32, 33, 34)
+MULTIPLY_INT8(144, 72, 72, 73, 74)
 
 __device__ __forceinline__ void store_shared(unsigned at, float low, float high) {
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(low), "f"(high) : "memory");
@@ -52,10 +56,10 @@ __device__ __forceinline__ void produce(
 // A warpgroup's sums over the part's steps.
 template <typename S>
 __device__ __forceinline__ void consume(
-    float (&d)[S::N / 2], unsigned stages, unsigned full, unsigned empty, int group, int steps
+    typename S::Kind::Sum (&d)[S::N / 2], unsigned stages, unsigned full, unsigned empty, int group, int steps
 ) {
 #pragma unroll
-    for (int i = 0; i < S::N / 2; ++i) d[i] = 0.0f;
+    for (int i = 0; i < S::N / 2; ++i) d[i] = 0;
     over_steps<S::STAGES>(full, empty, steps, threadIdx.x % GROUP == 0, [&](int, int stage) {
         const unsigned base = stages + stage * S::STAGE_BYTES;
         const unsigned long long a = descriptor(base), b = descriptor(base + S::X_BYTES + group * S::N * ROW_BYTES);
@@ -81,14 +85,14 @@ __device__ __forceinline__ void product(const TensorMap& x_map, const TensorMap&
     } else {
         wait_for_inputs();
         const int group = static_cast<int>(threadIdx.x) / GROUP, thread = threadIdx.x % GROUP;
-        float d[S::N / 2];
+        typename S::Kind::Sum d[S::N / 2];
         consume<S>(d, stages, full, empty, group, part.end - part.begin);
         asm volatile("bar.sync 1, 256;" ::: "memory");  // the stages are no longer read: sums take their place
 #pragma unroll
         for (int i = 0; i < S::N / 2; i += 2) {
             const int row = thread / 32 * 16 + thread % 32 / 4 + i / 2 % 2 * 8;
             const int column = group * S::N + thread % 4 * 2 + i / 4 * 8;
-            if (row < out.rows) store_shared(stages + (row * S::PITCH + column) * 4, d[i], d[i + 1]);
+            if (row < out.rows) store_shared(stages + (row * S::PITCH + column) * 4, S::Kind::bits(d[i]), S::Kind::bits(d[i + 1]));
         }
         sync_cluster();
         add_parts<Form, typename S::Kind, S::FEATURES, S::PITCH, CONSUMERS>(out, stages, part.tile, part.rank, part.parts);
@@ -112,8 +116,9 @@ __device__ __forceinline__ void product(const TensorMap&, const TensorMap&, cons
     ) {                                                                                                           \
         const Output output = {out, bias, leading, static_cast<int>(rows), static_cast<int>(features)};           \
         product<FORM, Shape<Bf16, FEATURES>>(x, w, output, static_cast<int>(steps));                              \
-    }                                                                                                             \
-    extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) NAME##_fp8_##FEATURES(                        \
+    }
+#define SCALED_PRODUCT(NAME, FORM, KIND, FEATURES)                                                                \
+    extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) NAME##_##FEATURES(                            \
         const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, bf16* out, const bf16* bias,    \
         long long leading, long long rows, long long features, long long steps, const float* x_scales,            \
         const float* w_scales                                                                                     \
@@ -121,14 +126,22 @@ __device__ __forceinline__ void product(const TensorMap&, const TensorMap&, cons
         const Output output = {                                                                                   \
             out, bias, leading, static_cast<int>(rows), static_cast<int>(features), x_scales, w_scales            \
         };                                                                                                        \
-        product<FORM, Shape<E4m3, FEATURES>>(x, w, output, static_cast<int>(steps));                              \
+        product<FORM, Shape<KIND, FEATURES>>(x, w, output, static_cast<int>(steps));                              \
     }
+#define FLOAT_PRODUCTS(FEATURES)                                       \
+    PRODUCT(product, Plain, FEATURES)                                  \
+    PRODUCT(product_silu_mul, SwiGlu, FEATURES)                        \
+    SCALED_PRODUCT(product_fp8, Plain, E4m3, FEATURES)                 \
+    SCALED_PRODUCT(product_silu_mul_fp8, SwiGlu, E4m3, FEATURES)
+#define INT8_PRODUCTS(FEATURES)                                        \
+    SCALED_PRODUCT(product_int8, Plain, Int8, FEATURES)                \
+    SCALED_PRODUCT(product_silu_mul_int8, SwiGlu, Int8, FEATURES)
 
-PRODUCT(product, Plain, 64)
-PRODUCT(product_silu_mul, SwiGlu, 64)
-PRODUCT(product, Plain, 80)
-PRODUCT(product_silu_mul, SwiGlu, 80)
-PRODUCT(product, Plain, 128)
-PRODUCT(product_silu_mul, SwiGlu, 128)
-PRODUCT(product, Plain, 288)
-PRODUCT(product_silu_mul, SwiGlu, 288)
+FLOAT_PRODUCTS(64)
+FLOAT_PRODUCTS(80)
+FLOAT_PRODUCTS(128)
+FLOAT_PRODUCTS(288)
+INT8_PRODUCTS(64)  // no wgmma of int8 has 40 columns, half of 80 features
+INT8_PRODUCTS(96)
+INT8_PRODUCTS(128)
+INT8_PRODUCTS(288)

@@ -10,7 +10,7 @@ struct Output {
     const bf16* bias;  // [N] or null; never with SwiGLU
     long long leading;
     int rows, features;
-    const float *x_scales, *w_scales;  // [R], [N]; for e4m3
+    const float *x_scales, *w_scales;  // [R], [N]; for e4m3 and int8
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -59,7 +59,7 @@ __device__ __forceinline__ void rescale(float (&v)[8], const Output& out, int ro
         const float of_row = out.x_scales[row];
         const auto of_features = load<float, 8>(out.w_scales + feature);
 #pragma unroll
-        for (int i = 0; i < 8; ++i) v[i] = v[i] * of_row * of_features.at[i];
+        for (int i = 0; i < 8; ++i) v[i] = Kind::scaled(v[i], of_row, of_features.at[i]);
     }
 }
 
@@ -99,8 +99,9 @@ __device__ __forceinline__ void add_parts(const Output& out, unsigned sums, int 
 #pragma unroll 4
         for (int other = 0; other < parts; ++other) {
             const float4 low = load_shared(at, other), high = load_shared(at + 16, other);
-            v[0] += low.x, v[1] += low.y, v[2] += low.z, v[3] += low.w;
-            v[4] += high.x, v[5] += high.y, v[6] += high.z, v[7] += high.w;
+            const float more[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+            for (int i = 0; i < 8; ++i) v[i] = Kind::add(v[i], more[i]);
         }
         rescale<Kind>(v, out, row, feature);
         Form::emit(v, out, row, feature);

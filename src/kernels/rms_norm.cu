@@ -1,8 +1,7 @@
 // y = x * rstd * (centre + weight) with rstd = 1 / sqrt(mean(x^2) + eps) over rows of D (arXiv 1910.07467), and its backward. One block per row, or
 // per several rows in the backward. Wide: N consecutive elements per thread, kept in registers. Narrow: any D; a row's second reading comes from the
 // cache. x may have a wider type (X) than the other tensors (T).
-#include "fp8.cuh"
-#include "scalar.cuh"
+#include "rounded_rows.cuh"
 
 template <typename X, typename T, int N>
 __device__ __forceinline__ void forward_wide(
@@ -44,19 +43,20 @@ __device__ __forceinline__ void forward_narrow(const X* x, const T* weight, T* y
         narrow(widen(x[start + i]) * scale * (centre + widen(weight[i])), y[start + i]);
 }
 
-constexpr int MOST = 4;  // packs of a row per thread in the FP8 forward: with fewer warps a row waits less at barriers
+constexpr int MOST = 4;  // packs of a row per thread in the quantizing forward: with fewer warps a row waits less at barriers
 
-// y rounded to bf16 and then quantized to e4m3; y itself is only written if requested. Sums have the order of the wide forward, in which every pack
+// y rounded to bf16 and then quantized; y itself is only written if requested. Sums have the order of the wide forward, in which every pack
 // has a thread: within the pack, over 32 packs, and over these groups in order.
-template <typename X>
-__device__ __forceinline__ void forward_fp8(
+template <typename X, typename Form>
+__device__ __forceinline__ void forward_rounded(
     const X* __restrict__ x,          // [R, D]
     const bf16* __restrict__ weight,  // [D]
     bf16* __restrict__ y,             // [R, D] or null
     int dim,
     float eps,
     float centre,
-    const Fp8Row& rounded  // destination of the first row
+    const RoundedRows& rounded,
+    const Form& form
 ) {
     __shared__ float of_warps[32 * MOST];
     wait_for_inputs();
@@ -94,7 +94,7 @@ __device__ __forceinline__ void forward_fp8(
             narrow(widen(row[k].at[j]) * scale * (centre + widen(weights.at[j])), normed[k].at[j]);
         if (y) store(y + first + 8 * i, normed[k]);
     }
-    write_fp8(normed, packs, {rounded.values + first, rounded.scale + blockIdx.x});
+    write_row(normed, packs, rounded.from(blockIdx.x, dim), form);
 }
 
 // dx = residual + rstd * (dy * w) - x * rstd^3 * mean(dy * w * x), where w includes the centre; each block sums dy * x * rstd of its rows into its
@@ -198,13 +198,14 @@ RMS_NORMS(f32, float, float, 4)
 RMS_NORMS(bf16, bf16, bf16, 8)
 RMS_NORMS(f32_bf16, float, bf16, 8)
 
-#define RMS_NORM_FP8(NAME, X)                                                                                        \
+// `block`: columns of a Hadamard matrix, for int8.
+#define RMS_NORM_ROUNDED(NAME, X, FORM)                                                                              \
     extern "C" __global__ void __launch_bounds__(512) NAME(                                                         \
         const X* x, const bf16* weight, bf16* y, unsigned char* values, float* scales, long long dim, float eps,     \
-        float centre                                                                                                \
+        float centre, long long block                                                                               \
     ) {                                                                                                             \
-        forward_fp8<X>(x, weight, y, static_cast<int>(dim), eps, centre, {values, scales});                         \
+        forward_rounded<X>(x, weight, y, static_cast<int>(dim), eps, centre, {values, scales}, FORM(block));        \
     }
 
-RMS_NORM_FP8(rms_norm_forward_fp8_bf16, bf16)
-RMS_NORM_FP8(rms_norm_forward_fp8_f32_bf16, float)
+RMS_NORM_ROUNDED(rms_norm_forward_fp8_bf16, bf16, E4m3Form)
+RMS_NORM_ROUNDED(rms_norm_forward_fp8_f32_bf16, float, E4m3Form)

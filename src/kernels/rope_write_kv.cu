@@ -2,73 +2,26 @@
 // and the write into the paged cache. Every step rounds to T, as in the trainer. A team of lanes has one head of one token; a lane moves N
 // consecutive elements at once.
 #include "fp8.cuh"
-#include "scalar.cuh"
+#include "int8.cuh"
 
 // The cache's format: T, e4m3 or int8. For int8, keys and queries are first multiplied by a Hadamard matrix. That leaves their dot products unchanged
 // and spreads columns that are larger than the others.
 enum Code { PLAIN, FP8, INT8 };
 
-// The scale of an int8 entry, such that its largest absolute value becomes 127, and the number by which values are multiplied before they are
-// rounded.
-struct WholeScale {
-    float scale, factor;
-
-    // `bits` as for RowScale.
-    __device__ __forceinline__ explicit WholeScale(unsigned bits) {
-        const float peak = __uint_as_float(bits << 16);
-        scale = __fdiv_rn(peak, 127.0f);
-        factor = peak > 0.0f ? fminf(__fdiv_rn(127.0f, peak), 3.4028235e38f) : 0.0f;
-    }
-
-    // Rounds to nearest, ties to even.
-    __device__ __forceinline__ unsigned of(bf16 value) const {
-        return static_cast<unsigned>(max(-127, min(127, __float2int_rn(__fmul_rn(widen(value), factor))))) & 0xffu;
-    }
-
-    template <int N>
-    __device__ __forceinline__ void write(const Pack<bf16, N>& from, unsigned char* to) const {
-        if constexpr (N == 8) {
-            const auto four = [&](int i) {
-                return of(from.at[i]) | of(from.at[i + 1]) << 8 | of(from.at[i + 2]) << 16 | of(from.at[i + 3]) << 24;
-            };
-            *reinterpret_cast<uint2*>(to) = make_uint2(four(0), four(4));
-        } else {
-            *to = static_cast<unsigned char>(of(from.at[0]));
-        }
-    }
-};
-
+// The scale of an 8-bit entry. `bits`: the largest absolute value as bf16 bits, with NaN above all.
 template <Code CODE>
-struct ScaleOf {
-    using type = WholeScale;  // e4m3 on a GPU without it, where launches are refused
-};
-#if __CUDA_ARCH__ >= 890
-template <>
-struct ScaleOf<FP8> {
-    using type = RowScale;
-};
-#endif
+__device__ __forceinline__ auto scale_of(unsigned bits) {
+    if constexpr (CODE == FP8) return RowScale(bits);
+    else return WholeScale(__uint_as_float(bits << 16));
+}
 
 // Multiplies a lane's pack of a head by Hadamard matrices of `block` columns. All lanes of `members` together.
 template <typename T, int N>
-__device__ __forceinline__ void turn_by_hadamard(Pack<T, N>& pack, int block, int lanes, unsigned members) {
+__device__ __forceinline__ void turn_by_hadamard(Pack<T, N>& pack, int block, unsigned members) {
     float x[N];
 #pragma unroll
     for (int j = 0; j < N; ++j) x[j] = widen(pack.at[j]);
-#pragma unroll
-    for (int step = 1; step < N; step *= 2)
-#pragma unroll
-        for (int j = 0; j < N; ++j)
-            if (!(j & step)) {
-                const float low = x[j], high = x[j + step];
-                x[j] = low + high, x[j + step] = low - high;
-            }
-    for (int step = 1; step < block / N; step *= 2)
-#pragma unroll
-        for (int j = 0; j < N; ++j) {
-            const float other = __shfl_xor_sync(members, x[j], step, lanes);
-            x[j] = threadIdx.x % lanes & step ? other - x[j] : x[j] + other;
-        }
+    hadamard(x, block, members);
     const float scale = rsqrtf(static_cast<float>(block));
 #pragma unroll
     for (int j = 0; j < N; ++j) narrow(x[j] * scale, pack.at[j]);
@@ -198,7 +151,7 @@ __device__ __forceinline__ void rope_write_kv(
 #pragma unroll
             for (int m = 0; m < MOST; ++m)
 #pragma unroll
-                for (int side = 0; side < 2; ++side) turn_by_hadamard(head[m][side], block, lanes, members);
+                for (int side = 0; side < 2; ++side) turn_by_hadamard(head[m][side], block, members);
         }
     }
 #pragma unroll
@@ -227,7 +180,7 @@ __device__ __forceinline__ void rope_write_kv(
         for (int step = lanes / 2; step > 0; step /= 2) bits = max(bits, __shfl_xor_sync(members, bits, step, lanes));
         if (slot < 0) return;
         auto* to = static_cast<unsigned char*>(is_value ? v_cache : k_cache) + entry * dim;
-        const typename ScaleOf<CODE>::type scale(bits);
+        const auto scale = scale_of<CODE>(bits);
         if (lane == 0) (is_value ? v_scales : k_scales)[entry] = scale.scale;
 #pragma unroll
         for (int m = 0; m < MOST; ++m) {

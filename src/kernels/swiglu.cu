@@ -1,7 +1,7 @@
 // y = a(gate) * up on the interleaved layout g0 u0 g1 u1 .., in one pass, rounded once, where a is SiLU (swiglu) or GELU's tanh approximation
 // (geglu); or with clamped gate and up, a steeper SiLU and up + 1 (clamped). The backward also recomputes y, which the next weight's gradient needs.
 #include "clamped.cuh"
-#include "fp8.cuh"
+#include "rounded_rows.cuh"
 
 // The activation of a gate, and its derivative.
 struct Activated {
@@ -157,20 +157,22 @@ GATED_ALL(swiglu, Silu)
 GATED_ALL(geglu, GeluTanh)
 GATED_ALL(clamped, Clamped)
 
-// Kernels whose results are rounded to bf16 and then quantized to e4m3: a block has a row, which stays in shared memory until its largest value is
+// Kernels whose results are rounded to bf16 and then quantized: a block has a row, which stays in shared memory until its largest value is
 // known.
 
 // The block's row, once its inputs are ready.
+template <typename Kept>
 struct RowOfBlock {
-    Pack<bf16, 8>* waiting;  // in shared memory
-    int packs;               // in F
-    long long first;         // index of the element in [T, F]
+    Kept* waiting;     // in shared memory
+    int packs;         // in F
+    long long first;   // index of the element in [T, F]
     const Pack<bf16, 8>* pairs;
 };
 
-__device__ __forceinline__ RowOfBlock row_of_block(const bf16* gate_up /* [T, 2 F] */, long long columns) {
+template <typename Kept>
+__device__ __forceinline__ RowOfBlock<Kept> row_of_block(const bf16* gate_up /* [T, 2 F] */, long long columns) {
     extern __shared__ uint4 shared[];
-    auto* waiting = reinterpret_cast<Pack<bf16, 8>*>(shared);
+    auto* waiting = reinterpret_cast<Kept*>(shared);
     wait_for_inputs();
     const int packs = static_cast<int>(columns / 8);
     const long long first = blockIdx.x * columns;
@@ -178,19 +180,21 @@ __device__ __forceinline__ RowOfBlock row_of_block(const bf16* gate_up /* [T, 2 
 }
 
 // Rows of F outputs. y may be null.
-template <typename Act>
-__device__ __forceinline__ void forward_fp8(
+template <typename Act, typename Form>
+__device__ __forceinline__ void forward_rounded(
     const bf16* __restrict__ gate_up,  // [T, 2 F]
     bf16* __restrict__ y,              // [T, F] or null
-    unsigned char* __restrict__ values, float* __restrict__ scales, long long columns
+    const RoundedRows& rounded, long long columns, const Form& form
 ) {
-    const auto [row, packs, first, pairs] = row_of_block(gate_up, columns);
+    const auto [row, packs, first, pairs] = row_of_block<typename Form::Kept>(gate_up, columns);
     unsigned bits = 0;
 #pragma unroll 4
-    for (int i = threadIdx.x; i < packs; i += blockDim.x) {
+    for (int i = threadIdx.x; i < Form::visits(packs); i += blockDim.x) {
+        const bool is_in = i < packs;
         Pack<bf16, 8> out;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
+            if (!is_in) break;
             const auto four = pairs[2 * i + half];
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
@@ -198,11 +202,13 @@ __device__ __forceinline__ void forward_fp8(
                 narrow(Act::of(gate) * Act::factor(widen(four.at[2 * j + 1])), out.at[4 * half + j]);
             }
         }
-        row[i] = out;
+        const auto kept = form.keep(out, is_in);
+        if (!is_in) continue;
+        row[i] = kept;
         if (y) store(y + first + 8 * i, out);
-        bits = most_bits(out, bits);
+        bits = Form::most(kept, bits);
     }
-    write_fp8(row, packs, bits, {values + first, scales + blockIdx.x});
+    write_row(row, packs, bits, rounded.from(blockIdx.x, columns), form);
 }
 
 // The backward. d_gate_up may be gate_up itself.
@@ -214,7 +220,7 @@ __device__ __forceinline__ void backward_fp8(
     bf16* __restrict__ y,         // [T, F]
     unsigned char* __restrict__ values, float* __restrict__ scales, long long columns
 ) {
-    const auto [row, packs, first, pairs] = row_of_block(gate_up, columns);
+    const auto [row, packs, first, pairs] = row_of_block<Pack<bf16, 8>>(gate_up, columns);
     auto* out = reinterpret_cast<Pack<bf16, 8>*>(d_gate_up + 2 * first);
     unsigned bits = 0;
 #pragma unroll 2
@@ -236,21 +242,25 @@ __device__ __forceinline__ void backward_fp8(
         }
         store(y + first + 8 * i, act);
     }
-    write_fp8(row, 2 * packs, bits, {values + 2 * first, scales + blockIdx.x});
+    write_row(row, 2 * packs, bits, {values + 2 * first, scales + blockIdx.x}, E4m3Form(0));
 }
 
-#define GATED_FP8(UNIT, ACT)                                                                                               \
-    extern "C" __global__ void __launch_bounds__(640) UNIT##_forward_fp8(                                                  \
-        const bf16* gate_up, bf16* y, unsigned char* values, float* scales, long long columns                             \
+// `block`: columns of a Hadamard matrix, for int8.
+#define GATED_ROUNDED(NAME, ACT, FORM)                                                                                     \
+    extern "C" __global__ void __launch_bounds__(640) NAME(                                                                \
+        const bf16* gate_up, bf16* y, unsigned char* values, float* scales, long long columns, long long block            \
     ) {                                                                                                                   \
-        forward_fp8<ACT>(gate_up, y, values, scales, columns);                                                            \
-    }                                                                                                                     \
+        forward_rounded<ACT>(gate_up, y, {values, scales}, columns, FORM(block));                                         \
+    }
+#define GATED_CODED(UNIT, ACT)                                                                                             \
+    GATED_ROUNDED(UNIT##_forward_fp8, ACT, E4m3Form)                                                                       \
+    GATED_ROUNDED(UNIT##_forward_int8, ACT, Int8Form)                                                                      \
     extern "C" __global__ void __launch_bounds__(512) UNIT##_backward_fp8(                                                 \
         const bf16* dy, const bf16* gate_up, bf16* d_gate_up, bf16* y, unsigned char* values, float* scales, long long columns \
     ) {                                                                                                                   \
         backward_fp8<ACT>(dy, gate_up, d_gate_up, y, values, scales, columns);                                            \
     }
 
-GATED_FP8(swiglu, Silu)
-GATED_FP8(geglu, GeluTanh)
-GATED_FP8(clamped, Clamped)
+GATED_CODED(swiglu, Silu)
+GATED_CODED(geglu, GeluTanh)
+GATED_CODED(clamped, Clamped)

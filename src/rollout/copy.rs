@@ -63,7 +63,7 @@ impl WeightCopy {
     /// [`Error::OutOfMemory`](crate::Error::OutOfMemory).
     pub(super) fn fill(&mut self, weights: &mut EngineWeights) -> Result<()> {
         if weights.stored.is_some() {
-            return self.format.refuse(self.of, "the base is stored with quantization = nf4, which the engine dequantizes one block at a time; an FP8 copy needs all blocks");
+            return self.format.refuse(self.of, "the base is stored with quantization = nf4, which the engine dequantizes one block at a time; a quantized copy needs all blocks");
         }
         self.arena.map(self.arena.reserved_bytes())?;
         let (arena, mut at) = (&self.arena, 0);

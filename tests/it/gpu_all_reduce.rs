@@ -247,10 +247,15 @@ impl Case {
         self.sums.add_rms_norm(way, turn, x, &self.weight, NormOptions::plain(EPS), leaves).unwrap();
     }
 
-    /// Which norms a sum writes: plain and rounded ones if the GPU supports e4m3, so that one sum checks both.
+    /// Which norms a sum writes: plain and rounded ones, so that one sum checks both; e4m3 if the GPU supports it.
     fn leaves(&self) -> NormedRows {
+        NormedRows::Both(self.codes()[0])
+    }
+
+    /// The types to which the GPU can round.
+    fn codes(&self) -> Vec<Kind> {
         let has_fp8 = self.context.compute_capability().unwrap() >= Capability::new(8, 9);
-        if has_fp8 { NormedRows::Both } else { NormedRows::Plain }
+        if has_fp8 { vec![Kind::Float8e4m3fn, Kind::Int8] } else { vec![Kind::Int8] }
     }
 
     /// The rows of `x` [.., T, D] that this rank has after a sum.
@@ -269,29 +274,29 @@ impl Case {
 
     /// A sum that writes only rounded norms leaves the buffer of the plain ones unchanged.
     fn compare_rounded(&self, way: AllReduceMethod) {
-        if self.leaves() == NormedRows::Plain {
-            return;
+        for (call, kind) in self.codes().into_iter().enumerate() {
+            let _ = self.sums.normed().unwrap().fill_(7.0);
+            let poisoned = self.sums.rounded(kind).unwrap();
+            let _ = (poisoned.values.view_dtype(Kind::Uint8).fill_(0xff), poisoned.scales.shallow_clone().fill_(-1.0));
+            self.sums.part(call).unwrap().copy_(&self.parts[self.rank]);
+            let mut x = self.x.copy();
+            self.leave(way, call, &mut x, NormedRows::Rounded(kind));
+            self.check_rounded(&format!("{way:?}, alone"), &self.expected().1, kind);
+            let untouched = self.parts[0].full_like(7.0);
+            assert!(self.sums.normed().unwrap().equal(&untouched), "{way:?} wrote the plain norms, too");
         }
-        let _ = self.sums.normed().unwrap().fill_(7.0);
-        let poisoned = self.sums.rounded().unwrap();
-        let _ = (poisoned.values.view_dtype(Kind::Uint8).fill_(0xff), poisoned.scales.shallow_clone().fill_(-1.0));
-        self.sums.part(0).unwrap().copy_(&self.parts[self.rank]);
-        let mut x = self.x.copy();
-        self.leave(way, 0, &mut x, NormedRows::Rounded);
-        self.check_rounded(&format!("{way:?}, alone"), &self.expected().1);
-        assert!(self.sums.normed().unwrap().equal(&self.parts[0].full_like(7.0)), "{way:?} wrote the plain norms, too");
     }
 
-    fn check_rounded(&self, what: &str, normed: &Tensor) {
-        let (got, shape) = (self.sums.rounded().unwrap(), normed.size());
+    fn check_rounded(&self, what: &str, normed: &Tensor, kind: Kind) {
+        let (got, shape) = (self.sums.rounded(kind).unwrap(), normed.size());
         let device = normed.device();
         let expected = ScaledRows {
-            values: Tensor::zeros(&shape, (Kind::Float8e4m3fn, device)),
+            values: Tensor::zeros(&shape, (kind, device)),
             scales: Tensor::zeros([shape[0]], (Kind::Float, device)),
         };
         kernels::fp8_rows(normed, &expected).unwrap();
         let bytes = |rows: &ScaledRows| rows.values.view_dtype(Kind::Uint8);
-        assert!(bytes(&got).equal(&bytes(&expected)), "rounded norms of {what}");
+        assert!(bytes(&got).equal(&bytes(&expected)), "norms of {what} in {kind:?}");
         assert!(got.scales.equal(&expected.scales), "scales of {what}");
     }
 
@@ -310,8 +315,6 @@ impl Case {
         let what = format!("{way:?} {turn} {:?} of {:?} on rank {}", x.size(), x.kind(), self.rank);
         assert!(self.own_rows(way, x).equal(&self.own_rows(way, expected)), "x of {what}");
         assert!(self.sums.normed().unwrap().equal(normed), "norms of {what}");
-        if self.leaves() == NormedRows::Both {
-            self.check_rounded(&what, normed);
-        }
+        self.check_rounded(&what, normed, self.codes()[0]);
     }
 }

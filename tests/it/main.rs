@@ -30,6 +30,7 @@ mod gpu_families;
 mod gpu_fp8;
 mod gpu_fp8_training;
 mod gpu_hybrid_training;
+mod gpu_int8;
 mod gpu_kernels;
 mod gpu_lora;
 mod gpu_memory;

@@ -17,6 +17,8 @@ pub(super) const NAMES: &[&str] = &[
     "add_rms_norm_f32_bf16_x8",
     "add_rms_norm_fp8_bf16_x8",
     "add_rms_norm_fp8_f32_bf16_x8",
+    "add_rms_norm_int8_bf16_x8",
+    "add_rms_norm_int8_f32_bf16_x8",
 ];
 
 /// Parameters of an RMSNorm other than its weight.

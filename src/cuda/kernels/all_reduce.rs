@@ -9,6 +9,7 @@ use tch::{Kind, Tensor};
 use super::add_rms_norm::NormOptions;
 use super::fp8::{ScaledRows, fp8_serves};
 use super::launch::{Argument, address, invalid, kind_name, launch_early};
+use super::rotation::block_argument;
 use crate::cuda::PeerMemory;
 use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
@@ -55,10 +56,21 @@ pub enum AllReduceMethod {
 pub enum NormedRows {
     /// In bf16.
     Plain,
-    /// Quantized to e4m3 with one scale per row, as in [`fp8_rows`](super::fp8_rows()).
-    Rounded,
+    /// Quantized to this type (e4m3 or int8) with one scale per row, as in [`fp8_rows`](super::fp8_rows()).
+    Rounded(Kind),
     /// In both forms.
-    Both,
+    Both(Kind),
+}
+
+impl NormedRows {
+    /// Rows quantized to `kind`, or unquantized ones; both if unquantized rows are read beside quantized ones.
+    pub fn new(kind: Option<Kind>, is_read: bool) -> Self {
+        match kind {
+            None => Self::Plain,
+            Some(kind) if is_read => Self::Both(kind),
+            Some(kind) => Self::Rounded(kind),
+        }
+    }
 }
 
 /// Places in the shared memory for the all-reduce of up to T rows `[D]`: two for this rank's partial sums, which calls use alternately, and two for
@@ -138,13 +150,13 @@ impl RowSums {
         x.data_ptr() as usize == self.memory.address() + self.places().normed
     }
 
-    /// The quantized normalized rows after a call. [T, D]
+    /// The normalized rows after a call that quantized them to `kind`. [T, D]
     ///
     /// # Errors
     /// The errors of [`RowSums::part`].
-    pub fn rounded(&self) -> Result<ScaledRows> {
+    pub fn rounded(&self, kind: Kind) -> Result<ScaledRows> {
         let places = self.places();
-        let values = self.memory.matrix(places.values, (self.rows, self.dim), Kind::Float8e4m3fn)?;
+        let values = self.memory.matrix(places.values, (self.rows, self.dim), kind)?;
         let scales = self.memory.matrix(places.scales, (self.rows, 1), Kind::Float)?.f_view([-1])?;
         Ok(ScaledRows { values, scales })
     }
@@ -183,7 +195,7 @@ impl RowSums {
             Argument::Addresses(ranks),
             Argument::Count(memory.rank() as i64),
             Argument::Count(places.parts[turn] as i64),
-            place(leaves != NormedRows::Rounded, places.normed),
+            place(!matches!(leaves, NormedRows::Rounded(_)), places.normed),
             place(leaves != NormedRows::Plain, places.values),
             place(leaves != NormedRows::Plain, places.scales),
             Argument::Address(memory.abort_address()),
@@ -193,6 +205,10 @@ impl RowSums {
             Argument::Count(packs as i64),
             eps,
             centre,
+            match leaves {
+                NormedRows::Plain => Argument::Count(0),
+                NormedRows::Rounded(kind) | NormedRows::Both(kind) => block_argument(kind, self.dim),
+            },
         ];
         let kind = kind_name(OP, x)?;
         let (name, blocks) = match way {

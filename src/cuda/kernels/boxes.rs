@@ -1,4 +1,4 @@
-//! Tensor maps (TMA descriptors) by which Hopper kernels copy boxes of bfloat16 or e4m3 matrices to shared memory.
+//! Tensor maps (TMA descriptors) by which Hopper kernels copy boxes of bfloat16, e4m3 or int8 matrices to shared memory.
 #![allow(unsafe_code)]
 
 use cudarc::driver::sys;
@@ -16,12 +16,12 @@ pub(super) fn step(kind: Kind) -> usize {
     STEP_BYTES / kind.elt_size_in_bytes()
 }
 
-/// Whether a bf16 or e4m3 tensor is a row, or a matrix whose rows start at multiples of 16 bytes.
+/// Whether a bf16, e4m3 or int8 tensor is a row, or a matrix whose rows start at multiples of 16 bytes.
 pub(super) fn lies_well(tensor: &Tensor) -> bool {
     let kind = tensor.kind();
     let pack = 16 / kind.elt_size_in_bytes() as i64;
     let are_rows = matches!(tensor.stride()[..], [1]) || matches!(tensor.stride()[..], [down, 1] if down % pack == 0);
-    matches!(kind, Kind::BFloat16 | Kind::Float8e4m3fn) && are_rows && is_aligned(tensor)
+    matches!(kind, Kind::BFloat16 | Kind::Float8e4m3fn | Kind::Int8) && are_rows && is_aligned(tensor)
 }
 
 /// A tensor map for boxes of `box_rows` rows of a matrix [rows, columns] that satisfies [`lies_well`].
@@ -49,7 +49,7 @@ fn boxes(matrix: &Tensor, sizes: &[u64], strides: &[u64], lens: &[u32]) -> Resul
     use sys::CUtensorMapDataType as DataType;
     let lens = [&[step(matrix.kind()) as u32], lens].concat();
     let data_type = match matrix.kind() {
-        Kind::Float8e4m3fn => DataType::CU_TENSOR_MAP_DATA_TYPE_UINT8,
+        Kind::Float8e4m3fn | Kind::Int8 => DataType::CU_TENSOR_MAP_DATA_TYPE_UINT8,
         _ => DataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
     };
     let mut map = sys::CUtensorMap { opaque: [0; 16] };

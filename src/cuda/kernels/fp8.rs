@@ -1,18 +1,21 @@
-//! Quantizes rows to e4m3 with one scale each, on its own or fused with the operation that computes the rows.
+//! Quantizes rows to e4m3 or int8 with one scale each, on its own or fused with the operation that computes the rows. The type of the destination
+//! says which.
 #![allow(unsafe_code)]
 
 use tch::{Kind, Tensor};
 
 use super::add_rms_norm::NormOptions;
+pub(super) use super::launch::code_name;
 use super::launch::{
     Argument, address, address_or_null, invalid, is_aligned, kinds_name, launch_early, ordinal, row_len, strided,
 };
+use super::rotation::block_argument;
 use super::{Activation, add_rms_norm, rms_norm, swiglu};
 use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 
 pub(super) const SOURCE: &KernelSource = &nvrtc::FP8_ROWS;
-pub(super) const NAMES: &[&str] = &["fp8_rows", "fp8_rows_long"];
+pub(super) const NAMES: &[&str] = &["fp8_rows", "fp8_rows_long", "int8_rows"];
 
 /// Elements per memory access, and how many accesses one thread makes per row.
 const PACK: usize = 8;
@@ -31,10 +34,10 @@ const FEW_ROWS: usize = 1024;
 /// Row lengths of GEMM operands must be multiples of this: 16 bytes.
 const COLUMNS: usize = 16;
 
-/// Rows quantized to e4m3. The largest absolute value of a row is 448 times its scale.
+/// Rows quantized to e4m3, or rotated by [`int8_row_block`] and quantized to int8. The largest absolute value of a row is 448 or 127 times its scale.
 #[derive(Debug)]
 pub struct ScaledRows {
-    /// [R, K] e4m3, contiguous
+    /// [R, K] e4m3 or int8, contiguous
     pub values: Tensor,
     /// One scale per row. `[R]` f32
     pub scales: Tensor,
@@ -57,7 +60,8 @@ pub fn fp8_trains(matrix: [usize; 2]) -> bool {
     matrix.iter().all(|side| side.is_multiple_of(COLUMNS) && *side <= MOST_LONG_COLUMNS)
 }
 
-/// Quantizes each row of x to e4m3 (round to nearest), scaled by its largest absolute value. Needs sm_89 or later.
+/// Quantizes each row of x to the type of `to` (round to nearest), scaled by its largest absolute value; for int8 it is rotated first
+/// ([`ScaledRows`]). e4m3 needs sm_89 or later.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].
@@ -82,6 +86,7 @@ pub fn fp8_rows_of_step(
 
 fn round(x: &Tensor, to: &ScaledRows, early: bool) -> Result<()> {
     const OP: &str = "fp8_rows";
+    let code = code_name(OP, &to.values)?;
     let (gpu, size, strides) = (ordinal(OP, x)?, x.size(), x.stride());
     let (&[rows, columns], &[stride, 1]) = (&size[..], &strides[..]) else {
         return Err(invalid(OP, "a matrix with contiguous rows", (size, strides)));
@@ -91,12 +96,14 @@ fn round(x: &Tensor, to: &ScaledRows, early: bool) -> Result<()> {
         return Err(invalid(OP, "rows that begin at multiples of 16 bytes", strides));
     }
     let from = strided(OP, x, Kind::BFloat16, &[rows, columns], gpu)?;
-    let arguments =
-        [from, values, scales, Argument::Count(columns), Argument::Count(stride), Argument::Count(i64::from(early))];
+    let counts = [columns, stride, i64::from(early)].map(Argument::Count);
+    let block = (to.values.kind() == Kind::Int8).then(|| block_argument(Kind::Int8, columns as usize));
+    let arguments: Vec<Argument> = [from, values, scales].into_iter().chain(counts).chain(block).collect();
     let columns = columns as usize;
-    let (name, most) = if columns <= MOST_COLUMNS { (OP, MOST) } else { ("fp8_rows_long", MOST_LONG) };
+    let (suffix, most) = if columns <= MOST_COLUMNS { ("", MOST) } else { ("_long", MOST_LONG) };
+    let shape = (rows as u32, threads(columns, most), 0);
     // SAFETY: the kernel's parameters in order; one block a row, all of whose packs have a thread.
-    unsafe { launch_early(SOURCE, name, gpu, (rows as u32, threads(columns, most), 0), &arguments) }
+    unsafe { launch_early(SOURCE, &format!("{code}_rows{suffix}"), gpu, shape, &arguments) }
 }
 
 /// Computes [`add_rms_norm`](super::add_rms_norm()), rounds the result to bfloat16, and quantizes it like [`fp8_rows`]; also writes it to y if given.
@@ -123,7 +130,7 @@ pub fn add_rms_norm_fp8(
     let delta = address_or_null(OP, delta, Kind::BFloat16, numel, gpu)?;
     let [x_address, others @ ..] = norm_arguments(OP, (x, weight, y), to, norm, gpu)?;
     let arguments = [&[x_address, delta][..], &others].concat();
-    let name = format!("{OP}_{}_x{PACK}", kinds_name(OP, x, weight)?);
+    let name = format!("add_rms_norm_{}_{}_x{PACK}", code_name(OP, &to.values)?, kinds_name(OP, x, weight)?);
     let threads = threads(dim, 1).min(1024); // as many as in `add_rms_norm`, so that sums of squares have the same bits
     // SAFETY: the kernel's parameters in order; one block a row, all of whose packs have a thread.
     unsafe { launch_early(add_rms_norm::SOURCE, &name, gpu, ((numel / dim) as u32, threads, 0), &arguments) }
@@ -179,10 +186,12 @@ pub fn silu_mul_fp8(
         values,
         scales,
         Argument::Count(columns as i64),
+        block_argument(to.values.kind(), columns),
     ];
-    let shape = forward_shape([rows, columns]);
+    let shape = forward_shape([rows, columns], to.values.kind());
+    let name = format!("{}_forward_{}", activation.unit(), code_name(OP, &to.values)?);
     // SAFETY: the kernel's parameters in order; one block a row, which fits its shared memory.
-    unsafe { launch_early(swiglu::SOURCE, &format!("{}_forward_fp8", activation.unit()), gpu, shape, &arguments) }
+    unsafe { launch_early(swiglu::SOURCE, &name, gpu, shape, &arguments) }
 }
 
 /// Computes [`swiglu_backward`](super::swiglu_backward()), with gradients in bfloat16 and quantized like [`fp8_rows`]. Returns d_gate_up in the
@@ -199,10 +208,11 @@ pub fn swiglu_backward_fp8(
     const OP: &str = "swiglu_backward_fp8";
     let (gpu, columns) = (ordinal(OP, &gate_up)?, row_len(OP, dy)?);
     let (rows, y) = (dy.numel() / columns, dy.f_empty_like()?); // [T, F]
-    if !fp8_swiglu_serves(&gate_up) || ![dy, &gate_up, &y].into_iter().all(is_aligned) {
+    let is_e4m3 = to.values.kind() == Kind::Float8e4m3fn;
+    if !is_e4m3 || !fp8_swiglu_serves(&gate_up) || ![dy, &gate_up, &y].into_iter().all(is_aligned) {
         return Err(invalid(
             OP,
-            format!("rows of a multiple of {COLUMNS} elements that begin at multiples of 16 bytes"),
+            format!("rows of a multiple of {COLUMNS} elements that begin at multiples of 16 bytes, for e4m3"),
             gate_up.size(),
         ));
     }
@@ -229,14 +239,14 @@ pub fn fp8_norm_serves(x: &Tensor, weight: &Tensor) -> bool {
     super::launch::serve(x) && rounds(weight) && fits && is_aligned(x) && is_aligned(weight)
 }
 
-/// Arguments of both norm kernels, in order: x, weight, y, values, scales, D, epsilon, and the number added to the weight.
+/// Arguments of both norm kernels, in order: x, weight, y, values, scales, D, epsilon, the number added to the weight, and the rotation.
 fn norm_arguments(
     op: &'static str,
     (x, weight, y): (&Tensor, &Tensor, Option<&Tensor>), // [T, D], [D], [T, D]
     to: &ScaledRows,                                     // [T, D]
     norm: NormOptions,
     gpu: usize,
-) -> Result<[Argument; 8]> {
+) -> Result<[Argument; 9]> {
     let (numel, dim) = (x.numel(), row_len(op, x)?);
     let [values, scales] = outputs(op, to, (numel / dim, dim), MOST_COLUMNS, gpu)?;
     let [eps, centre] = norm.arguments();
@@ -249,6 +259,7 @@ fn norm_arguments(
         Argument::Count(dim as i64),
         eps,
         centre,
+        block_argument(to.values.kind(), dim),
     ])
 }
 
@@ -265,13 +276,12 @@ fn outputs(
     most: usize,
     gpu: usize,
 ) -> Result<[Argument; 2]> {
+    let kind = to.values.kind();
+    let most = if kind == Kind::Int8 { most.min(MOST_COLUMNS) } else { most };
     if !columns.is_multiple_of(COLUMNS) || columns > most || !is_aligned(&to.values) {
         return Err(invalid(op, format!("rows of a multiple of {COLUMNS} elements, at most {most}"), columns));
     }
-    Ok([
-        address(op, &to.values, Kind::Float8e4m3fn, rows * columns, gpu)?,
-        address(op, &to.scales, Kind::Float, rows, gpu)?,
-    ])
+    Ok([address(op, &to.values, kind, rows * columns, gpu)?, address(op, &to.scales, Kind::Float, rows, gpu)?])
 }
 
 /// Number of threads for a row, in whole warps, with at most `most` memory accesses each.
@@ -286,9 +296,10 @@ fn even_threads(columns: usize, most: usize) -> u32 {
 }
 
 /// Number of blocks, threads and bytes of shared memory of [`silu_mul_fp8`].
-fn forward_shape([rows, columns]: [usize; 2]) -> (u32, u32, u32) {
+fn forward_shape([rows, columns]: [usize; 2], kind: Kind) -> (u32, u32, u32) {
     let most = if rows <= FEW_ROWS { FEW_ROWS_THREADS } else { MANY_ROWS_THREADS };
-    (rows as u32, even_threads(columns, most), row_bytes(columns))
+    let bytes = if kind == Kind::Int8 { 2 * row_bytes(columns) } else { row_bytes(columns) }; // rotated rows wait in float32
+    (rows as u32, even_threads(columns, most), bytes)
 }
 
 /// Number of blocks, threads and bytes of shared memory of [`swiglu_backward_fp8`].
@@ -299,15 +310,6 @@ fn backward_shape([rows, columns]: [usize; 2]) -> (u32, u32, u32) {
 /// Bytes of shared memory for a row in bfloat16.
 fn row_bytes(columns: usize) -> u32 {
     (columns * Kind::BFloat16.elt_size_in_bytes()) as u32
-}
-
-/// The part of a kernel's name for the type of an 8-bit KV cache.
-pub(super) fn code_name(op: &'static str, cache: &Tensor) -> Result<&'static str> {
-    match cache.kind() {
-        Kind::Float8e4m3fn => Ok("fp8"),
-        Kind::Int8 => Ok("int8"),
-        other => Err(invalid(op, "a cache in e4m3 or int8", other)),
-    }
 }
 
 #[cfg(test)]
@@ -325,18 +327,19 @@ mod tests {
         tch::set_num_threads(1); // links libtorch; NVRTC is found beside it
         let limits_of = |source| limits(&nvrtc::cubin(source, Capability::HOPPER).unwrap());
         let (swiglu, rounding) = (limits_of(swiglu::SOURCE), limits_of(SOURCE));
-        let [forward, backward] = ["swiglu_forward_fp8", "swiglu_backward_fp8"].map(|name| swiglu[name]);
-        let [short, long] = NAMES else { panic!("{NAMES:?}") };
+        let kernels = ["swiglu_forward_fp8", "swiglu_forward_int8", "swiglu_backward_fp8"];
+        let [forward, of_int8, backward] = kernels.map(|name| swiglu[name]);
+        let [short, long, short_int8] = NAMES else { panic!("{NAMES:?}") };
         for columns in (COLUMNS..=MOST_COLUMNS).step_by(COLUMNS) {
-            let of_forward = [1, FEW_ROWS + 1].map(|rows| (forward_shape([rows, columns]), forward));
-            for ((_, block, shared_bytes), kernel) in
-                of_forward.into_iter().chain([(backward_shape([1, columns]), backward)])
-            {
+            let shape = |rows, kind| forward_shape([rows, columns], kind);
+            let of_forward = [1, FEW_ROWS + 1].map(|rows| (shape(rows, Kind::Float8e4m3fn), forward));
+            let of_others = [(shape(1, Kind::Int8), of_int8), (backward_shape([1, columns]), backward)];
+            for ((_, block, shared_bytes), kernel) in of_forward.into_iter().chain(of_others) {
                 assert!((1..=kernel.threads).contains(&(block as usize)), "{columns}: {block} of {kernel:?}");
                 let bytes = shared_bytes as usize + kernel.static_bytes;
                 assert!(bytes <= HOPPER_SHARED_BYTES, "{columns}: {bytes}");
             }
-            assert!(threads(columns, MOST) as usize <= rounding[*short].threads);
+            assert!([short, short_int8].iter().all(|&name| threads(columns, MOST) as usize <= rounding[*name].threads));
             assert!(threads(2 * columns, MOST_LONG) as usize <= rounding[*long].threads);
         }
         let shared_bytes = backward_shape([16_384, 12_288]).2;

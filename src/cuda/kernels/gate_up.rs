@@ -5,14 +5,15 @@ use tch::{Kind, Tensor};
 
 use super::boxes::{lies_well, pairs_boxes, rows_boxes, step};
 use super::fp8::ScaledRows;
-use super::launch::{Argument, address, invalid, ordinal, queue, strided};
+use super::launch::{Argument, address, code_name, invalid, ordinal, queue, strided};
 use crate::cuda::capability::Capability;
 use crate::cuda::context::Context;
 use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 
 pub(super) const SOURCE: &KernelSource = &nvrtc::GATE_UP;
-pub(super) const NAMES: &[&str] = &["gate_up_256", "gate_up_512", "gate_up_fp8_256", "gate_up_fp8_512"];
+pub(super) const NAMES: &[&str] =
+    &["gate_up_256", "gate_up_512", "gate_up_fp8_256", "gate_up_fp8_512", "gate_up_int8_256", "gate_up_int8_512"];
 
 const OP: &str = "gate_up";
 /// The kernel's constants: rows per block, features per tile, threads, and bytes of shared memory, including 1024 for alignment.
@@ -30,7 +31,7 @@ const MOST_MISSING: usize = 15;
 /// Minimum fraction of the GPU's time that the pairs of blocks must use.
 const LEAST_FILL: f64 = 0.9;
 
-/// Whether [`gate_up`], or [`gate_up_fp8`] for e4m3, supports this number of rows and this weight on its GPU.
+/// Whether [`gate_up`], or [`gate_up_fp8`] for e4m3 and int8, supports this number of rows and this weight on its GPU.
 ///
 /// # Errors
 /// [`crate::Error::Cuda`].
@@ -60,7 +61,7 @@ pub fn gate_up(
     run((x, w), None, y)
 }
 
-/// Computes y like [`gate_up`], with e4m3 operands; each sum is multiplied by the scales of its rows.
+/// Computes y like [`gate_up`], with e4m3 or int8 operands; each sum is multiplied by the scales of its rows.
 ///
 /// # Errors
 /// The errors of [`gate_up`].
@@ -80,11 +81,12 @@ fn run((x, w): (&Tensor, &Tensor), scales: Option<[&Tensor; 2]>, y: &Tensor) -> 
     if !gate_up_serves(rows as usize, w)? || ![x, y].into_iter().all(lies_well) {
         return Err(invalid(
             OP,
-            "bf16 or fp8 matrices of a supported shape, aligned to 16 bytes (see gate_up_serves)",
+            "bf16, fp8 or int8 matrices of a supported shape, aligned to 16 bytes (see gate_up_serves)",
             (x.size(), w.size(), y.size()),
         ));
     }
-    let kind = if scales.is_some() { Kind::Float8e4m3fn } else { Kind::BFloat16 };
+    let code = scales.map(|_| code_name(OP, w)).transpose()?;
+    let kind = if code.is_some() { w.kind() } else { Kind::BFloat16 };
     strided(OP, x, kind, &[rows, k], gpu)?;
     strided(OP, w, kind, &[features, k], gpu)?;
     strided(OP, y, Kind::BFloat16, &[rows, features / 2], gpu)?;
@@ -106,12 +108,13 @@ fn run((x, w): (&Tensor, &Tensor), scales: Option<[&Tensor; 2]>, y: &Tensor) -> 
             arguments.push(address(OP, of_w, Kind::Float, features as usize, gpu)?);
         }
         let blocks = 2 * (features as usize).div_ceil(TILES * FEATURES) as u32;
-        let name = NAMES[usize::from(is_tall) + 2 * usize::from(scales.is_some())];
+        let code = code.map_or_else(String::new, |code| format!("{code}_"));
+        let name = format!("{OP}_{code}{}", if is_tall { MOST_ROWS } else { ROWS });
         let shape = (blocks, THREADS, SHARED_BYTES);
         // SAFETY: the kernel's parameters in order; boxes beyond x and w read as zeros, and only rows and features of y are
         // written. Of what it reads, w alone is read before the work before has ended, which does not write it: the caller's
         // promise, and rows before these write y alone.
-        unsafe { queue(SOURCE, name, gpu, shape, (2, true), &arguments)? };
+        unsafe { queue(SOURCE, &name, gpu, shape, (2, true), &arguments)? };
     }
     Ok(())
 }

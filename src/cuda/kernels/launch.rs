@@ -31,6 +31,15 @@ pub(super) fn kind_name(op: &'static str, tensor: &Tensor) -> Result<&'static st
     }
 }
 
+/// The part of a kernel's name for the type of quantized rows or of an 8-bit KV cache.
+pub(super) fn code_name(op: &'static str, codes: &Tensor) -> Result<&'static str> {
+    match codes.kind() {
+        Kind::Float8e4m3fn => Ok("fp8"),
+        Kind::Int8 => Ok("int8"),
+        other => Err(invalid(op, "e4m3 or int8", other)),
+    }
+}
+
 /// The part of a kernel's name for the types of its tensors: `x` and the others have the same type, or `x` is float32 and the others bfloat16.
 pub(super) fn kinds_name(op: &'static str, x: &Tensor, others: &Tensor) -> Result<&'static str> {
     match (x.kind(), others.kind()) {

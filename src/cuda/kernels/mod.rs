@@ -27,6 +27,7 @@ mod gate_up;
 mod grouped_weight;
 mod head;
 mod heads;
+mod int8;
 mod launch;
 mod mask;
 mod merge_attention;
@@ -40,6 +41,7 @@ mod product;
 mod qk_norm;
 mod rms_norm;
 mod rope_write_kv;
+mod rotation;
 mod route;
 mod sample;
 mod seen;
@@ -88,6 +90,7 @@ pub use gate_up::{gate_up, gate_up_fp8, gate_up_serves};
 pub use grouped_weight::{grouped_weight, grouped_weight_fp8, grouped_weight_serves};
 pub use head::{HeadRows, head_backward, head_forward};
 pub use heads::{HeadNormWeights, HeadsGradient, heads_backward, heads_forward};
+pub use int8::{int8_product, int8_silu_mul};
 pub use launch::serve;
 pub use mask::{mask_logits, mask_low};
 pub use merge_attention::merge_attention;
@@ -101,6 +104,7 @@ pub use product::{product, product_fp8, product_serves, product_silu_mul, produc
 pub use qk_norm::{qk_scale, qk_squares};
 pub use rms_norm::{rms_norm_backward, rms_norm_forward};
 pub use rope_write_kv::{HeadTransform, QkvViews, hadamard_block, rope_write_kv, rope_write_kv_scaled};
+pub use rotation::int8_row_block;
 pub use route::{
     MOST_EXPERT_GROUPS, MOST_EXPERTS, MOST_EXPERTS_PER_TOKEN, RouteOptions, RouteScores, RouteSizes, RoutedTokens,
     route,

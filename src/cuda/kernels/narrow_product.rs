@@ -1,11 +1,11 @@
-//! FP8 GEMMs with up to eight rows, by a Hopper kernel that uses nearly all shared memory for weights in flight.
+//! 8-bit GEMMs with up to eight rows, by a Hopper kernel that uses nearly all shared memory for weights in flight.
 #![allow(unsafe_code)]
 
 use tch::{Kind, Tensor};
 
 use super::boxes::{rows_boxes, step};
 use super::fp8::ScaledRows;
-use super::launch::{Argument, address, address_or_null, ordinal, queue, strided};
+use super::launch::{Argument, address, address_or_null, code_name, ordinal, queue, strided};
 use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 
@@ -21,6 +21,16 @@ pub(super) const NAMES: &[&str] = &[
     "narrow_product_silu_mul_fp8_192",
     "narrow_product_silu_mul_fp8_256",
     "narrow_product_silu_mul_fp8_320",
+    "narrow_product_int8_64",
+    "narrow_product_int8_128",
+    "narrow_product_int8_192",
+    "narrow_product_int8_256",
+    "narrow_product_int8_320",
+    "narrow_product_silu_mul_int8_64",
+    "narrow_product_silu_mul_int8_128",
+    "narrow_product_silu_mul_int8_192",
+    "narrow_product_silu_mul_int8_256",
+    "narrow_product_silu_mul_int8_320",
 ];
 
 /// Most rows that this kernel supports; `product.cu` computes GEMMs with more.
@@ -36,15 +46,16 @@ pub(super) const FEATURES: [usize; 5] = [64, 128, 192, 256, 320];
 /// Queues out = x w^T + bias or, if `columns_of_one` is 2, out = silu(gate) * up. [`super::product_serves`] must have accepted the operands. Tiles
 /// have `features` features, and K is split into `parts`.
 pub(super) fn run(
-    op: &'static str,
+    op: &'static str,                   // of `product`, without the type of its operands
     (x, w): (&ScaledRows, &ScaledRows), // [R, K], [N, K]
     bias: Option<&Tensor>,              // [N] bf16
     (out, columns_of_one): (&Tensor, i64),
     (features, parts): (usize, usize),
 ) -> Result<()> {
     let (gpu, [rows, k], n) = (ordinal(op, &x.values)?, [0, 1].map(|dim| x.values.size()[dim]), w.values.size()[0]);
-    strided(op, &x.values, Kind::Float8e4m3fn, &[rows, k], gpu)?;
-    strided(op, &w.values, Kind::Float8e4m3fn, &[n, k], gpu)?;
+    let (code, kind) = (code_name(op, &w.values)?, w.values.kind());
+    strided(op, &x.values, kind, &[rows, k], gpu)?;
+    strided(op, &w.values, kind, &[n, k], gpu)?;
     let arguments = [
         rows_boxes(&x.values, MOST_ROWS)?,
         rows_boxes(&w.values, UNIT)?,
@@ -53,7 +64,7 @@ pub(super) fn run(
         Argument::Count(out.stride()[0]),
         Argument::Count(rows),
         Argument::Count(n),
-        Argument::Count((k as usize).div_ceil(step(Kind::Float8e4m3fn)) as i64),
+        Argument::Count((k as usize).div_ceil(step(kind)) as i64),
         address(op, &x.scales, Kind::Float, rows as usize, gpu)?,
         address(op, &w.scales, Kind::Float, n as usize, gpu)?,
     ];
@@ -62,7 +73,7 @@ pub(super) fn run(
     // SAFETY: the kernel's parameters in order; boxes beyond x and w read as zeros, and only rows and features of out are written.
     // Of what it reads, w, its scales and the bias alone are read before the work before has ended, which does not write them: the caller's
     // promise.
-    unsafe { queue(SOURCE, &format!("narrow_{op}_{features}"), gpu, shape, (parts as u32, true), &arguments) }
+    unsafe { queue(SOURCE, &format!("narrow_{op}_{code}_{features}"), gpu, shape, (parts as u32, true), &arguments) }
 }
 
 #[cfg(test)]

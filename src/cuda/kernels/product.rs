@@ -5,7 +5,7 @@ use tch::{Kind, Tensor};
 
 use super::boxes::{lies_well, rows_boxes, step};
 use super::fp8::ScaledRows;
-use super::launch::{Argument, address, address_or_null, invalid, ordinal, queue, strided};
+use super::launch::{Argument, address, address_or_null, code_name, invalid, ordinal, queue, strided};
 use super::narrow_product;
 use crate::cuda::capability::Capability;
 use crate::cuda::context::Context;
@@ -30,18 +30,28 @@ pub(super) const NAMES: &[&str] = &[
     "product_silu_mul_fp8_80",
     "product_silu_mul_fp8_128",
     "product_silu_mul_fp8_288",
+    "product_int8_64",
+    "product_int8_96",
+    "product_int8_128",
+    "product_int8_288",
+    "product_silu_mul_int8_64",
+    "product_silu_mul_int8_96",
+    "product_silu_mul_int8_128",
+    "product_silu_mul_int8_288",
 ];
 
 const THREADS: u32 = 288;
 /// Bytes of shared memory for the pipeline stages, including 1024 for alignment.
 const STAGES_BYTES: u32 = 226 << 10;
 const MOST_ROWS: usize = 64;
-/// Numbers of features per block for which kernels are compiled.
+/// Numbers of features per block for which kernels are compiled, and those for int8.
 const FEATURES: [usize; 4] = [64, 80, 128, 288];
+const FEATURES_INT8: [usize; 4] = [64, 96, 128, 288];
 /// The GPU that tilings are tuned for: its multiprocessors, and how many clusters of 1, 2 .. blocks it runs at once.
 const PROCESSORS: usize = 132;
 const CLUSTERS: [usize; 4] = [PROCESSORS, 66, 39, 30];
-/// Minimum fraction of the GPU that a bf16 tiling must use, and an e4m3 tiling. A tiling that qualifies is then timed against cuBLASLt.
+/// Minimum fraction of the GPU that a bf16 tiling must use, and an e4m3 tiling. A tiling that qualifies is then timed against cuBLASLt, which is not
+/// used for int8.
 const LEAST_FILL: f64 = 0.8;
 const LEAST_FILL_FP8: f64 = 0.5;
 
@@ -55,9 +65,17 @@ struct ProductTiling {
 impl ProductTiling {
     /// The tiling that fills the GPU best with all blocks running at once, if one fills it enough. `narrow_product.cu` has tiles of other sizes.
     fn of((num_features, k): (usize, usize), kind: Kind, is_narrow: bool) -> Option<Self> {
-        let tiles: &[usize] = if is_narrow { &narrow_product::FEATURES } else { &FEATURES };
+        let tiles: &[usize] = match kind {
+            _ if is_narrow => &narrow_product::FEATURES,
+            Kind::Int8 => &FEATURES_INT8,
+            _ => &FEATURES,
+        };
         let steps = k.div_ceil(step(kind));
-        let least = if kind == Kind::Float8e4m3fn { LEAST_FILL_FP8 } else { LEAST_FILL };
+        let least = match kind {
+            Kind::Int8 => 0.0,
+            Kind::Float8e4m3fn => LEAST_FILL_FP8,
+            _ => LEAST_FILL,
+        };
         let fill = |cut: &Self| {
             let longest = (cut.features * steps.div_ceil(cut.parts)) as f64;
             (num_features * steps) as f64 / (PROCESSORS as f64 * longest)
@@ -70,7 +88,7 @@ impl ProductTiling {
     }
 }
 
-/// Whether [`product`], or [`product_fp8`] for e4m3, supports this number of rows and all of these weights [N, K], one of which has the bias, on
+/// Whether [`product`], or [`product_fp8`] for e4m3 and int8, supports this number of rows and all of these weights [N, K], one of which has the bias, on
 /// their GPU. It only pays if all GEMMs of a layer use it, because each prefetches its weights during the preceding one.
 ///
 /// # Errors
@@ -106,7 +124,7 @@ pub fn product(
     run("product", (x, w), None, bias, (out, 1))
 }
 
-/// Computes out = x w^T + bias for at most 64 rows with e4m3 operands; each sum is multiplied by the scales of its rows and rounded once. The
+/// Computes out = x w^T + bias for at most 64 rows with e4m3 or int8 operands; each sum is multiplied by the scales of its rows and rounded once. The
 /// condition on writes to w is that of [`product`]. With up to eight rows the next operation may start before this one's inputs are ready, so it must
 /// not read early what the operation before this one writes.
 ///
@@ -118,10 +136,10 @@ pub fn product_fp8(
     bias: Option<&Tensor>, // [N] bf16
     out: &Tensor,          // [R, N] bf16
 ) -> Result<()> {
-    run_fp8("product_fp8", (x, w), bias, (out, 1))
+    run_scaled("product", (x, w), bias, (out, 1))
 }
 
-/// Computes y = silu(gate) * up from x w^T with columns g0 u0 g1 u1 .., like [`product_silu_mul`], with e4m3 operands.
+/// Computes y = silu(gate) * up from x w^T with columns g0 u0 g1 u1 .., like [`product_silu_mul`], with e4m3 or int8 operands.
 ///
 /// # Errors
 /// The errors of [`product`].
@@ -130,7 +148,7 @@ pub fn product_silu_mul_fp8(
     w: &ScaledRows, // [2 F, K]
     y: &Tensor,     // [R, F] bf16
 ) -> Result<()> {
-    run_fp8("product_silu_mul_fp8", (x, w), None, (y, 2))
+    run_scaled("product_silu_mul", (x, w), None, (y, 2))
 }
 
 /// Computes y = silu(gate) * up from x w^T with columns g0 u0 g1 u1 .., for at most 64 rows. Gate and up are rounded as if they were stored. The
@@ -146,7 +164,7 @@ pub fn product_silu_mul(
     run("product_silu_mul", (x, w), None, None, (y, 2))
 }
 
-fn run_fp8(
+fn run_scaled(
     op: &'static str,
     (x, w): (&ScaledRows, &ScaledRows),
     bias: Option<&Tensor>,
@@ -163,7 +181,7 @@ fn run_fp8(
 fn run(
     op: &'static str,
     (x, w): (&Tensor, &Tensor),
-    scales: Option<[&Tensor; 2]>, // for e4m3
+    scales: Option<[&Tensor; 2]>, // for e4m3 and int8
     bias: Option<&Tensor>,
     (out, columns_of_one): (&Tensor, i64),
 ) -> Result<()> {
@@ -172,7 +190,8 @@ fn run(
     };
     let cut = cut_for(op, (x, w), bias, out)?;
     let gpu = ordinal(op, x)?;
-    let kind = if scales.is_some() { Kind::Float8e4m3fn } else { Kind::BFloat16 };
+    let code = scales.map(|_| code_name(op, w)).transpose()?;
+    let kind = if code.is_some() { w.kind() } else { Kind::BFloat16 };
     strided(op, x, kind, &[rows, k], gpu)?;
     strided(op, w, kind, &[features, k], gpu)?;
     let mut arguments = vec![
@@ -191,15 +210,16 @@ fn run(
     }
     let grid = (features as usize).div_ceil(cut.features) * cut.parts;
     let shape = (grid as u32, THREADS, STAGES_BYTES);
+    let code = code.map_or_else(String::new, |code| format!("{code}_"));
     // SAFETY: the kernel's parameters in order; boxes beyond x and w read as zeros, and only rows and features of out are written.
     // Of what it reads, w alone is read before the work before has ended, which does not write it: the caller's promise.
-    unsafe { queue(SOURCE, &format!("{op}_{}", cut.features), gpu, shape, (cut.parts as u32, true), &arguments) }
+    unsafe { queue(SOURCE, &format!("{op}_{code}{}", cut.features), gpu, shape, (cut.parts as u32, true), &arguments) }
 }
 
 /// The tiling of a weight [N, K] for a number of rows.
 fn cut_of(rows: usize, w: &Tensor) -> Option<ProductTiling> {
     let &[features, k] = &w.size()[..] else { return None };
-    let is_narrow = w.kind() == Kind::Float8e4m3fn && rows <= narrow_product::MOST_ROWS;
+    let is_narrow = w.kind() != Kind::BFloat16 && rows <= narrow_product::MOST_ROWS;
     ProductTiling::of((features as usize, k as usize), w.kind(), is_narrow).filter(|_| features % 8 == 0)
 }
 
@@ -211,7 +231,7 @@ fn cut_for(op: &'static str, (x, w): (&Tensor, &Tensor), bias: Option<&Tensor>, 
     cut.ok_or_else(|| {
         invalid(
             op,
-            "bf16 or fp8 matrices of a supported shape, aligned to 16 bytes (see product_serves)",
+            "bf16, fp8 or int8 matrices of a supported shape, aligned to 16 bytes (see product_serves)",
             (x.size(), w.size(), out.size()),
         )
     })
@@ -226,8 +246,10 @@ mod tests {
     fn rust_constants_match_the_kernel_source() {
         assert_declared(SOURCE, &[("ROWS", MOST_ROWS), ("CONSUMERS", THREADS as usize - 32)]);
         for features in FEATURES {
-            assert!(SOURCE.text.contains(&format!("PRODUCT(product, Plain, {features})")));
-            assert!(SOURCE.text.contains(&format!("PRODUCT(product_silu_mul, SwiGlu, {features})")));
+            assert!(SOURCE.text.contains(&format!("FLOAT_PRODUCTS({features})")));
+        }
+        for features in FEATURES_INT8 {
+            assert!(SOURCE.text.contains(&format!("INT8_PRODUCTS({features})")));
         }
     }
 

@@ -2,7 +2,7 @@
 
 use tch::Device;
 
-use super::{Exact, Format, Fp8, Nf4, Plain, StoredFormat, Use};
+use super::{Exact, Format, Fp8, Int8, Nf4, Plain, StoredFormat, Use};
 use crate::config::{Config, MixedPrecision, Quantization, RolloutQuantization};
 use crate::error::{Error, Result};
 use crate::model::spec::ModelSpec;
@@ -31,6 +31,7 @@ impl RolloutQuantization {
         match self {
             RolloutQuantization::None => &Plain,
             RolloutQuantization::Fp8 => &Fp8::ROWS,
+            RolloutQuantization::Int8 => &Int8,
         }
     }
 }
@@ -69,5 +70,11 @@ impl dyn Format {
     /// [`Error::InvalidValue`], always.
     pub fn refuse<T>(&self, of: Use, reason: &str) -> Result<T> {
         Err(Error::invalid_value(self.key(of), self.name(), format!("none: {reason}")))
+    }
+}
+
+impl PartialEq for dyn Format {
+    fn eq(&self, other: &Self) -> bool {
+        self.name() == other.name()
     }
 }

@@ -3,9 +3,9 @@
 
 use tch::{Device, Kind, Tensor};
 
-use super::step::{OwnProducts, StepCost, StepExperts, StepOutput, StepProducts, StepRows};
+use super::step::{OwnProducts, StepCost, StepExperts, StepProducts, StepRows};
 use super::{ActivationGradient, Format, Piece, Plain, Rows, Section, Use};
-use crate::cuda::kernels::{self, NormOptions, NormedRows, ScaledRows};
+use crate::cuda::kernels::{self, NormOptions, ScaledRows};
 use crate::cuda::{Context, OpCost, Products, timed};
 use crate::error::Result;
 use crate::model::spec::{ElementBytes, LinearSpec, ModelSpec};
@@ -233,31 +233,6 @@ impl Format for Fp8 {
 
     fn step_cost(&self, _plain_bytes: f64) -> StepCost {
         StepCost { element_bytes: 1.0, speedup: 2.0 }
-    }
-
-    fn step_sums(&self, is_read: bool) -> NormedRows {
-        if is_read { NormedRows::Both } else { NormedRows::Rounded }
-    }
-
-    fn step_round(&self, x: &Tensor, to: &ScaledRows) -> Result<()> {
-        kernels::fp8_rows_of_step(x, to)
-    }
-
-    fn step_norm(
-        &self,
-        x: &mut Tensor,
-        delta: Option<&Tensor>,
-        weight: &Tensor,
-        out: StepOutput<'_>,
-        norm: NormOptions,
-    ) -> Result<()> {
-        let (plain, rounded) = out.parts();
-        kernels::add_rms_norm_fp8(x, delta, weight, plain, &rounded, norm)
-    }
-
-    fn step_activate(&self, activation: Activation, gate_up: &Tensor, out: StepOutput<'_>) -> Result<()> {
-        let (plain, rounded) = out.parts();
-        kernels::silu_mul_fp8(activation, gate_up, plain, &rounded)
     }
 
     fn step_gate_up(&self, own: OwnProducts, x: StepRows<'_>, w: &Piece, act: &mut Tensor) -> Result<()> {

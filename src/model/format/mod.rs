@@ -1,6 +1,5 @@
-//! Number formats of blocks' matrices. Each format has a file with everything needed to train and sample in it: which models it supports, its bytes,
-//! how weights are prepared when an engine wakes, and its GEMMs with their gradients. All other code calls the matrix or the format. A
-//! tensor-parallel slice is cut from the plain matrix and prepared like a matrix of its own.
+//! Number formats of blocks' matrices. Each format has a file with all that it needs: which models it supports, its bytes, how weights are prepared when
+//! an engine wakes, and its GEMMs with their gradients. A tensor-parallel slice is cut from the plain matrix and prepared like a matrix of its own.
 //!
 //! | file | content |
 //! |---|---|
@@ -8,6 +7,7 @@
 //! | `plain` | rows in the type of the network |
 //! | `exact` | plain rows, in GEMMs that give a row the same bits in the engine and in training |
 //! | `fp8` | e4m3 rows with one scale each |
+//! | `int8` | rotated int8 rows with one scale each, for engines |
 //! | `nf4` | 4 bits per weight, for stored blocks |
 //! | `rows`, `step` | operands of GEMMs; those of an engine step on a GPU |
 //! | `uses` | training and engines |
@@ -16,6 +16,7 @@
 mod choice;
 mod exact;
 mod fp8;
+mod int8;
 mod nf4;
 mod plain;
 mod rows;
@@ -31,6 +32,7 @@ use tch::{Device, Kind, Tensor};
 
 pub use self::exact::{Exact, bytes_of_parts, trial_bytes};
 pub use self::fp8::Fp8;
+pub use self::int8::Int8;
 pub use self::nf4::Nf4;
 pub use self::plain::Plain;
 pub use self::rows::{ActivationGradient, Piece, Rows};
@@ -69,6 +71,11 @@ pub trait Format: Debug + Sync {
 
     /// Whether the bits of a row's result depend only on the row and the weights. If so, the whole forward is computed that way.
     fn is_exact(&self) -> bool {
+        false
+    }
+
+    /// Whether an engine's GEMMs are the crate's own kernels alone, in which a row's bits do not depend on the number of rows.
+    fn has_own_products(&self) -> bool {
         false
     }
 
@@ -284,16 +291,17 @@ pub trait Format: Debug + Sync {
     }
 
     /// The form in which an all-reduce of an engine step leaves the rows for the next GEMM. If `is_read` is set, it also leaves unquantized rows.
-    fn step_sums(&self, _is_read: bool) -> NormedRows {
-        NormedRows::Plain
+    fn step_sums(&self, is_read: bool) -> NormedRows {
+        let [(_, kind), _] = self.sections([0, 0]);
+        NormedRows::new(self.rounds().then_some(kind), is_read)
     }
 
     /// Quantizes rows of an engine step for the GEMM that reads them next.
     ///
     /// # Errors
     /// [`crate::Error::InvalidArgument`] for rows that do not fit; [`crate::Error::Cuda`].
-    fn step_round(&self, _x: &Tensor /* [T, K] */, _to: &ScaledRows) -> Result<()> {
-        Ok(())
+    fn step_round(&self, x: &Tensor /* [T, K] */, to: &ScaledRows) -> Result<()> {
+        kernels::fp8_rows_of_step(x, to)
     }
 
     /// Computes x += delta and out = norm(x) in an engine step.
@@ -308,7 +316,7 @@ pub trait Format: Debug + Sync {
         out: StepOutput<'_>,    // [T, D]
         norm: NormOptions,
     ) -> Result<()> {
-        kernels::add_rms_norm(x, delta, weight, out.plain, norm)
+        out.norm(x, delta, weight, norm)
     }
 
     /// Computes out = activation(gate) * up in an engine step.
@@ -321,7 +329,7 @@ pub trait Format: Debug + Sync {
         gate_up: &Tensor,    // [T, 2 F]
         out: StepOutput<'_>, // [T, F]
     ) -> Result<()> {
-        kernels::silu_mul(activation, gate_up, out.plain)
+        out.activate(activation, gate_up)
     }
 
     /// Computes act = silu(gate) * up of x w^T in an engine step, by own kernels that fuse SwiGLU into the GEMM.
@@ -341,8 +349,7 @@ pub trait Format: Debug + Sync {
         }
     }
 
-    /// Computes act = silu(gate) * up of x w^T in an engine step, or the clamped SwiGLU if there are biases, for each sorted row with its expert's
-    /// weight.
+    /// Computes act = silu(gate) * up of x w^T, or the clamped SwiGLU with biases, in an engine step, for each sorted row with its expert's weight.
     ///
     /// # Errors
     /// The errors of [`Format::step_round`].
@@ -360,7 +367,6 @@ pub trait Format: Debug + Sync {
     }
 
     /// Computes out = act w^T in an engine step, for each sorted row with its expert's weight, and writes it at the position of the token's choice.
-    /// Formats that quantize do so within the kernel.
     ///
     /// # Errors
     /// The errors of [`Format::step_round`].
@@ -389,11 +395,5 @@ pub trait Format: Debug + Sync {
         out: &Tensor, /* [T, N] */
     ) -> Result<()> {
         by.plain(x.plain, &w.weight, w.bias.as_ref(), out)
-    }
-}
-
-impl PartialEq for dyn Format {
-    fn eq(&self, other: &Self) -> bool {
-        self.name() == other.name()
     }
 }

@@ -6,6 +6,8 @@ use tch::Tensor;
 use crate::cuda::kernels::{self, ExpertAdapter, ExpertTile, RoutedTokens, ScaledRows};
 use crate::cuda::{Products, Tuning};
 use crate::error::Result;
+use crate::ops::rms_norm::NormOptions;
+use crate::ops::swiglu::Activation;
 
 /// The cost of a step's GEMMs in a format.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -99,9 +101,26 @@ pub struct StepOutput<'a> {
     pub is_read: bool,
 }
 
-impl<'a> StepOutput<'a> {
-    /// Buffers for the unquantized rows, if something reads them, and for the quantized rows.
-    pub(super) fn parts(self) -> (Option<&'a mut Tensor>, ScaledRows) {
-        (self.is_read.then_some(self.plain), self.rounded.expect("room of a format that rounds"))
+impl StepOutput<'_> {
+    /// Computes x += delta and writes norm(x), quantized if there is a buffer for that.
+    pub(super) fn norm(
+        self,
+        x: &mut Tensor,         // [T, D]
+        delta: Option<&Tensor>, // [T, D]
+        weight: &Tensor,        // [D]
+        norm: NormOptions,
+    ) -> Result<()> {
+        match self.rounded {
+            Some(to) => kernels::add_rms_norm_fp8(x, delta, weight, self.is_read.then_some(self.plain), &to, norm),
+            None => kernels::add_rms_norm(x, delta, weight, self.plain, norm),
+        }
+    }
+
+    /// Writes activation(gate) * up, quantized if there is a buffer for that.
+    pub(super) fn activate(self, activation: Activation, gate_up: &Tensor /* [T, 2 F] */) -> Result<()> {
+        match self.rounded {
+            Some(to) => kernels::silu_mul_fp8(activation, gate_up, self.is_read.then_some(self.plain), &to),
+            None => kernels::silu_mul(activation, gate_up, self.plain),
+        }
     }
 }

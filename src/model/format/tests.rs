@@ -14,7 +14,7 @@ use crate::model::{
 const MOST: f64 = 127.0;
 
 #[derive(Debug)]
-struct Int8;
+struct EightBits;
 
 fn rounded(rows: &Tensor /* [R, K] */) -> ScaledRows {
     let scales = rows.abs().amax([1], true).clamp_min(f64::MIN_POSITIVE) / MOST;
@@ -29,9 +29,9 @@ fn weight(w: &Piece) -> Tensor {
     w.prepared.as_ref().map_or_else(|| values(&rounded(&w.weight)), values)
 }
 
-impl Format for Int8 {
+impl Format for EightBits {
     fn name(&self) -> &'static str {
-        "int8"
+        "eight_bits"
     }
 
     fn refusal(&self, _: Use, _: &ModelSpec, on_gpu: bool) -> Option<String> {
@@ -57,9 +57,9 @@ impl Format for Int8 {
     }
 }
 
-impl StoredFormat for Int8 {
+impl StoredFormat for EightBits {
     fn name(&self) -> &'static str {
-        "int8"
+        "eight_bits"
     }
 
     fn multiple(&self) -> usize {
@@ -71,11 +71,11 @@ impl StoredFormat for Int8 {
     }
 
     fn encoder(&self, _: Device) -> Result<Box<dyn Encoder>> {
-        Ok(Box::new(Int8))
+        Ok(Box::new(EightBits))
     }
 }
 
-impl Encoder for Int8 {
+impl Encoder for EightBits {
     fn encode(&self, matrix: &Tensor) -> Result<Box<dyn Encoded>> {
         Ok(Box::new(rounded(matrix)))
     }
@@ -130,11 +130,11 @@ fn every_format_trains_close_to_the_dense_block() {
         [y - &x, dx - &dy, sums]
     };
     let dense = step(&Plain, GradientCheckpointing::None);
-    let got = step(&Int8, GradientCheckpointing::None);
+    let got = step(&EightBits, GradientCheckpointing::None);
     for ((got, dense), what) in got.iter().zip(&dense).zip(["the output", "the input's gradient", "the gradients"]) {
         is_near(got, dense, what);
     }
-    assert_eq!(step(&Int8, GradientCheckpointing::Full), got, "computed again");
+    assert_eq!(step(&EightBits, GradientCheckpointing::Full), got, "computed again");
 }
 
 #[test]
@@ -149,14 +149,14 @@ fn tensor_parallel_slices_in_every_format_sum_to_the_dense_block() {
     };
     let dense = added(&Plain, 1);
     for tp_size in [1, 2] {
-        is_near(&added(&Int8, tp_size), &dense, &format!("of {tp_size} ranks"));
+        is_near(&added(&EightBits, tp_size), &dense, &format!("of {tp_size} ranks"));
     }
 }
 
 #[test]
 fn a_block_stored_in_every_format_is_restored() {
     let (spec, table, flat) = block();
-    let (layout, format): (_, &dyn StoredFormat) = (table.unit(Unit::Block(0)), &Int8);
+    let (layout, format): (_, &dyn StoredFormat) = (table.unit(Unit::Block(0)), &EightBits);
     format.check(&spec).unwrap();
     let stored = StoredBlock::encode(&spec, layout, &flat, &*format.encoder(Device::Cpu).unwrap()).unwrap();
     let back = flat.zeros_like();

@@ -136,7 +136,7 @@ impl PlannedStep<'_> {
     /// Seconds of a decode step of `rows` sequences whose cache holds `cached` tokens, counting shared prompts once.
     fn decode_s(&self, gpu: Gpu, rows: f64, cached: f64) -> f64 {
         let Self { config, spec, .. } = *self;
-        let (tp_size, is_fp8) = (config.tensor_parallel_size, config.rollout_quantization == RolloutQuantization::Fp8);
+        let (tp_size, is_fp8) = (config.tensor_parallel_size, config.rollout_quantization != RolloutQuantization::None);
         let (tp, layers) = (tp_size as f64, spec.num_layers() as f64);
         let (blocks, head) = (self.block_params(), self.head_params());
         let read = blocks + spec.num_params_hit(rows.max(1.0)) - spec.num_active_params() as f64;

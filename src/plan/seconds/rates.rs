@@ -95,7 +95,7 @@ impl DecodeRates {
     pub(super) fn prefill_share(&self, quantization: RolloutQuantization, has_experts: bool) -> f64 {
         match (has_experts, quantization) {
             (true, _) => 0.3,
-            (false, RolloutQuantization::Fp8) => 1.33,
+            (false, RolloutQuantization::Fp8 | RolloutQuantization::Int8) => 1.33,
             (false, RolloutQuantization::None) => 0.775,
         }
     }

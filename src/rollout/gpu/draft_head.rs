@@ -10,7 +10,7 @@ use super::op::DecoderOp;
 use super::prefill::PrefillAttention;
 use crate::cuda::kernels::{self, DraftInputs};
 use crate::error::{Error, Result};
-use crate::model::{DRAFT_NORMS, ModelSpec, ParamName, Stage};
+use crate::model::{DRAFT_NORMS, ModelSpec, OwnProducts, ParamName, Stage};
 use crate::rollout::draft_rows::HeadWork;
 use crate::rollout::weights::EngineWeights;
 use crate::torch;
@@ -51,6 +51,7 @@ impl<'a> DraftHead<'a> {
             stage: &self.stage,
             first_cache_layer: model.spec.num_layers(),
             records_experts: false,
+            own_products: OwnProducts::None,
             ..model
         }
     }

@@ -18,7 +18,7 @@ impl DecoderNetwork<'_> {
     pub(super) fn may_own_products(&self, rows: usize) -> Result<Vec<OwnProducts>> {
         let is_tried = self.tp.size() == 1 || self.format().rounds();
         let has_silu = self.spec.layers.iter().all(|block| block.mlp.activation() == Activation::Silu);
-        if self.tuning != Tuning::Timed || !is_tried || !has_silu {
+        if self.tuning != Tuning::Timed || !is_tried || !has_silu || self.format().has_own_products() {
             return Ok(Vec::new());
         }
         if self.spec.num_expert_layers() > 0 {
@@ -139,7 +139,8 @@ impl DecoderNetwork<'_> {
     fn rounded(&self, x: &Tensor) -> Result<ScaledRows> {
         let size = x.size();
         if let Some(sums) = self.sums.filter(|sums| sums.are_normed(x)) {
-            let ScaledRows { values, scales } = sums.rounded()?;
+            let [(_, kind), _] = self.format().sections([size[0], size[1]]);
+            let ScaledRows { values, scales } = sums.rounded(kind)?;
             return Ok(ScaledRows { values: values.narrow(0, 0, size[0]), scales: scales.narrow(0, 0, size[0]) });
         }
         Ok(self.buffers.rounded(self.format(), [size[0], size[1]]))

@@ -16,7 +16,8 @@ use super::state::GpuState;
 use super::wait::wait;
 use crate::cuda::{CurrentStream, Tuning};
 use crate::error::Result;
-use crate::model::{ModelSpec, OwnProducts, Stage};
+use crate::model::{BlockParams, Matrix, ModelSpec, OwnProducts, Stage};
+use crate::ops::swiglu::Activation;
 use crate::ranks::Collective;
 use crate::rollout::routes::recorded_experts;
 use crate::rollout::runner::Runner;
@@ -128,7 +129,7 @@ impl<'a> GpuRunner<'a> {
                 Tuning::Timed if torch::is_deterministic() => Tuning::First,
                 tuning => tuning,
             },
-            own_products: OwnProducts::None,
+            own_products: own_products(self.spec, self.weights),
             processing,
             adapters: None,
             masks: state.masks.as_ref(),
@@ -228,6 +229,17 @@ impl<'a> GpuRunner<'a> {
         let block_tables = inputs.block_tables.f_index_select(0, &inputs.drawn_runs)?;
         let drawn = DrawOutputs { lens: &inputs.lens, block_tables: &block_tables, sampling: &inputs.sampling };
         network.sample(&drawn_hidden, &drawn)
+    }
+}
+
+/// The crate's GEMM kernels that all steps use, if the format has no others. They fuse SwiGLU into the GEMM in all steps or in none, so that a row's bits
+/// do not depend on the step.
+fn own_products(spec: &ModelSpec, weights: &EngineWeights) -> OwnProducts {
+    let is_fused = |w: &BlockParams| w.linear(Matrix::GateUp).lora.is_none();
+    let has_silu = spec.layers.iter().all(|block| block.mlp.activation() == Activation::Silu);
+    match weights.format().has_own_products() && has_silu && weights.blocks.iter().all(is_fused) {
+        true => OwnProducts::WideAndGateUp,
+        false => OwnProducts::None,
     }
 }
 

@@ -186,7 +186,7 @@ impl GpuState {
     ) -> Result<OwnProducts> {
         let residual = network.buffers.x.kind();
         let stored = (network.weights.stored.is_some(), network.format().rounds());
-        let mut best = OwnProducts::None;
+        let mut best = network.own_products;
         for candidate in network.may_own_products(rows)? {
             let trials = if candidate == OwnProducts::All { TRIALS } else { LASTING_TRIALS };
             let of = (candidate, best, residual, stored);

@@ -43,6 +43,32 @@ fn compare(model: &Model, name: &str, num_generations: usize) {
     }
 }
 
+/// int8 GEMMs are nearer to the trainer than FP8's where weights have outlier channels, as those of trained models.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_int8_samples_nearer_to_the_trainer_than_fp8() {
+    for (name, num_generations) in [(LARGE, 2), (SMALL, 16)] {
+        let model = Model { has_outliers: true, ..Model::new(name) };
+        let of = |quantization| EngineOptions { quantization, residual: Kind::Float, ..model.options(640) };
+        let [plain, fp8, int8] = [RolloutQuantization::None, RolloutQuantization::Fp8, RolloutQuantization::Int8]
+            .map(|quantization| distance(&model, &of(quantization), num_generations));
+        println!("{}", json!({"test": "int8", "model": name, "bf16": plain, "fp8": fp8, "int8": int8}));
+        assert!(int8[0] > 1.05 * plain[0], "{int8:?} beside {plain:?}: nothing is rounded");
+        assert!(int8[0] < 0.7 * fp8[0], "{int8:?} beside {fp8:?} in FP8");
+    }
+}
+
+/// Integer sums have no order: a strict engine supports int8 GEMMs.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_strict_steps_in_int8_are_independent_of_the_batch() {
+    let int8 = |options| EngineOptions { quantization: RolloutQuantization::Int8, ..options };
+    super::steps_do_not_see_their_batch(&Model::new(SMALL), &int8, &[(1024, 600, 200, 120)]);
+    super::steps_do_not_see_their_batch(&Model::adapted(SMALL), &int8, &[(256, 170, 80, 50)]);
+    let cached = |options| EngineOptions { kv_cache_dtype: KvCacheDtype::Int8, ..int8(options) };
+    super::steps_do_not_see_their_batch(&Model::new(SMALL), &cached, &[(256, 170, 80, 50)]);
+}
+
 /// Few rows, for which this crate's own GEMM kernels may be used, and 48 x 6 rows, for which cuBLASLt is used.
 #[test]
 #[ignore = "needs a GPU"]
