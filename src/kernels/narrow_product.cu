@@ -1,4 +1,4 @@
-// out = x w^T + bias, or silu(gate) * up of its columns g0 u0 g1 u1 .., for up to eight rows in e4m3 or int8 with one scale per row, on Hopper's
+// out = x w^T + bias, or silu(gate) * up of its columns g0 u0 g1 u1 .., for up to eight rows in bf16, or in e4m3 or int8 with one scale per row, on Hopper's
 // tensor cores: TMA and wgmma, float32 or int32 sums.
 //
 // Weights are the left operand, so that an instruction multiplies 64 features with eight rows, and nearly all shared memory is for weights in flight.
@@ -14,7 +14,7 @@ constexpr int STAGES_BYTES = 208 * 1024;
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-MULTIPLY_KIND(E4m3, "k32.f32.e4m3.e4m3", "", 8, 4, 4, 5, 6)
+MULTIPLY(8, 4, 4, 5, 6)
 MULTIPLY_INT8(8, 4, 4, 5, 6)
 
 template <typename Kind_, int FEATURES_>
@@ -105,19 +105,21 @@ __device__ __forceinline__ void narrow_product(const TensorMap&, const TensorMap
 
 #endif
 
-#define NARROW_PRODUCT(NAME, FORM, KIND, FEATURES)                                                                      \
-    extern "C" __global__ void __launch_bounds__(GROUP + 32, 1) NAME##_##FEATURES(                             \
-        const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, bf16* out, const bf16* bias,     \
-        long long leading, long long rows, long long features, long long steps, const float* x_scales,             \
-        const float* w_scales                                                                                      \
-    ) {                                                                                                            \
-        const Output output = {                                                                                    \
-            out, bias, leading, static_cast<int>(rows), static_cast<int>(features), x_scales, w_scales             \
-        };                                                                                                         \
-        narrow_product<FORM, Shape<KIND, FEATURES>>(x, w, output, static_cast<int>(steps));                              \
+#define NARROW_PRODUCT(NAME, FORM, KIND, FEATURES)                                                                \
+    extern "C" __global__ void __launch_bounds__(GROUP + 32, 1) NAME##_##FEATURES(                                \
+        const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, bf16* out, const bf16* bias,    \
+        long long leading, long long rows, long long features, long long steps, const float* x_scales,            \
+        const float* w_scales                                                                                     \
+    ) {                                                                                                           \
+        const Output output = {                                                                                   \
+            out, bias, leading, static_cast<int>(rows), static_cast<int>(features), x_scales, w_scales            \
+        };                                                                                                        \
+        narrow_product<FORM, Shape<KIND, FEATURES>>(x, w, output, static_cast<int>(steps));                       \
     }
 
 #define NARROW_PRODUCTS(FEATURES)                                         \
+    NARROW_PRODUCT(narrow_product, Plain, Bf16, FEATURES)                 \
+    NARROW_PRODUCT(narrow_product_silu_mul, SwiGlu, Bf16, FEATURES)       \
     NARROW_PRODUCT(narrow_product_fp8, Plain, E4m3, FEATURES)             \
     NARROW_PRODUCT(narrow_product_silu_mul_fp8, SwiGlu, E4m3, FEATURES)   \
     NARROW_PRODUCT(narrow_product_int8, Plain, Int8, FEATURES)            \

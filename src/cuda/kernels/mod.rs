@@ -94,6 +94,7 @@ pub use int8::{int8_product, int8_silu_mul};
 pub use launch::serve;
 pub use mask::{mask_logits, mask_low};
 pub use merge_attention::merge_attention;
+pub use narrow_product::MOST_ROWS as NARROW_ROWS;
 pub use next_tokens::next_tokens;
 pub use nf4::{Nf4Codes, nf4_dequantize};
 pub use norm::sums_of_squares;

@@ -1,16 +1,25 @@
-//! 8-bit GEMMs with up to eight rows, by a Hopper kernel that uses nearly all shared memory for weights in flight.
+//! GEMMs with up to eight rows, by a Hopper kernel that uses nearly all shared memory for weights in flight.
 #![allow(unsafe_code)]
 
 use tch::{Kind, Tensor};
 
 use super::boxes::{rows_boxes, step};
-use super::fp8::ScaledRows;
-use super::launch::{Argument, address, address_or_null, code_name, ordinal, queue, strided};
+use super::launch::{Argument, address_or_null, ordinal, queue, strided};
 use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 
 pub(super) const SOURCE: &KernelSource = &nvrtc::NARROW_PRODUCT;
 pub(super) const NAMES: &[&str] = &[
+    "narrow_product_64",
+    "narrow_product_128",
+    "narrow_product_192",
+    "narrow_product_256",
+    "narrow_product_320",
+    "narrow_product_silu_mul_64",
+    "narrow_product_silu_mul_128",
+    "narrow_product_silu_mul_192",
+    "narrow_product_silu_mul_256",
+    "narrow_product_silu_mul_320",
     "narrow_product_fp8_64",
     "narrow_product_fp8_128",
     "narrow_product_fp8_192",
@@ -34,7 +43,7 @@ pub(super) const NAMES: &[&str] = &[
 ];
 
 /// Most rows that this kernel supports; `product.cu` computes GEMMs with more.
-pub(super) const MOST_ROWS: usize = 8;
+pub const MOST_ROWS: usize = 8;
 const THREADS: u32 = 160;
 /// Bytes of shared memory: the pipeline stages, and 1024 for alignment.
 const SHARED_BYTES: u32 = 209 << 10;
@@ -46,34 +55,37 @@ pub(super) const FEATURES: [usize; 5] = [64, 128, 192, 256, 320];
 /// Queues out = x w^T + bias or, if `columns_of_one` is 2, out = silu(gate) * up. [`super::product_serves`] must have accepted the operands. Tiles
 /// have `features` features, and K is split into `parts`.
 pub(super) fn run(
-    op: &'static str,                   // of `product`, without the type of its operands
-    (x, w): (&ScaledRows, &ScaledRows), // [R, K], [N, K]
-    bias: Option<&Tensor>,              // [N] bf16
+    (op, name): (&'static str, &str), // the operation, and the kernel's name without `narrow_` and the features
+    (x, w): (&Tensor, &Tensor),       // [R, K], [N, K]
+    scales: Option<[&Tensor; 2]>,     // [R], [N], of 8-bit operands
+    bias: Option<&Tensor>,            // [N] bf16
     (out, columns_of_one): (&Tensor, i64),
     (features, parts): (usize, usize),
 ) -> Result<()> {
-    let (gpu, [rows, k], n) = (ordinal(op, &x.values)?, [0, 1].map(|dim| x.values.size()[dim]), w.values.size()[0]);
-    let (code, kind) = (code_name(op, &w.values)?, w.values.kind());
-    strided(op, &x.values, kind, &[rows, k], gpu)?;
-    strided(op, &w.values, kind, &[n, k], gpu)?;
+    let (gpu, [rows, k], n, kind) = (ordinal(op, x)?, [0, 1].map(|dim| x.size()[dim]), w.size()[0], w.kind());
+    let [of_x, of_w] = [(0, rows), (1, n)].map(|(operand, len)| {
+        address_or_null(op, scales.map(|scales| scales[operand]), Kind::Float, len as usize, gpu)
+    });
+    strided(op, x, kind, &[rows, k], gpu)?;
+    strided(op, w, kind, &[n, k], gpu)?;
     let arguments = [
-        rows_boxes(&x.values, MOST_ROWS)?,
-        rows_boxes(&w.values, UNIT)?,
+        rows_boxes(x, MOST_ROWS)?,
+        rows_boxes(w, UNIT)?,
         strided(op, out, Kind::BFloat16, &[rows, n / columns_of_one], gpu)?,
         address_or_null(op, bias, Kind::BFloat16, n as usize, gpu)?,
         Argument::Count(out.stride()[0]),
         Argument::Count(rows),
         Argument::Count(n),
         Argument::Count((k as usize).div_ceil(step(kind)) as i64),
-        address(op, &x.scales, Kind::Float, rows as usize, gpu)?,
-        address(op, &w.scales, Kind::Float, n as usize, gpu)?,
+        of_x?,
+        of_w?,
     ];
     let grid = (n as usize).div_ceil(features) * parts;
     let shape = (grid as u32, THREADS, SHARED_BYTES);
     // SAFETY: the kernel's parameters in order; boxes beyond x and w read as zeros, and only rows and features of out are written.
     // Of what it reads, w, its scales and the bias alone are read before the work before has ended, which does not write them: the caller's
     // promise.
-    unsafe { queue(SOURCE, &format!("narrow_{op}_{code}_{features}"), gpu, shape, (parts as u32, true), &arguments) }
+    unsafe { queue(SOURCE, &format!("narrow_{name}_{features}"), gpu, shape, (parts as u32, true), &arguments) }
 }
 
 #[cfg(test)]

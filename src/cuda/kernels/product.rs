@@ -50,10 +50,10 @@ const FEATURES_INT8: [usize; 4] = [64, 96, 128, 288];
 /// The GPU that tilings are tuned for: its multiprocessors, and how many clusters of 1, 2 .. blocks it runs at once.
 const PROCESSORS: usize = 132;
 const CLUSTERS: [usize; 4] = [PROCESSORS, 66, 39, 30];
-/// Minimum fraction of the GPU that a bf16 tiling must use, and an e4m3 tiling. A tiling that qualifies is then timed against cuBLASLt, which is not
-/// used for int8.
+/// Minimum fraction of the GPU that a bf16 tiling must use for more than eight rows, and that any other tiling must use. A tiling that qualifies is
+/// then timed against cuBLASLt, which is not used for int8.
 const LEAST_FILL: f64 = 0.8;
-const LEAST_FILL_FP8: f64 = 0.5;
+const LEAST_FILL_NARROW: f64 = 0.5;
 
 /// How a weight is divided among blocks, determined by its shape: features per tile, and number of parts of K.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -73,8 +73,8 @@ impl ProductTiling {
         let steps = k.div_ceil(step(kind));
         let least = match kind {
             Kind::Int8 => 0.0,
-            Kind::Float8e4m3fn => LEAST_FILL_FP8,
-            _ => LEAST_FILL,
+            Kind::BFloat16 if !is_narrow => LEAST_FILL,
+            _ => LEAST_FILL_NARROW,
         };
         let fill = |cut: &Self| {
             let longest = (cut.features * steps.div_ceil(cut.parts)) as f64;
@@ -105,13 +105,14 @@ pub fn product_serves(rows: usize, weights: &[&Tensor], bias: Option<&Tensor>) -
 
 /// A cache key that identifies the kernels and tilings, and so the speed of [`product`], for a compute capability.
 pub(in crate::cuda) fn product_key(capability: Capability) -> Result<String> {
-    let cuts = (FEATURES, narrow_product::FEATURES, CLUSTERS, LEAST_FILL, LEAST_FILL_FP8);
+    let cuts = (FEATURES, narrow_product::FEATURES, CLUSTERS, LEAST_FILL, LEAST_FILL_NARROW);
     let [few, narrow] = [SOURCE, narrow_product::SOURCE].map(|source| nvrtc::key(source, capability));
     Ok(format!("{cuts:?} {} {}", few?, narrow?))
 }
 
 /// Computes out = x w^T + bias for at most 64 rows, with float32 sums, rounded once. The kernel reads w while the preceding operation still runs:
-/// that operation must not write w, and must itself have waited for any that does.
+/// that operation must not write w, and must itself have waited for any that does. With up to eight rows the next operation may start before this
+/// one's inputs are ready, so it must not read early what the operation before this one writes.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit or that [`product_serves`] refuses; [`crate::Error::Cuda`].
@@ -125,8 +126,7 @@ pub fn product(
 }
 
 /// Computes out = x w^T + bias for at most 64 rows with e4m3 or int8 operands; each sum is multiplied by the scales of its rows and rounded once. The
-/// condition on writes to w is that of [`product`]. With up to eight rows the next operation may start before this one's inputs are ready, so it must
-/// not read early what the operation before this one writes.
+/// conditions are those of [`product`].
 ///
 /// # Errors
 /// The errors of [`product`].
@@ -152,7 +152,7 @@ pub fn product_silu_mul_fp8(
 }
 
 /// Computes y = silu(gate) * up from x w^T with columns g0 u0 g1 u1 .., for at most 64 rows. Gate and up are rounded as if they were stored. The
-/// condition on writes to w is that of [`product`].
+/// conditions are those of [`product`].
 ///
 /// # Errors
 /// The errors of [`product`].
@@ -170,12 +170,7 @@ fn run_scaled(
     bias: Option<&Tensor>,
     (out, columns_of_one): (&Tensor, i64),
 ) -> Result<()> {
-    let rows = x.values.size().first().map_or(0, |&rows| rows as usize);
-    if rows > narrow_product::MOST_ROWS {
-        return run(op, (&x.values, &w.values), Some([&x.scales, &w.scales]), bias, (out, columns_of_one));
-    }
-    let cut = cut_for(op, (&x.values, &w.values), bias, out)?;
-    narrow_product::run(op, (x, w), bias, (out, columns_of_one), (cut.features, cut.parts))
+    run(op, (&x.values, &w.values), Some([&x.scales, &w.scales]), bias, (out, columns_of_one))
 }
 
 fn run(
@@ -190,10 +185,22 @@ fn run(
     };
     let cut = cut_for(op, (x, w), bias, out)?;
     let gpu = ordinal(op, x)?;
-    let code = scales.map(|_| code_name(op, w)).transpose()?;
-    let kind = if code.is_some() { w.kind() } else { Kind::BFloat16 };
+    let (kind, name) = match scales {
+        Some(_) => (w.kind(), format!("{op}_{}", code_name(op, w)?)),
+        None => (Kind::BFloat16, op.to_owned()),
+    };
     strided(op, x, kind, &[rows, k], gpu)?;
     strided(op, w, kind, &[features, k], gpu)?;
+    if rows as usize <= narrow_product::MOST_ROWS {
+        return narrow_product::run(
+            (op, &name),
+            (x, w),
+            scales,
+            bias,
+            (out, columns_of_one),
+            (cut.features, cut.parts),
+        );
+    }
     let mut arguments = vec![
         rows_boxes(x, MOST_ROWS)?,
         rows_boxes(w, cut.features / 2)?,
@@ -210,16 +217,15 @@ fn run(
     }
     let grid = (features as usize).div_ceil(cut.features) * cut.parts;
     let shape = (grid as u32, THREADS, STAGES_BYTES);
-    let code = code.map_or_else(String::new, |code| format!("{code}_"));
     // SAFETY: the kernel's parameters in order; boxes beyond x and w read as zeros, and only rows and features of out are written.
     // Of what it reads, w alone is read before the work before has ended, which does not write it: the caller's promise.
-    unsafe { queue(SOURCE, &format!("{op}_{code}{}", cut.features), gpu, shape, (cut.parts as u32, true), &arguments) }
+    unsafe { queue(SOURCE, &format!("{name}_{}", cut.features), gpu, shape, (cut.parts as u32, true), &arguments) }
 }
 
 /// The tiling of a weight [N, K] for a number of rows.
 fn cut_of(rows: usize, w: &Tensor) -> Option<ProductTiling> {
     let &[features, k] = &w.size()[..] else { return None };
-    let is_narrow = w.kind() != Kind::BFloat16 && rows <= narrow_product::MOST_ROWS;
+    let is_narrow = rows <= narrow_product::MOST_ROWS;
     ProductTiling::of((features as usize, k as usize), w.kind(), is_narrow).filter(|_| features % 8 == 0)
 }
 
@@ -269,5 +275,8 @@ mod tests {
         assert!(of_fp8.iter().all(|&shape| of(shape, Kind::Float8e4m3fn, false).is_some()));
         let narrow = of_fp8.map(|shape| of(shape, Kind::Float8e4m3fn, true).unwrap());
         assert_eq!(narrow[..4], [(128, 3), (128, 4), (320, 1), (128, 4)]); // the fastest in measurements
+        let of_two_ranks = [(2304, 3584), (3584, 1792), (18_944, 3584), (3584, 9472)]; // Qwen2.5-7B's, with half of the bytes
+        let narrow = of_two_ranks.map(|shape| of(shape, Kind::BFloat16, true).unwrap());
+        assert_eq!(narrow, [(64, 3), (128, 4), (320, 2), (128, 4)]);
     }
 }
