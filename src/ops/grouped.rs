@@ -1,21 +1,19 @@
 //! Grouped GEMMs, in which every row is multiplied with one of several matrices. Rows are sorted by matrix; the rows of one matrix are a group.
 //!
-//! On a GPU, bfloat16 uses GEMMs that read the groups' ends on the device: libtorch's and, for weight gradients on Hopper, this crate's, which adds
-//! float32 sums. libtorch's gradients are rounded to bfloat16 before they are added. All other cases run one GEMM per group, for which the host waits
-//! to learn their sizes.
+//! On a GPU, bfloat16 uses GEMMs that read the groups' ends on the device: libtorch's and, for weight gradients on Hopper, this crate's with float32
+//! sums. libtorch's gradients are rounded to bfloat16 first. All other cases run one GEMM per group, for which the host waits to learn their sizes.
 //!
 //! R rows, E matrices [N, K].
 
-mod rows;
 mod scaled;
 
 use std::ops::Range;
 
 use tch::{Device, Kind, Tensor};
 
-pub use self::rows::ExpertRows;
+use super::linear::{self, Onto};
 use super::swiglu::{GateUp, halves};
-use super::{linear, try_map};
+use super::try_map;
 use crate::cuda::{OpCost, kernels, timed};
 use crate::error::Result;
 use crate::torch;
@@ -176,21 +174,22 @@ impl Dispatch {
         self.accumulate_product(dy, w, dx)
     }
 
-    /// Computes dw += dy^T x, each matrix with the rows of its group.
+    /// Computes dw = dy^T x or dw += dy^T x, each matrix with the rows of its group.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
-    pub fn accumulate_weight(
+    pub fn weight_gradient(
         &self,
         dy: &Tensor,     // [R, N]
         x: &Tensor,      // [R, K]
         dw: &mut Tensor, // [E, N, K]
+        onto: Onto,
     ) -> Result<()> {
         let work = || OpCost::product(dy.size()[1], x.size()[1], x.size()[0]);
         match &self.groups {
             Groups::Ends(ends) if kernels::grouped_weight_serves(dy, x, dw)? => {
-                let run = || kernels::grouped_weight(dy, x, ends, dw);
-                timed("grouped product, added to its weight's gradient", work, run)
+                let run = || kernels::grouped_weight(dy, x, ends, dw, onto == Onto::Sum);
+                timed("grouped product, gradient of its weight", work, run)
             }
             Groups::Ends(ends) => {
                 let run = || dy.tr().f_internal_grouped_mm(x, Some(ends), None, None);
@@ -198,14 +197,22 @@ impl Dispatch {
                 let bytes = (gradient.numel()
                     * (2 * dw.kind().elt_size_in_bytes() + gradient.kind().elt_size_in_bytes()))
                     as f64;
-                let work = || OpCost { bytes, flop: 0.0 };
-                let _ = timed("gradients of experts added", work, || dw.f_add_(&gradient))?;
-                Ok(())
+                let write = || match onto {
+                    Onto::Nothing => dw.f_copy_(&gradient),
+                    Onto::Sum => dw.f_add_(&gradient).map(drop),
+                };
+                Ok(timed("gradients of experts added", || OpCost { bytes, flop: 0.0 }, write)?)
             }
-            Groups::Sizes { before, sizes } => each(*before, sizes, |expert, start, size| {
-                let rows = |t: &Tensor| t.f_narrow(0, start, size);
-                linear::accumulate_weight(&rows(dy)?, &rows(x)?, &mut dw.f_select(0, expert)?)
-            }),
+            Groups::Sizes { before, sizes } => {
+                let empty = (0i64..).zip(sizes).filter(|(_, size)| onto == Onto::Nothing && **size == 0);
+                for (expert, _) in empty {
+                    let _ = dw.f_select(0, expert)?.f_zero_()?;
+                }
+                each(*before, sizes, |expert, start, size| {
+                    let rows = |t: &Tensor| t.f_narrow(0, start, size);
+                    linear::weight_gradient(&rows(dy)?, &rows(x)?, &mut dw.f_select(0, expert)?, onto)
+                })
+            }
         }
     }
 
@@ -260,22 +267,23 @@ impl Dispatch {
         }
     }
 
-    /// Adds the weight gradient of [`Dispatch::gate_up`] to dw.
+    /// Computes the weight gradient of [`Dispatch::gate_up`], like [`Dispatch::weight_gradient`].
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
-    pub fn accumulate_gate_up(
+    pub fn gate_up_weight_gradient(
         &self,
         d: &GateUp,
         x: &Tensor,      // [R, D]
         dw: &mut Tensor, // [E, 2 I, D]
+        onto: Onto,
     ) -> Result<()> {
         match d {
-            GateUp::Interleaved(d) => self.accumulate_weight(d, x, dw),
+            GateUp::Interleaved(d) => self.weight_gradient(d, x, dw, onto),
             GateUp::Split { gate, up } => {
                 let [mut d_gate, mut d_up] = halves(dw);
-                self.accumulate_weight(gate, x, &mut d_gate)?;
-                self.accumulate_weight(up, x, &mut d_up)
+                self.weight_gradient(gate, x, &mut d_gate, onto)?;
+                self.weight_gradient(up, x, &mut d_up, onto)
             }
         }
     }
@@ -367,8 +375,11 @@ mod tests {
         assert_close(&dispatch.gather(&d_x, None).unwrap(), &grads[0]);
         let mut d_w = rand(&[4, 5, 3]);
         let before = d_w.copy();
-        dispatch.accumulate_weight(&d_rows, &rows, &mut d_w).unwrap();
+        dispatch.weight_gradient(&d_rows, &rows, &mut d_w, Onto::Sum).unwrap();
         assert_close(&d_w, &(before + &grads[1]));
+        let mut written = d_w.full_like(f64::NAN);
+        dispatch.weight_gradient(&d_rows, &rows, &mut written, Onto::Nothing).unwrap();
+        assert_close(&written, &grads[1]);
         let of_rows = dispatch.of_rows(&weights).unwrap().squeeze_dim(1);
         assert!(dispatch.of_choices(&of_rows).unwrap().equal(&weights));
     }

@@ -3,18 +3,18 @@
 //! tests the GEMMs of training.
 
 use colo_grpo::internal::cuda::kernels::{
-    self, ExpertAdapter, ExpertTile, GroupTiles, LowRows, RouteOptions, RoutedTokens, ScaledRows, experts_down_fp8,
-    experts_gate_up_fp8, experts_low, fp8_group_columns, fp8_rows, route, streamed_down_serves, streamed_experts_down,
+    self, ExpertAdapter, ExpertTile, LowRows, RouteOptions, RoutedTokens, ScaledRows, experts_down_fp8,
+    experts_gate_up_fp8, experts_low, fp8_rows, route, streamed_down_serves, streamed_experts_down,
     streamed_experts_gate_up, streamed_gate_up_serves,
 };
 use colo_grpo::internal::ops::fp8;
-use colo_grpo::internal::ops::grouped::{Dispatch, ExpertRows};
+use colo_grpo::internal::ops::grouped::Dispatch;
 use tch::{Device, Kind, Tensor};
 
 use crate::gpu_experts::{Case, case};
 use crate::gpu_fp8_training::assert_same;
 use crate::gpu_products::products;
-use crate::on_gpu::{GPU, double, gpu, ints, is_small, poison, rand, relative_error, seconds};
+use crate::on_gpu::{GPU, double, gpu, is_small, poison, rand, relative_error};
 
 /// Rounds to FP8 on the GPU.
 fn rounded(x: &Tensor /* [R, K] */) -> ScaledRows {
@@ -204,108 +204,5 @@ fn gpu_fp8_grouped_gemms_equal_gemms_of_rounded_rows() {
             println!("{what}, {product}: {error:e}");
             assert!(error < 1e-2, "{what}, {product}: {error:e}");
         }
-    }
-}
-
-/// Columns of every group are rounded as on a CPU, each group's by its own scales, and gradients of weights are those of the rounded columns, added to
-/// what is there. Some experts have no rows, one a single row, one most of them.
-#[test]
-#[ignore = "needs a GPU"]
-fn gpu_gradients_of_experts_weights_in_fp8_are_those_of_the_rounded_columns() {
-    let _products = products();
-    let rand = |shape: &[i64]| Tensor::randn(shape, (Kind::BFloat16, Device::Cpu));
-    for [tokens, columns, features, experts, k] in
-        [[1, 16, 16, 4, 1], [33, 64, 48, 8, 2], [300, 272, 96, 300, 2], [700, 768, 1040, 12, 3], [4096, 512, 256, 6, 2]]
-    {
-        if is_small() && tokens > 100 {
-            continue;
-        }
-        let what = format!("{tokens} tokens, {columns} columns, {features} features, {experts} experts");
-        let (x, dy) = (rand(&[tokens, columns]), rand(&[tokens, features]) * 1e-3);
-        let _ = (x.select(1, 3).fill_(0.0), x.select(1, 7).g_mul_scalar_(100.0));
-        // Expert 1 is chosen most often, expert 2 once, expert 3 never.
-        let likes = Tensor::rand([tokens, experts], (Kind::Float, Device::Cpu));
-        let like = |expert: i64, by: f64| drop(likes.select(1, expert).g_add_scalar_(by));
-        let _ = (like(1, 0.6), like(2, -2.0), like(3, -3.0), likes.get(tokens / 2).get(2).fill_(2.0));
-        let chosen = likes.argsort(1, true).narrow(1, 0, k);
-        let sorted = chosen.reshape([-1]).sort(0, false).0;
-        let sizes: Vec<i64> =
-            (0..experts).map(|expert| i64::try_from(sorted.eq(expert).sum(Kind::Int64)).unwrap()).collect();
-        let ends: Vec<i64> = sizes
-            .iter()
-            .scan(0, |end, size| {
-                Some({
-                    *end += size;
-                    *end
-                })
-            })
-            .collect();
-        let tiles = GroupTiles::new(&ints(&ends), (tokens * k) as usize).unwrap();
-        let on_cpu = Dispatch::new(&chosen, experts as usize, 0..experts as usize, Kind::BFloat16).unwrap();
-        let rows = on_cpu.scatter(&x).unwrap();
-        let turned = fp8_group_columns(&gpu(&rows), None, &tiles).unwrap();
-        let (mut from, mut at) = (0, 0);
-        for (expert, &size) in (0..).zip(&sizes).filter(|(_, size)| **size > 0) {
-            let expected = fp8::rounded_columns(&rows.narrow(0, from, size)).unwrap();
-            let padded = (size + 127) / 128 * 128;
-            let values = expected.values.to_kind(Kind::Float).constant_pad_nd([0, padded - size]);
-            let got = ScaledRows {
-                values: turned.values.narrow(1, at, padded).contiguous(),
-                scales: turned.scales.narrow(0, expert * columns, columns),
-            };
-            let expected = ScaledRows { values: values.to_kind(Kind::Float8e4m3fn), ..expected };
-            assert_same(&got, &expected, &format!("{what}, expert {expert}"));
-            (from, at) = (from + size, at + padded);
-        }
-        let before = Tensor::randn([experts, features, columns], (Kind::Float, Device::Cpu));
-        let gradient = |device: Device, gathers: bool| {
-            let on = |t: &Tensor| t.to_device(device);
-            let dispatch = Dispatch::new(&on(&chosen), experts as usize, 0..experts as usize, Kind::BFloat16).unwrap();
-            let (x, dy, mut dw) = (on(&x), on(&dy), on(&before).copy());
-            let [rows, d_rows] = [&x, &dy].map(|t| dispatch.scatter(t).unwrap());
-            let factors = match gathers {
-                true => [ExpertRows::OfTokens(&dy), ExpertRows::OfTokens(&x)],
-                false => [ExpertRows::Sorted(&d_rows), ExpertRows::Sorted(&rows)],
-            };
-            dispatch.accumulate_weight_fp8(factors[0], factors[1], &mut dw).unwrap();
-            dw
-        };
-        let (sorted, gathered) = (gradient(GPU, false), gradient(GPU, true));
-        assert!(sorted.equal(&gathered), "{what}");
-        let before = double(&before);
-        let [got, expected] = [&sorted, &gradient(Device::Cpu, false)].map(|dw| double(dw) - &before);
-        let error = relative_error(&got, &expected);
-        println!("{what}: {error:e}");
-        assert!(error < 1e-2, "{what}: {error:e}");
-        assert!(got.get(3).abs().max().double_value(&[]) == 0.0, "{what}: an expert without rows");
-    }
-}
-
-/// What a layer of Qwen3-30B-A3B takes: its gradients in bfloat16, as rows and columns are rounded, and in FP8.
-#[test]
-#[ignore = "needs a GPU"]
-fn gpu_times_of_gradients_of_experts_weights() {
-    let _products = products();
-    let [tokens, experts, k] = [16_384, 128, 8];
-    if is_small() {
-        return;
-    }
-    let rand = |columns: i64| Tensor::randn([tokens, columns], (Kind::BFloat16, GPU));
-    let chosen = Tensor::rand([tokens, experts], (Kind::Float, GPU)).argsort(1, true).narrow(1, 0, k);
-    let dispatch = Dispatch::new(&chosen, experts as usize, 0..experts as usize, Kind::BFloat16).unwrap();
-    for (what, features, columns) in [("gate and up", 1536, 2048), ("down", 2048, 768)] {
-        let (dy, x) = (rand(features), rand(columns));
-        let [d_rows, rows] = [&dy, &x].map(|t| dispatch.scatter(t).unwrap());
-        let mut dw = Tensor::zeros([experts, features, columns], (Kind::Float, GPU));
-        let plain = seconds(&mut || dispatch.accumulate_weight(&d_rows, &rows, &mut dw).unwrap());
-        let (of_tokens, sorted) = (ExpertRows::OfTokens, ExpertRows::Sorted);
-        let [d, of_x] = match what {
-            "down" => [of_tokens(&dy), sorted(&rows)],
-            _ => [sorted(&d_rows), of_tokens(&x)],
-        };
-        let all = seconds(&mut || dispatch.accumulate_weight_fp8(d, of_x, &mut dw).unwrap());
-        let scatter = seconds(&mut || drop(dispatch.scatter(if what == "down" { &dy } else { &x }).unwrap()));
-        let [plain, all, scatter] = [plain, all, scatter].map(|seconds| 1e6 * seconds);
-        println!("{what}: bfloat16 {plain:.0} us after a copy of rows in {scatter:.0}, FP8 with rounding {all:.0} us");
     }
 }

@@ -6,6 +6,7 @@ use std::ops::Range;
 use colo_grpo::internal::cuda::kernels;
 use colo_grpo::internal::ops::adamw8bit::{self, Maps, Moments8bit};
 use colo_grpo::internal::ops::grouped::Dispatch;
+use colo_grpo::internal::ops::linear::Onto;
 use colo_grpo::internal::ops::random::RandomKey;
 use colo_grpo::internal::ops::swiglu::{Activation, GateUp, SwigluGradient};
 use colo_grpo::internal::ops::{adamw, norm, rms_norm};
@@ -271,11 +272,11 @@ fn gpu_grouped_gemms_equal_the_cpus() {
                 let y = dispatch.gather(&y, Some(&weights.to_device(device).to_kind(wide))).unwrap();
                 let d_rows = dispatch.scatter(&on(&dy)).unwrap();
                 let d_act = dispatch.backward_input(&d_rows, &on(&down)).unwrap();
-                let mut d_down = Tensor::zeros(down.size(), (wide, device));
-                dispatch.accumulate_weight(&d_rows, &act, &mut d_down).unwrap();
+                let mut d_down = Tensor::full(down.size(), f64::NAN, (wide, device));
+                dispatch.weight_gradient(&d_rows, &act, &mut d_down, Onto::Nothing).unwrap();
                 let d = product.backward(Activation::Silu, &d_act).unwrap().d_gate_up;
                 let mut d_gate_up = Tensor::zeros(gate_up.size(), (wide, device));
-                dispatch.accumulate_gate_up(&d, &rows, &mut d_gate_up).unwrap();
+                dispatch.gate_up_weight_gradient(&d, &rows, &mut d_gate_up, Onto::Sum).unwrap();
                 let dx = dispatch.gate_up_backward_input(&d, &on(&gate_up)).unwrap();
                 [y, dispatch.gather(&dx, None).unwrap(), d_down, d_gate_up]
             };
@@ -288,8 +289,8 @@ fn gpu_grouped_gemms_equal_the_cpus() {
     }
 }
 
-/// The contribution is added to a gradient without rounding, for any first row of a group. Groups without rows add nothing, and elements outside
-/// a slice are unchanged.
+/// The contribution is added to a gradient, or overwrites it, without rounding, for any first row of a group. Groups without rows add nothing or
+/// overwrite with zeros. Elements outside a slice are unchanged.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_grouped_weight_gradients_are_summed_in_float32() {
@@ -303,21 +304,26 @@ fn gpu_grouped_weight_gradients_are_summed_in_float32() {
         let (experts, rows) = (sizes.len() as i64, sizes.iter().sum::<i64>());
         let [dy, x] = [features, columns].map(|width| Tensor::randn([rows, width], (Kind::BFloat16, GPU)));
         let ends = Tensor::from_slice(&sizes).cumsum(0, Kind::Int64).to_kind(Kind::Int).to_device(GPU);
-        let whole = Tensor::randn([experts, features + 4, columns + 8], (Kind::Float, GPU));
-        let before = whole.to_device(Device::Cpu).to_kind(Kind::Double);
-        let dw = whole.narrow(1, 4, features).narrow(2, 8, columns);
-        assert!(kernels::grouped_weight_serves(&dy, &x, &dw).unwrap());
-        kernels::grouped_weight(&dy, &x, &ends, &dw).unwrap();
-        let [dy, x] = [&dy, &x].map(|rows| rows.to_device(Device::Cpu).to_kind(Kind::Double));
-        let mut first = 0;
-        for (expert, size) in sizes.iter().enumerate() {
-            let [dy, x] = [&dy, &x].map(|rows| rows.narrow(0, first, *size));
-            let own = before.get(expert as i64).narrow(0, 4, features).narrow(1, 8, columns);
-            let _ = own.shallow_clone().g_add_(&dy.tr().matmul(&x));
-            first += size;
+        for adds in [true, false] {
+            let whole = Tensor::randn([experts, features + 4, columns + 8], (Kind::Float, GPU));
+            let expected = whole.to_device(Device::Cpu).to_kind(Kind::Double);
+            let slice = |of: &Tensor| of.narrow(1, 4, features).narrow(2, 8, columns);
+            let dw = slice(&whole);
+            if !adds {
+                let _ = (dw.shallow_clone().fill_(f64::NAN), slice(&expected).fill_(0.0));
+            }
+            assert!(kernels::grouped_weight_serves(&dy, &x, &dw).unwrap());
+            kernels::grouped_weight(&dy, &x, &ends, &dw, adds).unwrap();
+            let [dy, x] = [&dy, &x].map(|rows| rows.to_device(Device::Cpu).to_kind(Kind::Double));
+            let mut first = 0;
+            for (expert, size) in sizes.iter().enumerate() {
+                let [dy, x] = [&dy, &x].map(|rows| rows.narrow(0, first, *size));
+                let _ = slice(&expected).get(expert as i64).g_add_(&dy.tr().matmul(&x));
+                first += size;
+            }
+            let error = relative_error(&whole, &expected);
+            assert!(error < 3e-6, "{sizes:?}, {features} x {columns}, adds: {adds}: {error:e}");
         }
-        let error = relative_error(&whole, &before);
-        assert!(error < 3e-6, "{sizes:?}, {features} x {columns}: {error:e}");
     }
 }
 

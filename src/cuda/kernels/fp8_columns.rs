@@ -9,14 +9,13 @@ use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 
 pub(super) const SOURCE: &KernelSource = &nvrtc::FP8_COLUMNS;
-pub(super) const NAMES: &[&str] =
-    &["fp8_column_peaks", "fp8_columns", "fp8_group_tiles", "fp8_group_peaks", "fp8_group_columns"];
+pub(super) const NAMES: &[&str] = &["fp8_column_peaks", "fp8_columns"];
 
 /// Threads per block. Each has one column when the warps' largest values are compared.
-pub(super) const THREADS: usize = 256;
+const THREADS: usize = 256;
 /// The tile of a matrix that a block transposes.
-pub(super) const TILE_ROWS: usize = 128;
-pub(super) const TILE_COLUMNS: usize = 64;
+const TILE_ROWS: usize = 128;
+const TILE_COLUMNS: usize = 64;
 /// Number of blocks that find the largest values.
 const PEAK_BLOCKS: usize = 1056;
 

@@ -1,11 +1,9 @@
-//! Weight gradients of all experts in one launch, accumulated in place, on Hopper.
+//! Weight gradients of all experts in one launch, on Hopper.
 #![allow(unsafe_code)]
 
 use tch::{Kind, Tensor};
 
 use super::boxes::{lies_well, rows_boxes};
-use super::fp8::ScaledRows;
-use super::fp8_groups::GroupTiles;
 use super::launch::{Argument, address, invalid, is_aligned, ordinal, queue, strided};
 use crate::cuda::capability::Capability;
 use crate::cuda::context::Context;
@@ -13,7 +11,7 @@ use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 
 pub(super) const SOURCE: &KernelSource = &nvrtc::GROUPED_WEIGHT;
-pub(super) const NAMES: &[&str] = &["grouped_weight", "grouped_weight_fp8"];
+pub(super) const NAMES: &[&str] = &["grouped_weight"];
 
 const OP: &str = "grouped_weight";
 const CONSUMERS: u32 = 256;
@@ -37,16 +35,17 @@ pub fn grouped_weight_serves(dy: &Tensor, x: &Tensor, dw: &Tensor) -> Result<boo
     Ok(Context::retain(ordinal(OP, dy)?)?.compute_capability()? == Capability::HOPPER)
 }
 
-/// Computes dw += dy^T x for the rows of every group; each sum is computed in float32 and added once. A group's rows are those between the previous
-/// group's end and its own.
+/// Computes dw = dy^T x, or dw += dy^T x if `adds`, for the rows of every group. Each sum is computed in float32, and written or added once. A group's
+/// rows are those between the previous group's end and its own.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].
 pub fn grouped_weight(
-    dy: &Tensor,   // [R, N] bf16
+    dy: &Tensor,   // [R, N] bf16, at least one row
     x: &Tensor,    // [R, K] bf16
     ends: &Tensor, // [E] i32, at most R, not falling
     dw: &Tensor,   // [E, N, K] f32
+    adds: bool,
 ) -> Result<()> {
     let (&[experts, features, columns], gpu) = (&dw.size()[..], ordinal(OP, dy)?) else {
         return Err(invalid(OP, "gradients [E, N, K]", dw.size()));
@@ -56,82 +55,33 @@ pub fn grouped_weight(
         return Err(invalid(OP, expected, (dy.size(), dy.stride(), x.size(), x.stride(), dw.stride())));
     }
     let rows = dy.size()[0];
+    let arguments = [
+        rows_boxes(dy, STEP)?,
+        rows_boxes(x, STEP)?,
+        address(OP, ends, Kind::Int, experts as usize, gpu)?,
+        strided(OP, dw, Kind::Float, &dw.size(), gpu)?,
+        Argument::Count(dw.stride()[0]),
+        Argument::Count(dw.stride()[1]),
+        Argument::Count(experts),
+        Argument::Count(features),
+        Argument::Count(columns),
+        Argument::Count(adds.into()),
+    ];
     strided(OP, dy, Kind::BFloat16, &[rows, features], gpu)?;
     strided(OP, x, Kind::BFloat16, &[rows, columns], gpu)?;
-    if rows == 0 || experts == 0 {
-        return Ok(());
-    }
-    let ends = address(OP, ends, Kind::Int, experts as usize, gpu)?;
-    // SAFETY: the first parameters of the kernel in order; ends are rows, the caller's promise.
-    unsafe { add_to(OP, &[rows_boxes(dy, STEP)?, rows_boxes(x, STEP)?, ends], dw, gpu) }
-}
-
-/// dw += dy^T x for the rows of every group, of each group's columns as [`fp8_group_columns`](super::fp8_group_columns) rounds them, each sum
-/// made on the tensor cores, scaled and added once. On Hopper.
-///
-/// # Errors
-/// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].
-pub fn grouped_weight_fp8(
-    dy: &ScaledRows, // [N, pitch], [E N]
-    x: &ScaledRows,  // [K, pitch], [E K]
-    tiles: &GroupTiles,
-    dw: &Tensor, // [E, N, K] f32
-) -> Result<()> {
-    const OP: &str = "grouped_weight_fp8";
-    let (&[experts, features, columns], gpu) = (&dw.size()[..], ordinal(OP, &dy.values)?) else {
-        return Err(invalid(OP, "gradients [E, N, K]", dw.size()));
-    };
-    let pitch = tiles.pitch() as i64;
-    let fits = [&dy.values, &x.values].into_iter().all(lies_well)
-        && experts == tiles.groups() as i64
-        && features % 16 == 0
-        && columns % 16 == 0
-        && adds_well(dw);
-    if !fits {
-        return Err(invalid(OP, "turned factors, and sums at multiples of 16 bytes", (dw.size(), dw.stride())));
-    }
-    strided(OP, &dy.values, Kind::Float8e4m3fn, &[features, pitch], gpu)?;
-    strided(OP, &x.values, Kind::Float8e4m3fn, &[columns, pitch], gpu)?;
-    if pitch == 0 || experts == 0 {
-        return Ok(());
-    }
-    let arguments = [
-        rows_boxes(&dy.values, FEATURES)?,
-        rows_boxes(&x.values, COLUMNS)?,
-        address(OP, &dy.scales, Kind::Float, (experts * features) as usize, gpu)?,
-        address(OP, &x.scales, Kind::Float, (experts * columns) as usize, gpu)?,
-        address(OP, &tiles.starts, Kind::Int, experts as usize + 1, gpu)?,
-    ];
-    // SAFETY: the first parameters of the kernel in order; tiles are within the operands' pitch.
-    unsafe { add_to(OP, &arguments, dw, gpu) }
-}
-
-/// Queues the kernel `op`, which adds the products of its `operands` to `dw`.
-///
-/// # Safety
-/// `operands` are the kernel's parameters before `dw`, in order, and name rows that exist.
-unsafe fn add_to(
-    op: &'static str,
-    operands: &[Argument],
-    dw: &Tensor, /* [E, N, K] f32 */
-    gpu: usize,
-) -> Result<()> {
-    let (sizes, strides) = (dw.size(), dw.stride());
-    let sums = strided(op, dw, Kind::Float, &sizes, gpu)?;
-    let counts = [strides[0], strides[1], sizes[0], sizes[1], sizes[2]].map(Argument::Count);
     let shape = (Context::retain(gpu)?.num_processors()? as u32, THREADS, SHARED_BYTES);
-    // SAFETY: the caller's promise, then dw, its strides and sizes; boxes beyond the operands read as zeros, and only elements of dw are written.
-    unsafe { queue(SOURCE, op, gpu, shape, (1, false), &[operands, &[sums], &counts].concat()) }
+    // SAFETY: the kernel's parameters in order; ends are rows, the caller's promise; boxes beyond the operands read as zeros, and only elements of dw
+    // are written.
+    unsafe { queue(SOURCE, OP, gpu, shape, (1, false), &arguments) }
 }
 
-/// Whether rows are copied, and sums added, 16 bytes at once.
+/// Whether there are rows, and whether rows are copied, and sums written, 16 bytes at once.
 fn takes(dy: &Tensor, x: &Tensor, dw: &Tensor) -> bool {
-    let are_rows = |t: &Tensor| t.dim() == 2 && t.kind() == Kind::BFloat16 && lies_well(t) && t.size()[1] % 8 == 0;
-    are_rows(dy) && are_rows(x) && adds_well(dw)
-}
-
-fn adds_well(dw: &Tensor) -> bool {
-    matches!(dw.stride()[..], [expert, row, 1] if expert % 4 == 0 && row % 4 == 0) && is_aligned(dw)
+    let are_rows = |t: &Tensor| {
+        t.dim() == 2 && t.kind() == Kind::BFloat16 && lies_well(t) && t.size()[0] > 0 && t.size()[1] % 8 == 0
+    };
+    let are_aligned = matches!(dw.stride()[..], [expert, row, 1] if expert % 4 == 0 && row % 4 == 0) && is_aligned(dw);
+    are_rows(dy) && are_rows(x) && are_aligned
 }
 
 #[cfg(test)]
@@ -155,6 +105,7 @@ mod tests {
         let sums = |features: i64, columns: i64| Tensor::zeros([2, features, columns], (Kind::Float, Device::Cpu));
         assert!(takes(&rows(16), &rows(8), &sums(16, 8)));
         assert!(takes(&rows(16).narrow(1, 8, 8), &rows(8), &sums(8, 16).narrow(2, 8, 8)));
+        assert!(!takes(&rows(16).narrow(0, 0, 0), &rows(8).narrow(0, 0, 0), &sums(16, 8)));
         assert!(!takes(&rows(12), &rows(8), &sums(12, 8)));
         assert!(!takes(&rows(16), &rows(8).to_kind(Kind::Float), &sums(16, 8)));
         assert!(!takes(&rows(16), &rows(8), &sums(16, 16).narrow(2, 2, 8)));

@@ -21,7 +21,6 @@ mod experts;
 mod filter;
 mod fp8;
 mod fp8_columns;
-mod fp8_groups;
 mod gate;
 mod gate_up;
 mod grouped_weight;
@@ -83,11 +82,10 @@ pub use fp8::{
     fp8_trains, rms_norm_fp8, silu_mul_fp8, swiglu_backward_fp8,
 };
 pub use fp8_columns::fp8_columns;
-pub use fp8_groups::{GroupTiles, fp8_group_columns};
 pub use gate::gate;
 pub(super) use gate_up::gate_up_key;
 pub use gate_up::{gate_up, gate_up_fp8, gate_up_serves};
-pub use grouped_weight::{grouped_weight, grouped_weight_fp8, grouped_weight_serves};
+pub use grouped_weight::{grouped_weight, grouped_weight_serves};
 pub use head::{HeadRows, head_backward, head_forward};
 pub use heads::{HeadNormWeights, HeadsGradient, heads_backward, heads_forward};
 pub use int8::{int8_product, int8_silu_mul};

@@ -16,7 +16,7 @@ use crate::model::correction;
 use crate::model::lora::Lora;
 use crate::model::spec::{ExpertsSpec, MLP_NORMS as NORMS, Matrix, ParamName};
 use crate::ops::expert_bias;
-use crate::ops::grouped::{Dispatch, ExpertRows};
+use crate::ops::grouped::Dispatch;
 use crate::ops::linear;
 use crate::ops::router::{self, Routing};
 use crate::ops::swiglu::{Activation, GateUp, WeightedGradient};
@@ -198,9 +198,8 @@ fn expand_backward(
 ) -> Result<Tensor> {
     let (linear, gradients) = (w.linear(Matrix::GateUp), grads.linear_mut(Matrix::GateUp));
     let mut d_rows = linear.format.experts_gate_up_backward(dispatch, d_gate_up, linear.piece())?;
-    if let Some(piece) = gradients.pieces.first_mut() {
-        let (d, x) = (ExpertRows::GateUp(d_gate_up), ExpertRows::OfTokens(normed));
-        linear.format.experts_weight_gradient(dispatch, d, x, &mut piece.weight)?;
+    if let Some((dw, onto)) = gradients.sum() {
+        dispatch.gate_up_weight_gradient(d_gate_up, &dispatch.scatter(normed)?, dw, onto)?;
     }
     if let (Some(lora), Some(gradient)) = (&linear.lora, &mut gradients.lora) {
         lora.gate_up_backward(dispatch, d_gate_up, &dispatch.scatter(normed)?, &mut d_rows, gradient)?;
@@ -219,9 +218,7 @@ fn contract_backward(
     grads: &mut BlockParams,
 ) -> Result<(GateUp, Tensor)> {
     let down = w.linear(Matrix::Down);
-    let gathers = down.format.experts_gather();
-    let is_read = down.lora.is_some() || !gathers;
-    let rows = down.format.experts_rows(dispatch, d_output, is_read)?; // [R, D]
+    let rows = down.format.experts_rows(dispatch, d_output, true)?; // [R, D]
     let weights = dispatch.of_rows(&routing.weights)?; // [R, 1]
     let mut d_act = down.format.experts_backward_input(dispatch, &rows, down.piece())?; // [R, I], of weights of 1
     let d_low = |lora: &Lora| dispatch.backward_input(rows.plain(), &lora.b); // [R, k]
@@ -233,9 +230,8 @@ fn contract_backward(
     let WeightedGradient { d_gate_up, act, d_weights } = gate_up.weighted_backward(activation, &d_act, &weights)?;
     drop(d_act);
     let gradients = grads.linear_mut(Matrix::Down);
-    if let Some(piece) = gradients.pieces.first_mut() {
-        let dy = if gathers { ExpertRows::OfTokens(d_output) } else { ExpertRows::Sorted(rows.plain()) };
-        down.format.experts_weight_gradient(dispatch, dy, ExpertRows::Sorted(&act), &mut piece.weight)?;
+    if let Some((dw, onto)) = gradients.sum() {
+        dispatch.weight_gradient(rows.plain(), &act, dw, onto)?;
     }
     if let (Some((lora, d_low)), Some(gradient)) = (adapter, &mut gradients.lora) {
         lora.accumulate_rows(dispatch, (rows.plain(), d_low), &act, gradient)?;

@@ -116,11 +116,6 @@ impl Linear {
         Ok(Self { pieces, lora: self.lora.as_ref().map(Lora::shallow_clone), ..Self::default() })
     }
 
-    /// Whether the weight is a single matrix, not a stack of experts.
-    pub(super) fn is_one_matrix(&self) -> bool {
-        self.weight().dim() == 2
-    }
-
     /// Whether the forward reads its input rows unquantized, perhaps in addition to their quantized copy.
     pub(super) fn reads_plain(&self) -> bool {
         !self.format.rounds() || self.lora.is_some()
@@ -220,7 +215,7 @@ impl Linear {
 
     /// For a `Linear` that holds gradients: the weight's gradient, and whether the next GEMM overwrites it or adds to it. `None` if the weight is
     /// frozen.
-    fn sum(&mut self) -> Option<(&mut Tensor, Onto)> {
+    pub(super) fn sum(&mut self) -> Option<(&mut Tensor, Onto)> {
         let onto = if mem::take(&mut self.begins) { Onto::Nothing } else { Onto::Sum };
         self.pieces.first_mut().map(|piece| (&mut piece.weight, onto))
     }

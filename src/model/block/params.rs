@@ -44,8 +44,8 @@ impl BlockParams {
         }
     }
 
-    /// Gradients for a first backward into uninitialized memory. That backward overwrites the gradients of matrices; all others, including those of
-    /// experts, are set to zero here because it adds to them.
+    /// Gradients for a first backward into uninitialized memory. That backward overwrites the gradients of matrices; all others are set to zero here
+    /// because it adds to them.
     ///
     /// # Errors
     /// [`crate::Error::Torch`].
@@ -54,10 +54,8 @@ impl BlockParams {
     /// If `layout` does not belong to a block of this model.
     pub fn begin_gradients(spec: &ModelSpec, layout: &UnitLayout, flat: &Tensor) -> Result<Self> {
         let mut gradients = Self::view(spec, layout, flat);
-        gradients.linears.iter_mut().for_each(|(_, linear)| linear.begins = linear.is_one_matrix());
-        layout.zero_others(flat, &|name| {
-            gradients.linears().any(|(matrix, linear)| linear.begins && matrix.weight() == name)
-        })?;
+        gradients.linears.iter_mut().for_each(|(_, linear)| linear.begins = true);
+        layout.zero_others(flat, &|name| gradients.linears().any(|(matrix, _)| matrix.weight() == name))?;
         Ok(gradients)
     }
 

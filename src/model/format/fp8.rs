@@ -10,14 +10,15 @@ use crate::cuda::{Context, OpCost, Products, timed};
 use crate::error::Result;
 use crate::model::spec::{ElementBytes, LinearSpec, ModelSpec};
 use crate::ops::fp8;
-use crate::ops::grouped::{Dispatch, ExpertRows};
+use crate::ops::grouped::Dispatch;
 use crate::ops::linear::{self, Onto};
 use crate::ops::swiglu::{Activation, GateUp};
 
 /// GEMMs with FP8 operands.
 #[derive(Debug)]
 pub struct Fp8 {
-    /// Whether weight gradients are computed in FP8 too. Their operands are scaled by column, so a scale spans a micro-batch's tokens.
+    /// Whether weight gradients are computed in FP8 too, but those of experts. Their operands are scaled by column, so a scale spans a micro-batch's
+    /// tokens.
     rounds_columns: bool,
 }
 
@@ -149,17 +150,6 @@ impl Format for Fp8 {
 
     fn experts_gate_up_backward(&self, dispatch: &Dispatch, d: &GateUp, w: &Piece) -> Result<Tensor> {
         dispatch.backward_input_fp8(&fp8::rounded(&d.pairs()?)?, &w.weight, w.weight.kind())
-    }
-
-    fn experts_gather(&self) -> bool {
-        self.rounds_columns
-    }
-
-    fn experts_weight_gradient(&self, by: &Dispatch, dy: ExpertRows, x: ExpertRows, dw: &mut Tensor) -> Result<()> {
-        match self.rounds_columns {
-            true => by.accumulate_weight_fp8(dy, x, dw),
-            false => by.accumulate_weight_of(dy, x, dw),
-        }
     }
 
     fn backward_input(&self, dy: &Tensor, w: &Piece) -> Result<Tensor> {

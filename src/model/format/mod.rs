@@ -43,7 +43,7 @@ use super::lora::Lora;
 use super::spec::{ElementBytes, ModelSpec};
 use crate::cuda::kernels::{self, NormedRows, ScaledRows};
 use crate::error::Result;
-use crate::ops::grouped::{Dispatch, ExpertRows};
+use crate::ops::grouped::Dispatch;
 use crate::ops::linear::{self, Onto};
 use crate::ops::rms_norm::NormOptions;
 use crate::ops::swiglu::{Activation, GateUp, SwigluGradient};
@@ -203,20 +203,7 @@ pub trait Format: Debug + Sync {
         dispatch.gate_up_backward_input(d, &w.weight)
     }
 
-    /// Whether gradients of experts' weights are made of what tokens have where it lies, without a copy of it for each sorted row.
-    fn experts_gather(&self) -> bool {
-        false
-    }
-
-    /// dw += dy^T x of rows that are sorted by expert, each matrix [N, K] with the rows of its own.
-    ///
-    /// # Errors
-    /// [`crate::Error::OutOfMemory`], as of all products.
-    fn experts_weight_gradient(&self, by: &Dispatch, dy: ExpertRows, x: ExpertRows, dw: &mut Tensor) -> Result<()> {
-        by.accumulate_weight_of(dy, x, dw)
-    }
-
-    /// dx = dy w. [T, K]
+    /// Returns dx = dy w. [T, K]
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].

@@ -7,6 +7,7 @@ use tch::Tensor;
 use super::layout::Lora;
 use crate::error::Result;
 use crate::ops::grouped::Dispatch;
+use crate::ops::linear::Onto;
 use crate::ops::swiglu::GateUp;
 
 impl Lora {
@@ -40,8 +41,8 @@ impl Lora {
         x: &Tensor,                      // [R, K]
         gradient: &mut Lora,
     ) -> Result<()> {
-        dispatch.accumulate_weight(dy, &self.low_of_rows(dispatch, x)?, &mut gradient.b)?;
-        dispatch.accumulate_weight(d_low, x, &mut gradient.a)
+        dispatch.weight_gradient(dy, &self.low_of_rows(dispatch, x)?, &mut gradient.b, Onto::Sum)?;
+        dispatch.weight_gradient(d_low, x, &mut gradient.a, Onto::Sum)
     }
 
     /// Adds to the gradients of the input of gate and up, of A and of the expanded B.
@@ -53,9 +54,9 @@ impl Lora {
         dx: &mut Tensor, // [R, D]
         gradient: &mut Lora,
     ) -> Result<()> {
-        dispatch.accumulate_gate_up(d, &self.low_of_rows(dispatch, x)?, &mut gradient.b)?;
+        dispatch.gate_up_weight_gradient(d, &self.low_of_rows(dispatch, x)?, &mut gradient.b, Onto::Sum)?;
         let d_low = dispatch.gate_up_backward_input(d, &self.b)?; // [R, k]
-        dispatch.accumulate_weight(&d_low, x, &mut gradient.a)?;
+        dispatch.weight_gradient(&d_low, x, &mut gradient.a, Onto::Sum)?;
         dispatch.accumulate_input(&d_low, &self.a, dx)
     }
 

@@ -4,13 +4,10 @@
 
 use tch::{Kind, Tensor};
 
-use super::{Dispatch, ExpertRows, Groups, each};
-use crate::cuda::kernels::{GroupTiles, fp8_group_columns, grouped_weight_fp8};
+use super::{Dispatch, Groups, each};
 use crate::cuda::{OpCost, timed};
 use crate::error::Result;
 use crate::ops::fp8::{self, ScaledRows};
-use crate::ops::linear::Onto;
-use crate::torch;
 
 impl Dispatch {
     /// Copies each token's quantized row to its rows, like [`Dispatch::scatter`], so that a token is quantized once for all of its experts. [R, N]
@@ -54,41 +51,6 @@ impl Dispatch {
         self.product_fp8("grouped product in FP8, gradient of its input", dy, &w, kind)
     }
 
-    /// Computes dw += dy^T x for each expert's matrix, from the rows of that expert. The columns of dy and x are quantized, with one scale per expert
-    /// and column. If the groups' ends are on a GPU, one kernel of this crate computes the gradients of all experts.
-    ///
-    /// # Errors
-    /// The errors of [`fp8::weight_gradient`].
-    pub fn accumulate_weight_fp8(
-        &self,
-        dy: ExpertRows<'_>, // [R, N]
-        x: ExpertRows<'_>,  // [R, K]
-        dw: &mut Tensor,    // [E, N, K]
-    ) -> Result<()> {
-        let Groups::Ends(ends) = &self.groups else {
-            let (before, sizes) = self.groups.sizes()?;
-            let [dy, x] = [dy.sorted(self)?, x.sorted(self)?];
-            return each(before, &sizes, |expert, start, size| {
-                let rows = |t: &Tensor| t.f_narrow(0, start, size);
-                fp8::weight_gradient(&rows(&dy)?, &rows(&x)?, &dw.f_select(0, expert)?, Onto::Sum)
-            });
-        };
-        let rows = self.tokens.numel();
-        let tiles = timed("rounding to FP8", OpCost::default, || GroupTiles::new(ends, rows))?;
-        let rounded = |x: ExpertRows<'_>| {
-            let (x, tokens) = match x {
-                ExpertRows::OfTokens(x) => (x.f_contiguous()?, Some(&self.tokens)),
-                x => (x.sorted(self)?.f_contiguous()?, None),
-            };
-            let bytes = 5.0 * rows as f64 * x.size()[1] as f64; // two bytes are read twice, one byte is written
-            timed("rounding to FP8", || OpCost { bytes, flop: 0.0 }, || fp8_group_columns(&x, tokens, &tiles))
-        };
-        let (dy, x) = (rounded(dy)?, rounded(x)?);
-        let work = || fp8::cost([dw.size()[1], dw.size()[2], rows as i64]);
-        let run = || grouped_weight_fp8(&dy, &x, &tiles, dw);
-        timed("grouped product in FP8, added to its weight's gradient", work, run)
-    }
-
     fn product_fp8(
         &self,
         name: &'static str,
@@ -96,34 +58,16 @@ impl Dispatch {
         w: &ScaledRows, // [E N, K]
         kind: Kind,
     ) -> Result<Tensor> {
-        let of_experts = |experts: i64| w.values.size()[0] / experts;
-        if let Groups::Ends(ends) = &self.groups {
-            let shape = [ends.size()[0], of_experts(ends.size()[0]), w.values.size()[1]];
-            let run = || {
-                let values = w.values.f_view(shape)?.f_transpose(1, 2)?;
-                let scales = w.scales.f_view([shape[0], shape[1]])?;
-                let none = None::<&Tensor>;
-                let product = x.values.f_internal_scaled_grouped_mm(
-                    &values,
-                    &x.scales,
-                    &scales,
-                    Some(ends),
-                    none,
-                    none,
-                    Kind::BFloat16,
-                    true,
-                );
-                Ok(product?)
-            };
-            return timed(name, || fp8::cost([x.values.size()[0], shape[1], shape[2]]), run);
-        }
-        let (before, sizes) = self.groups.sizes()?;
-        let (rows, columns) = (x.values.size()[0], of_experts(sizes.len() as i64));
+        let (before, sizes) = match &self.groups {
+            Groups::Ends(ends) => return product_of_groups(name, x, w, ends),
+            Groups::Sizes { before, sizes } => (*before, sizes),
+        };
+        let (rows, columns) = (x.values.size()[0], w.values.size()[0] / sizes.len() as i64);
         let y = Tensor::f_zeros([rows, columns], (kind, x.values.device()))?;
         let part = |of: &ScaledRows, start: i64, len: i64| -> Result<ScaledRows> {
             Ok(ScaledRows { values: of.values.f_narrow(0, start, len)?, scales: of.scales.f_narrow(0, start, len)? })
         };
-        each(before, &sizes, |expert, start, size| {
+        each(before, sizes, |expert, start, size| {
             let own = fp8::forward(&part(x, start, size)?, &part(w, expert * columns, columns)?, None, kind)?;
             Ok(y.f_narrow(0, start, size)?.f_copy_(&own)?)
         })?;
@@ -131,18 +75,32 @@ impl Dispatch {
     }
 }
 
-impl Groups {
-    /// The number of rows before the first group, and the number of rows in each group.
-    fn sizes(&self) -> Result<(i64, Vec<i64>)> {
-        Ok(match self {
-            Groups::Sizes { before, sizes } => (*before, sizes.clone()),
-            Groups::Ends(ends) => {
-                let ends = torch::i64_vec(&ends.f_to_kind(Kind::Int64)?)?;
-                let starts = [0].into_iter().chain(ends.iter().copied());
-                (0, ends.iter().zip(starts).map(|(end, start)| end - start).collect())
-            }
-        })
-    }
+/// Computes x w^T, each row with its own expert's matrix, by libtorch's grouped GEMM.
+fn product_of_groups(
+    name: &'static str,
+    x: &ScaledRows, // [R, K]
+    w: &ScaledRows, // [E N, K]
+    ends: &Tensor,  // [E]
+) -> Result<Tensor> {
+    let experts = ends.size()[0];
+    let shape = [experts, w.values.size()[0] / experts, w.values.size()[1]];
+    let run = || {
+        let values = w.values.f_view(shape)?.f_transpose(1, 2)?;
+        let scales = w.scales.f_view([shape[0], shape[1]])?;
+        let none = None::<&Tensor>;
+        let product = x.values.f_internal_scaled_grouped_mm(
+            &values,
+            &x.scales,
+            &scales,
+            Some(ends),
+            none,
+            none,
+            Kind::BFloat16,
+            true,
+        );
+        Ok(product?)
+    };
+    timed(name, || fp8::cost([x.values.size()[0], shape[1], shape[2]]), run) // [R, N]
 }
 
 #[cfg(test)]
@@ -210,36 +168,6 @@ mod tests {
                 };
                 let row = dispatch.rows.int64_value(&[token, choice]);
                 assert!(dx.narrow(0, row, 1).allclose(&expected, 1e-6, 1e-6, false), "{token} {choice}");
-            }
-        }
-    }
-
-    /// An expert's gradient must use only the expert's own rows, with quantized columns; nothing may be added for an expert without rows. Rows that
-    /// are already sorted and rows that are gathered by token must give equal gradients.
-    #[test]
-    fn gradients_of_weights_have_the_rounded_columns_of_their_rows() {
-        let rand = |shape: &[i64]| Tensor::randn(shape, (Kind::Float, Device::Cpu));
-        let (dy, x) = (rand(&[5, 6]), rand(&[5, 16]));
-        let experts = Tensor::from_slice(&[3i64, 0, 1, 3, 4, 0, 0, 1, 3, 4]).view([5, 2]);
-        for own in [0..5, 1..4] {
-            let dispatch = Dispatch::new(&experts, 5, own.clone(), Kind::Float).unwrap();
-            let rows = [&dy, &x].map(|t| dispatch.scatter(t).unwrap());
-            let before = rand(&[own.len() as i64, 6, 16]);
-            let [sorted, gathered] = [(); 2].map(|()| before.copy());
-            let [of_dy, of_x] = [0, 1].map(|factor: usize| ExpertRows::Sorted(&rows[factor]));
-            dispatch.accumulate_weight_fp8(of_dy, of_x, &mut sorted.shallow_clone()).unwrap();
-            let of_tokens = ExpertRows::OfTokens;
-            dispatch.accumulate_weight_fp8(of_tokens(&dy), of_tokens(&x), &mut gathered.shallow_clone()).unwrap();
-            assert!(sorted.equal(&gathered));
-            for (index, expert) in own.enumerate() {
-                let choices = dispatch.rows.masked_select(&experts.eq(expert as i64));
-                let (choices, _) = choices.sort(0, false);
-                let expected = before.get(index as i64);
-                if choices.numel() > 0 {
-                    let [dy, x] = [&rows[0], &rows[1]].map(|t| t.index_select(0, &choices));
-                    fp8::weight_gradient(&dy, &x, &expected, Onto::Sum).unwrap();
-                }
-                assert!(sorted.get(index as i64).allclose(&expected, 1e-6, 1e-6, false), "expert {expert}");
             }
         }
     }
