@@ -1,5 +1,5 @@
-// Kernels that quantize bf16 matrices [E, N, K] to e4m3 and transpose them, with one scale per column. Columns are padded with zeros to a multiple of
-// 16 rows. There are two passes: the first finds the largest absolute value of every column, the second transposes tiles in shared memory.
+// Kernels that quantize a bf16 matrix [N, K] to e4m3 and transpose it, with one scale per column. Columns are padded with zeros to a multiple of 16
+// rows. There are two passes: the first finds the largest absolute value of every column, the second transposes tiles in shared memory.
 #include "fp8.cuh"
 
 constexpr int THREADS = 256;
@@ -11,22 +11,19 @@ constexpr int TILE_COLUMNS = 64;
 // Finds the largest absolute value of each column, as bf16 bits; their integer order is the order of the values, with NaN as the largest. A warp
 // reads 256 columns of every eighth row of its block. `peaks` must be zero before.
 extern "C" __global__ void __launch_bounds__(THREADS) fp8_column_peaks(
-    const bf16* __restrict__ x,    // [E, N, K]
-    unsigned* __restrict__ peaks,  // [E, K]
+    const bf16* __restrict__ x,    // [N, K]
+    unsigned* __restrict__ peaks,  // [K]
     long long rows, long long columns,
-    long long strips,  // blocks that split the rows of some columns
-    long long blocks   // per matrix
+    long long strips  // blocks that split the rows of some columns
 ) {
     constexpr int UNROLL = 8;  // loads in flight per thread
     __shared__ uint4 of_warps[THREADS / 32][32];
     wait_for_inputs();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const long long matrix = blockIdx.x / blocks, block = blockIdx.x % blocks;
-    x += matrix * rows * columns, peaks += matrix * columns;
-    const long long column = (block / strips * 32 + lane) * 8, step = strips * (THREADS / 32);
+    const long long column = (blockIdx.x / strips * 32 + lane) * 8, step = strips * (THREADS / 32);
     uint4 most = {};
     if (column < columns) {
-        for (long long first = block % strips * (THREADS / 32) + warp; first < rows; first += UNROLL * step) {
+        for (long long first = blockIdx.x % strips * (THREADS / 32) + warp; first < rows; first += UNROLL * step) {
             uint4 packs[UNROLL];
 #pragma unroll
             for (int k = 0; k < UNROLL; ++k) {
@@ -43,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) fp8_column_peaks(
     of_warps[warp][lane] = most;
     __syncthreads();
     // One column per thread.
-    const long long own = block / strips * THREADS + threadIdx.x;
+    const long long own = blockIdx.x / strips * THREADS + threadIdx.x;
     if (own >= columns) return;
     unsigned peak = 0;
 #pragma unroll
@@ -55,23 +52,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) fp8_column_peaks(
 // A block transposes a tile. A thread has 8 columns of 4 neighbouring rows; the 4 codes of a column are one word of the transpose. The words of a
 // column are rotated by the number of its pack of 8 columns, so that a warp's stores and loads touch every bank of shared memory once.
 extern "C" __global__ void __launch_bounds__(THREADS) fp8_columns(
-    const bf16* __restrict__ x,          // [E, N, K]
-    const unsigned* __restrict__ peaks,  // [E, K]
-    unsigned char* __restrict__ values,  // [E, K, padded]
-    float* __restrict__ scales,          // [E, K]
+    const bf16* __restrict__ x,          // [N, K]
+    const unsigned* __restrict__ peaks,  // [K]
+    unsigned char* __restrict__ values,  // [K, padded]
+    float* __restrict__ scales,          // [K]
     long long rows, long long columns,
-    long long padded,  // N up to a multiple of 16
-    long long blocks   // of a matrix
+    long long padded  // N up to a multiple of 16
 ) {
     constexpr int WORDS = TILE_ROWS / 4;
     __shared__ uint4 tile[TILE_COLUMNS][WORDS / 4];
     __shared__ float factors[TILE_COLUMNS];
     wait_for_inputs();
     const long long tiles_across = (columns + TILE_COLUMNS - 1) / TILE_COLUMNS;
-    const long long matrix = blockIdx.x / blocks, block = blockIdx.x % blocks;
-    x += matrix * rows * columns, peaks += matrix * columns;
-    values += matrix * columns * padded, scales += matrix * columns;
-    const long long first_row = block / tiles_across * TILE_ROWS, first_column = block % tiles_across * TILE_COLUMNS;
+    const long long first_row = blockIdx.x / tiles_across * TILE_ROWS, first_column = blockIdx.x % tiles_across * TILE_COLUMNS;
     const int pack = threadIdx.x % 8, word = threadIdx.x / 8;
     const long long row = first_row + 4 * word, column = first_column + 8 * pack;
     const bool is_inside = row < padded && column < columns;
@@ -106,9 +99,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) fp8_columns(
 
 #else
 
-extern "C" __global__ void fp8_column_peaks(const bf16*, unsigned*, long long, long long, long long, long long) {}
-extern "C" __global__ void fp8_columns(
-    const bf16*, const unsigned*, unsigned char*, float*, long long, long long, long long, long long
-) {}
+extern "C" __global__ void fp8_column_peaks(const bf16*, unsigned*, long long, long long, long long) {}
+extern "C" __global__ void fp8_columns(const bf16*, const unsigned*, unsigned char*, float*, long long, long long, long long) {}
 
 #endif

@@ -103,21 +103,6 @@ pub fn rounded_columns(w: &Tensor /* [N, K] */) -> Result<ScaledRows> {
     Ok(to)
 }
 
-/// Quantizes the columns of each of several stacked matrices, like [`rounded_columns`]. [E K, N]
-///
-/// # Errors
-/// The errors of [`round_rows`].
-pub fn rounded_columns_of_each(w: &Tensor /* [E, N, K] */) -> Result<ScaledRows> {
-    let size = w.size();
-    let rows = size[0] * size[2];
-    if !w.device().is_cuda() {
-        return rounded(&w.f_transpose(1, 2)?.f_reshape([rows, size[1]])?);
-    }
-    let to = empty([rows, size[1]], w.device())?;
-    timed("rounding to FP8", || rounding_work(w, 2.0), || kernels::fp8_columns(w, &to))?;
-    Ok(to)
-}
-
 /// The cost of quantizing a bfloat16 matrix that is read `times_read` times.
 fn rounding_work(x: &Tensor, times_read: f64) -> OpCost {
     let OpCost { bytes, .. } = OpCost::pass(&[x]);

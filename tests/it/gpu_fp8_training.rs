@@ -29,7 +29,7 @@ fn codes(rows: &ScaledRows) -> Tensor {
     codes.masked_fill(&is_nan, 0x7f)
 }
 
-pub fn assert_same(got: &ScaledRows, expected: &ScaledRows, what: &str) {
+fn assert_same(got: &ScaledRows, expected: &ScaledRows, what: &str) {
     let [ours, theirs] = [got, expected].map(|rows| rows.scales.to_device(Device::Cpu));
     let differ = ours.ne_tensor(&theirs).logical_and(&ours.isnan().logical_and(&theirs.isnan()).logical_not());
     assert_eq!(differ.sum(Kind::Int64).int64_value(&[]), 0, "scales of {what}");

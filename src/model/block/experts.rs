@@ -197,7 +197,7 @@ fn expand_backward(
     grads: &mut BlockParams,
 ) -> Result<Tensor> {
     let (linear, gradients) = (w.linear(Matrix::GateUp), grads.linear_mut(Matrix::GateUp));
-    let mut d_rows = linear.format.experts_gate_up_backward(dispatch, d_gate_up, linear.piece())?;
+    let mut d_rows = dispatch.gate_up_backward_input(d_gate_up, linear.weight())?;
     if let Some((dw, onto)) = gradients.sum() {
         dispatch.gate_up_weight_gradient(d_gate_up, &dispatch.scatter(normed)?, dw, onto)?;
     }
@@ -218,10 +218,10 @@ fn contract_backward(
     grads: &mut BlockParams,
 ) -> Result<(GateUp, Tensor)> {
     let down = w.linear(Matrix::Down);
-    let rows = down.format.experts_rows(dispatch, d_output, true)?; // [R, D]
+    let rows = dispatch.scatter(d_output)?; // [R, D]
     let weights = dispatch.of_rows(&routing.weights)?; // [R, 1]
-    let mut d_act = down.format.experts_backward_input(dispatch, &rows, down.piece())?; // [R, I], of weights of 1
-    let d_low = |lora: &Lora| dispatch.backward_input(rows.plain(), &lora.b); // [R, k]
+    let mut d_act = dispatch.backward_input(&rows, down.weight())?; // [R, I], of weights of 1
+    let d_low = |lora: &Lora| dispatch.backward_input(&rows, &lora.b); // [R, k]
     let d_low = down.lora.as_ref().map(d_low).transpose()?;
     let adapter = down.lora.as_ref().zip(d_low.as_ref());
     if let Some((lora, d_low)) = adapter {
@@ -231,10 +231,10 @@ fn contract_backward(
     drop(d_act);
     let gradients = grads.linear_mut(Matrix::Down);
     if let Some((dw, onto)) = gradients.sum() {
-        dispatch.weight_gradient(rows.plain(), &act, dw, onto)?;
+        dispatch.weight_gradient(&rows, &act, dw, onto)?;
     }
     if let (Some((lora, d_low)), Some(gradient)) = (adapter, &mut gradients.lora) {
-        lora.accumulate_rows(dispatch, (rows.plain(), d_low), &act, gradient)?;
+        lora.accumulate_rows(dispatch, (&rows, d_low), &act, gradient)?;
     }
     Ok((d_gate_up, dispatch.of_choices(&d_weights)?))
 }

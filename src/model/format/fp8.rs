@@ -144,14 +144,6 @@ impl Format for Fp8 {
         Ok(Rows::Rounded { rows, plain: is_read.then(|| dispatch.scatter(x)).transpose()? })
     }
 
-    fn experts_backward_input(&self, dispatch: &Dispatch, dy: &Rows, w: &Piece) -> Result<Tensor> {
-        dispatch.backward_input_fp8(&Self::rounded(dy)?, &w.weight, w.weight.kind())
-    }
-
-    fn experts_gate_up_backward(&self, dispatch: &Dispatch, d: &GateUp, w: &Piece) -> Result<Tensor> {
-        dispatch.backward_input_fp8(&fp8::rounded(&d.pairs()?)?, &w.weight, w.weight.kind())
-    }
-
     fn backward_input(&self, dy: &Tensor, w: &Piece) -> Result<Tensor> {
         fp8::backward_input(&fp8::rounded(dy)?, &w.weight, dy.kind())
     }

@@ -187,22 +187,6 @@ pub trait Format: Debug + Sync {
         Ok(dispatch.scatter(x)?.into())
     }
 
-    /// Returns dx = dy w for rows that are sorted by expert. [R, K]
-    ///
-    /// # Errors
-    /// [`crate::Error::OutOfMemory`].
-    fn experts_backward_input(&self, dispatch: &Dispatch, dy: &Rows /* [R, N] */, w: &Piece) -> Result<Tensor> {
-        dispatch.backward_input(dy.plain(), &w.weight)
-    }
-
-    /// Returns dx like [`Format::experts_backward_input`], for the fused gate and up matrices.
-    ///
-    /// # Errors
-    /// [`crate::Error::OutOfMemory`].
-    fn experts_gate_up_backward(&self, dispatch: &Dispatch, d: &GateUp /* [R, I] */, w: &Piece) -> Result<Tensor> {
-        dispatch.gate_up_backward_input(d, &w.weight)
-    }
-
     /// Returns dx = dy w. [T, K]
     ///
     /// # Errors

@@ -34,32 +34,8 @@ impl Dispatch {
         w: &ScaledRows, // [E N, K]
         kind: Kind,
     ) -> Result<Tensor> {
-        self.product_fp8("grouped product in FP8", x, w, kind)
-    }
-
-    /// Computes [`Dispatch::backward_input`] with quantized rows of dy; quantizes the columns of every matrix on the fly. [R, K]
-    ///
-    /// # Errors
-    /// The errors of [`fp8::backward_input`].
-    pub fn backward_input_fp8(
-        &self,
-        dy: &ScaledRows, // [R, N]
-        w: &Tensor,      // [E, N, K]
-        kind: Kind,
-    ) -> Result<Tensor> {
-        let w = fp8::rounded_columns_of_each(w)?; // [E K, N]
-        self.product_fp8("grouped product in FP8, gradient of its input", dy, &w, kind)
-    }
-
-    fn product_fp8(
-        &self,
-        name: &'static str,
-        x: &ScaledRows, // [R, K]
-        w: &ScaledRows, // [E N, K]
-        kind: Kind,
-    ) -> Result<Tensor> {
         let (before, sizes) = match &self.groups {
-            Groups::Ends(ends) => return product_of_groups(name, x, w, ends),
+            Groups::Ends(ends) => return product_of_groups(x, w, ends),
             Groups::Sizes { before, sizes } => (*before, sizes),
         };
         let (rows, columns) = (x.values.size()[0], w.values.size()[0] / sizes.len() as i64);
@@ -77,7 +53,6 @@ impl Dispatch {
 
 /// Computes x w^T, each row with its own expert's matrix, by libtorch's grouped GEMM.
 fn product_of_groups(
-    name: &'static str,
     x: &ScaledRows, // [R, K]
     w: &ScaledRows, // [E N, K]
     ends: &Tensor,  // [E]
@@ -100,7 +75,7 @@ fn product_of_groups(
         );
         Ok(product?)
     };
-    timed(name, || fp8::cost([x.values.size()[0], shape[1], shape[2]]), run) // [R, N]
+    timed("grouped product in FP8", || fp8::cost([x.values.size()[0], shape[1], shape[2]]), run) // [R, N]
 }
 
 #[cfg(test)]
@@ -146,29 +121,5 @@ mod tests {
         let expected = fp8::rounded(&dispatch.scatter(&x).unwrap()).unwrap();
         assert!(rows.scales.equal(&expected.scales));
         assert!(rows.values.view_dtype(Kind::Uint8).equal(&expected.values.view_dtype(Kind::Uint8)));
-    }
-
-    /// A row's gradient must use only the quantized columns of its own expert's matrix; rows of another rank's experts must have none.
-    #[test]
-    fn fp8_grouped_gemm_gradients_use_the_rounded_columns() {
-        let rand = |shape: &[i64]| Tensor::randn(shape, (Kind::Float, Device::Cpu));
-        let (dy, w) = (rand(&[5, 6]), rand(&[4, 6, 16]));
-        let experts = Tensor::from_slice(&[3i64, 0, 1, 3, 2, 0, 0, 1, 3, 2]).view([5, 2]);
-        for own in [0..4, 1..3] {
-            let dispatch = Dispatch::new(&experts, 4, own.clone(), Kind::Float).unwrap();
-            let rows = dispatch.scatter_fp8(&fp8::rounded(&dy).unwrap()).unwrap();
-            let weights = w.narrow(0, own.start as i64, own.len() as i64);
-            let dx = dispatch.backward_input_fp8(&rows, &weights, Kind::Float).unwrap();
-            for (token, choice) in (0..5).flat_map(|token| [(token, 0), (token, 1)]) {
-                let expert = experts.int64_value(&[token, choice]);
-                let one = fp8::rounded(&dy.narrow(0, token, 1)).unwrap();
-                let expected = match own.contains(&(expert as usize)) {
-                    true => fp8::backward_input(&one, &w.get(expert), Kind::Float).unwrap(),
-                    false => Tensor::zeros([1, 16], (Kind::Float, Device::Cpu)),
-                };
-                let row = dispatch.rows.int64_value(&[token, choice]);
-                assert!(dx.narrow(0, row, 1).allclose(&expected, 1e-6, 1e-6, false), "{token} {choice}");
-            }
-        }
     }
 }
