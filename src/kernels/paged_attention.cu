@@ -70,6 +70,7 @@ struct ItemStream {
         : ring(ring), cache(cache), shape(shape), kv_head(kv_head), offset(begin) {
         const int unit = threadIdx.x % 32;
         blocks = unit < KEYS ? table[(begin + unit * UNIT) >> shape.block_shift] : 0;
+#pragma unroll 1
         for (int slot = 0; slot < RING - 1; ++slot) fetch();
     }
 
@@ -175,8 +176,8 @@ struct Column {
             if (rows[m] < 0) continue;
             Partial<HD>* mine = partial_of(pieces[rows[m]]) + static_cast<long long>(item.piece) * columns;
             work.store(m, mine->out[0], HD, mine->peak, mine->sum);
-            complete(rows[m]);
         }
+        complete(rows);
     }
 
     // A shared part of a whole split, with the same bits as own parts.
@@ -219,26 +220,30 @@ struct Column {
                 }
             }
         });
-#pragma unroll
-        for (int m = 0; m < MEMBERS; ++m)
-            if (rows[m] >= 0) complete(rows[m]);
+        complete(rows);
     }
 
-    // Signals that a part of a row is done; by one warp, which merges all parts if it was the last.
-    __device__ __forceinline__ void complete(int row) const {
+    // Signals that a part of each of a warp's rows is done, and merges all parts of those for which it was the last.
+    __device__ __forceinline__ void complete(const int (&rows)[MEMBERS]) const {
         const int lane = threadIdx.x % 32;
-        const Pieces own = pieces[row];
-        int before = 0;
+        int row = -1;
+#pragma unroll
+        for (int m = 0; m < MEMBERS; ++m)
+            if (lane == m) row = rows[m];
+        const Pieces own = row < 0 ? Pieces{0, 0} : pieces[row];
         __syncwarp();
-        if (lane == 0) before = arrive(&arrived[row * columns + at]);
-        if (__shfl_sync(~0u, before, 0) != own.count - 1) return;
-        for (int k = lane; k < heads * (HD / 8); k += 32) {
-            const int head = k / (HD / 8), column = k % (HD / 8) * 8;
-            Part<8> all = merge<HD, 8>(partial_of(own), own.count, columns, head, column, -1, {});
-            if constexpr (SINKS) add_sink(all, head);
-            all.write(o + query_of(row) + head * HD + column);
+        const bool is_last = row >= 0 && arrive(&arrived[row * columns + at]) == own.count - 1;
+        for (unsigned last = __ballot_sync(~0u, is_last); last != 0; last &= last - 1) {
+            const int m = __ffs(last) - 1, of = __shfl_sync(~0u, row, m), count = __shfl_sync(~0u, own.count, m);
+            const Partial<HD>* parts = partial_of({__shfl_sync(~0u, own.first, m), count});
+            for (int k = lane; k < heads * (HD / 8); k += 32) {
+                const int head = k / (HD / 8), column = k % (HD / 8) * 8;
+                Part<8> all = merge<HD, 8>(parts, count, columns, head, column, -1, {});
+                if constexpr (SINKS) add_sink(all, head);
+                all.write(o + query_of(of) + head * HD + column);
+            }
         }
-        if (lane == 0) arrived[row * columns + at] = 0;
+        if (is_last) arrived[row * columns + at] = 0;
     }
 
     // An own part: the warps process every fourth unit. `meanwhile` is called between their work and the merge.

@@ -4,9 +4,12 @@
 #[cfg(test)]
 mod tests;
 
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use tch::{Device, Kind, Tensor};
 
-use super::fp8::{ScaledRows, code_name};
+use super::fp8::code_name;
+use super::kv_blocks::KvBlocks;
 use super::launch::{Argument, address, address_or_null, invalid, is_aligned, kind_name, launch_early, ordinal};
 use super::tiled_attention::RowTile;
 use crate::cuda::Context;
@@ -88,6 +91,7 @@ pub struct AttentionPlan {
     max_rows: usize,
     split_tokens: usize,
     buffers: Option<TensorCoreBuffers>,
+    has_prefixes: AtomicBool, // of the last update; with a fixed split they need a larger kernel
 }
 
 /// Buffers of the tensor-core kernel; `None` if the fallback kernel is used.
@@ -149,7 +153,8 @@ impl AttentionPlan {
         let context = max_blocks * shape.block_size;
         let buffers =
             is_fast.then(|| TensorCoreBuffers::new(&shape, device, max_rows, split_tokens, context)).transpose()?;
-        Ok(Self { shape, num_hidden: 0, kind, max_rows, split_tokens: split_tokens.unwrap_or(0), buffers })
+        let (split_tokens, has_prefixes) = (split_tokens.unwrap_or(0), AtomicBool::new(false));
+        Ok(Self { shape, num_hidden: 0, kind, max_rows, split_tokens, buffers, has_prefixes })
     }
 
     /// Hides `num_hidden` keys at the beginning of every context. Every context has more keys, and there is no window.
@@ -195,7 +200,7 @@ impl AttentionPlan {
     /// them.
     pub fn least_shared_tokens(&self, rows: usize) -> usize {
         let Some(buffers) = self.buffers.as_ref().filter(|_| self.shape.head_dim < WIDE_DIM) else { return usize::MAX };
-        least_shared_tokens(rows, buffers.columns, buffers.num_blocks)
+        least_shared_tokens(rows, self.split_tokens > 0, buffers.columns, buffers.num_blocks)
     }
 
     /// Plans the attention of a step, for all layers. Allocates nothing.
@@ -219,6 +224,7 @@ impl AttentionPlan {
         }
         let Some(buffers) = &self.buffers else { return Ok(()) };
         let prefixes = prefixes.filter(|_| self.shape.head_dim < WIDE_DIM);
+        self.has_prefixes.store(prefixes.is_some(), Ordering::Relaxed);
         let gpu = ordinal(OP, context_lens)?;
         let [header, items, pieces, scratch, _, _] = buffers.addresses(gpu)?;
         let arguments = [
@@ -242,10 +248,11 @@ impl AttentionPlan {
     }
 }
 
-/// Reading shared keys once for eight rows leaves fewer blocks busy and needs a merge, while the L2 cache serves repeated reads anyway.
-fn least_shared_tokens(rows: usize, columns: usize, num_blocks: usize) -> usize {
-    let has_enough_rows = 4 * rows * columns >= 3 * num_blocks;
-    if has_enough_rows { 640 * num_blocks / columns } else { usize::MAX }
+/// Reading shared keys once for eight rows leaves fewer blocks busy and needs a merge, while the L2 cache serves repeated reads anyway. With a fixed
+/// split the kernel is also twice as large, which takes time to load in every layer.
+fn least_shared_tokens(rows: usize, is_fixed: bool, columns: usize, num_blocks: usize) -> usize {
+    let least_items = if is_fixed { 3 * num_blocks } else { 3 * num_blocks / 4 };
+    if rows * columns >= least_items { 640 * num_blocks / columns } else { usize::MAX }
 }
 
 impl TensorCoreBuffers {
@@ -297,28 +304,6 @@ fn partials(shape: &AttentionShape, max_rows: usize, split_tokens: Option<usize>
     let capacity = split_tokens.map_or(4 * max_rows + 1024, |split| max_rows.saturating_mul(context.div_ceil(split)));
     let columns = shape.num_kv_heads * (shape.num_heads / shape.num_kv_heads).div_ceil(ITEM_HEADS);
     [capacity, columns, ITEM_HEADS * (shape.head_dim + 2)]
-}
-
-/// Keys and values in the blocks of a cache.
-#[derive(Debug, Clone, Copy)]
-pub struct KvBlocks<'a> {
-    keys: &'a Tensor,   // [num_blocks, Hkv, block_size, hd]
-    values: &'a Tensor, // like keys
-    /// Scales of 8-bit keys and values, one per token and head.
-    scales: Option<[&'a Tensor; 2]>, // [num_blocks, Hkv, block_size]
-}
-
-impl<'a> KvBlocks<'a> {
-    /// A cache in the type of the queries.
-    pub fn plain(keys: &'a Tensor, values: &'a Tensor) -> Self {
-        Self { keys, values, scales: None }
-    }
-
-    /// An 8-bit cache, in e4m3 (sm_89 or later) or int8, with queries in bfloat16. GEMMs are in f16, which represents all 8-bit values exactly;
-    /// queries beyond 65,504 are clamped.
-    pub fn scaled(keys: &'a ScaledRows, values: &'a ScaledRows) -> Self {
-        Self { keys: &keys.values, values: &values.values, scales: Some([&keys.scales, &values.scales]) }
-    }
 }
 
 /// Computes o = softmax(scale q k^T) v for one new token per row over its context, whose last entry is the token itself; zeros for rows without a
@@ -391,7 +376,7 @@ pub fn paged_attention(
     let cache = code.map_or_else(String::new, |code| format!("_{code}"));
     let suffix = match sinks {
         Some(_) => "_sinks",
-        None if scales.is_none() && plan.split_tokens == RowTile::SPLIT_TOKENS && head_dim < WIDE_DIM => "_fixed",
+        None if code.is_none() && plan.split_tokens > 0 && plan.has_prefixes.load(Ordering::Relaxed) => "_fixed",
         None => "",
     };
     let grid = (buffers.num_blocks as u32, THREADS as u32, 0);

@@ -68,9 +68,10 @@ impl AttentionPlans {
         least.filter(|_| self.shares_prefixes).unwrap_or(usize::MAX)
     }
 
-    /// Calls [`AttentionPlan::update`] on each plan.
+    /// Calls [`AttentionPlan::update`] on each plan. Prefixes count only if this number of rows may share any.
     pub(super) fn update(&self, context_lens: &Tensor, prefixes: SharedPrefixes) -> Result<()> {
-        let prefixes = self.shares_prefixes.then_some(prefixes);
+        let may_share = self.least_shared_tokens(context_lens.numel()) < usize::MAX;
+        let prefixes = may_share.then_some(prefixes);
         self.of_sights.iter().try_for_each(|plan| plan.update(context_lens, prefixes))
     }
 

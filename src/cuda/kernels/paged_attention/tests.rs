@@ -21,6 +21,15 @@ fn shared_prefixes_are_used_only_where_measured_faster() {
         (32, 4, 2048, false),
         (64, 4, 2048, true),
     ] {
-        assert_eq!(rows * shared_by_a_row >= least_shared_tokens(rows, columns, 264), pays, "{rows} {columns}");
+        let least = least_shared_tokens(rows, false, columns, 264);
+        assert_eq!(rows * shared_by_a_row >= least, pays, "{rows} {columns}");
+    }
+}
+
+#[test]
+fn fixed_splits_share_prefixes_among_more_rows() {
+    // Qwen2.5-7B with 8 and 256 sequences, and 1.5B with 256 and 512.
+    for (rows, columns, pays) in [(8, 4, false), (256, 4, true), (256, 2, false), (512, 2, true)] {
+        assert_eq!(rows * 512 >= least_shared_tokens(rows, true, columns, 264), pays, "{rows} {columns}");
     }
 }
