@@ -43,19 +43,17 @@ fn compare(model: &Model, name: &str, num_generations: usize) {
     }
 }
 
-/// int8 GEMMs are nearer to the trainer than FP8's where weights have outlier channels, as those of trained models.
+/// int8 GEMMs after a rotation are nearer to the trainer than FP8's.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_int8_samples_nearer_to_the_trainer_than_fp8() {
-    for (name, num_generations) in [(LARGE, 2), (SMALL, 16)] {
-        let model = Model { has_outliers: true, ..Model::new(name) };
-        let of = |quantization| EngineOptions { quantization, residual: Kind::Float, ..model.options(640) };
-        let [plain, fp8, int8] = [RolloutQuantization::None, RolloutQuantization::Fp8, RolloutQuantization::Int8]
-            .map(|quantization| distance(&model, &of(quantization), num_generations));
-        println!("{}", json!({"test": "int8", "model": name, "bf16": plain, "fp8": fp8, "int8": int8}));
-        assert!(int8[0] > 1.05 * plain[0], "{int8:?} beside {plain:?}: nothing is rounded");
-        assert!(int8[0] < 0.7 * fp8[0], "{int8:?} beside {fp8:?} in FP8");
-    }
+    let model = Model::new(SMALL);
+    let of = |quantization| EngineOptions { quantization, residual: Kind::Float, ..model.options(640) };
+    let [plain, fp8, int8] = [RolloutQuantization::None, RolloutQuantization::Fp8, RolloutQuantization::Int8]
+        .map(|quantization| distance(&model, &of(quantization), 16));
+    println!("{}", json!({"test": "int8", "model": SMALL, "bf16": plain, "fp8": fp8, "int8": int8}));
+    assert!(int8[0] > 1.05 * plain[0], "{int8:?} beside {plain:?}: nothing is rounded");
+    assert!(int8[0] < 0.6 * fp8[0], "{int8:?} beside {fp8:?} in FP8");
 }
 
 /// Integer sums have no order: a strict engine supports int8 GEMMs.
