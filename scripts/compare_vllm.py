@@ -4,7 +4,8 @@
     compare_vllm.py FOLDER [--prompts 32] [--group 8] [--prompt_len 512] [--completion_len 1024] [--repeats 2] [--tp 1]
     compare_vllm.py FOLDER --steps_only --prompts 1 4 --group 1 --prompt_len 65536 --completion_len 256
 
-FOLDER has a published config.json (one of MXFP4 or FP8 without its `quantization_config`, for bfloat16). Prints a JSON line for each measurement: tokens
+FOLDER has a published config.json: with its `quantization_config` vLLM computes in that format, without it in bfloat16. For `{"quant_method": "mxfp4"}`
+it leaves experts' codes and scales at 0, which draws less power than other weights. Prints a JSON line for each measurement: tokens
 a second with the prompts included or, with --steps_only, milliseconds of a decode step: prompts are cached by a first pass, and the time of 16 tokens
 is taken from that of 16 + --completion_len. VLLM_BATCH_INVARIANT=1 measures vLLM's batch-invariant mode. --attention_backend names
 another one, as vLLM spells it.

@@ -220,26 +220,30 @@ impl OpWork {
         Self { bytes: element_bytes * (n * k + rows * (n + k)), flop: 2.0 * rows * n * k }
     }
 
-    fn linear(linear: &LinearSpec, rows: f64, element_bytes: f64) -> Self {
-        Self::product([linear.rows() as f64, linear.columns as f64], rows, element_bytes)
+    /// A GEMM of a block. Operations are counted as if all GEMMs had the throughput of plain ones.
+    fn linear(linear: &LinearSpec, rows: f64, cost: StepCost) -> Self {
+        Self::of_matrices([linear.rows() as f64, linear.columns as f64], [1.0, rows], cost)
+    }
+
+    /// GEMMs of `rows` rows in all with `hit` matrices.
+    fn of_matrices([n, k]: [f64; 2], [hit, rows]: [f64; 2], cost: StepCost) -> Self {
+        let bytes = cost.weight_bytes * hit * n * k + cost.row_bytes * rows * (n + k);
+        Self { bytes, flop: 2.0 * rows * n * k / cost.speedup }
     }
 
     /// One GEMM of an MLP. For experts, it reads those that are hit if tokens choose uniformly.
-    fn mlp_product(mlp: Mlp, product: usize, rows: f64, element_bytes: f64) -> Self {
+    fn mlp_product(mlp: Mlp, product: usize, rows: f64, cost: &dyn Fn(bool) -> StepCost) -> Self {
         match mlp {
-            Mlp::Dense(dense) => Self::linear(&dense.linears()[product], rows, element_bytes),
+            Mlp::Dense(dense) => Self::linear(&dense.linears()[product], rows, cost(false)),
             Mlp::Experts(experts) => {
                 let linears = experts.linears();
                 let (all, k) = (experts.num_experts as f64, experts.router.num_experts_per_tok as f64);
                 let own = experts.own as f64 / all;
                 let (hit, k) = (own * all * (1.0 - (1.0 - k / all).powf(rows)), own * k);
                 let (n, columns) = (linears[product].rows() as f64, linears[product].columns as f64);
-                let routed = Self {
-                    bytes: element_bytes * (hit * n * columns + rows * k * (n + columns)),
-                    flop: 2.0 * rows * k * n * columns,
-                };
+                let routed = Self::of_matrices([n, columns], [hit, rows * k], cost(true));
                 let shared = linears.get(EXPERT_PRODUCTS + product);
-                routed + shared.map_or_else(Self::default, |linear| Self::linear(linear, rows, element_bytes))
+                routed + shared.map_or_else(Self::default, |linear| Self::linear(linear, rows, cost(false)))
             }
         }
     }
@@ -277,19 +281,16 @@ impl DecodeWork<'_, '_> {
         let (hidden, layers) = (spec.hidden_size as f64, spec.num_layers() as f64);
         let vocab = (spec.vocab_size / tp_size) as f64;
         let [size, residual] = [kind, residual].map(|kind| kind.elt_size_in_bytes() as f64);
-        let StepCost { element_bytes, speedup } = quantization.format().step_cost(size);
-        let as_fast_as_plain = |work: OpWork| OpWork { flop: work.flop / speedup, ..work };
+        let cost = |of_experts| quantization.format().step_cost(size, of_experts);
         let blocks = || spec.layers.iter().map(|block| block.tp_slice(tp_size));
         // GEMMs of the first sublayers: those that read the residual stream, or those that add to it.
         let mixer_products = |reads: bool| {
             let linears = blocks().flat_map(|block| block.mixer.linears());
             let linears = linears.filter(|linear| (linear.split != TpSplit::Columns) == reads);
-            as_fast_as_plain(linears.map(|linear| OpWork::linear(&linear, rows, element_bytes)).sum())
+            linears.map(|linear| OpWork::linear(&linear, rows, cost(false))).sum()
         };
-        let mlp_products = |product: usize| {
-            let products = blocks().map(|block| OpWork::mlp_product(block.mlp, product, rows, element_bytes));
-            as_fast_as_plain(products.sum())
-        };
+        let mlp_products =
+            |product: usize| blocks().map(|block| OpWork::mlp_product(block.mlp, product, rows, &cost)).sum();
         let dense = || blocks().filter_map(|block| if let Mlp::Dense(dense) = block.mlp { Some(dense) } else { None });
         let experts =
             || blocks().filter_map(|block| if let Mlp::Experts(experts) = block.mlp { Some(experts) } else { None });

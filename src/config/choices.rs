@@ -307,6 +307,9 @@ choices! {
         /// int8 with one scale per row, after both operands were multiplied by Hadamard matrices. The sampler is closer to the trainer than with `fp8`,
         /// and `strict` is supported.
         Int8 = "int8",
+        /// Matrices of experts in MXFP4: e2m1 with a power of two for every 32 weights of a row, quantized at every wake; activations and all other
+        /// weights have the policy's dtype.
+        Mxfp4 = "mxfp4",
     }
 }
 choices! {

@@ -182,9 +182,11 @@ keys! {
         /// `importance_sampling_correction` has no effect. On a GPU this implies `strict`; slower. [exact.md](exact.md)
         pub exact: bool = false,
         /// Precision of the block weights in the engine's GEMMs. `fp8` quantizes them to e4m3 at every wake, into a copy of half their size, and
-        /// quantizes each token's activations; norms, embedding and output head stay unquantized, and training is not affected. Sampled
-        /// log-probabilities then differ more from the trainer's; `importance_sampling_correction` corrects for that. `int8` is closer to the trainer
-        /// and supports `strict`, but no experts. A CPU simulates the rounding; GPUs must be H100 or H200.
+        /// quantizes each token's activations. `int8` is closer to the trainer and supports `strict`, but no experts. `mxfp4` quantizes only the
+        /// matrices of experts, to 4 bits with a power of two for 32 weights, into a copy of 27 % of their size, and no activations
+        /// ([mxfp4.md](mxfp4.md)). Norms, embedding and output head stay unquantized, and training is not affected. Sampled log-probabilities then
+        /// differ more from the trainer's; `importance_sampling_correction` corrects for that. A CPU simulates the rounding; for `fp8` and `int8` GPUs
+        /// must be H100 or H200.
         pub rollout_quantization: RolloutQuantization = RolloutQuantization::None,
         /// Dtype of the engine's KV cache; `auto` is `dtype`. `fp8` (e4m3) and `int8` have one scale per token and head: 1.94 times as many tokens as
         /// bfloat16 for heads of 128, and half the bytes that attention reads; `int8` is closer to the trainer. `importance_sampling_correction`

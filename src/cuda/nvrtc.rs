@@ -58,6 +58,8 @@ sources! {
     HEADS = "heads.cu",
     MASK = "mask.cu",
     MERGE_ATTENTION = "merge_attention.cu",
+    MXFP4 = "mxfp4.cu",
+    MXFP4_EXPERTS = "mxfp4_experts.cu",
     NARROW_PRODUCT = "narrow_product.cu",
     NEXT_TOKENS = "next_tokens.cu",
     NF4 = "nf4.cu",
@@ -81,7 +83,7 @@ sources! {
 }
 
 /// Headers that the sources include. CUDA's own headers, such as that for bf16, are not part of the compiler's package.
-const HEADERS: [(&CStr, &str); 24] = [
+const HEADERS: [(&CStr, &str); 25] = [
     (c"adamw.cuh", include_str!("../kernels/adamw.cuh")),
     (c"async.cuh", include_str!("../kernels/async.cuh")),
     (c"attention.cuh", include_str!("../kernels/attention.cuh")),
@@ -98,6 +100,7 @@ const HEADERS: [(&CStr, &str); 24] = [
     (c"hopper.cuh", include_str!("../kernels/hopper.cuh")),
     (c"int8.cuh", include_str!("../kernels/int8.cuh")),
     (c"mma.cuh", include_str!("../kernels/mma.cuh")),
+    (c"mxfp4.cuh", include_str!("../kernels/mxfp4.cuh")),
     (c"philox.cuh", include_str!("../kernels/philox.cuh")),
     (c"product.cuh", include_str!("../kernels/product.cuh")),
     (c"rounded_rows.cuh", include_str!("../kernels/rounded_rows.cuh")),

@@ -52,8 +52,8 @@ pub use export::{ExportOptions, export_folder};
 pub(crate) use files::{MappedFile, encode_header, sync};
 pub use files::{WeightFiles, WeightWriter};
 pub use format::{
-    BaseRounding, Exact, Format, Fp8, Int8, Nf4, OwnProducts, Piece, Plain, Section, StepCost, StepExperts, StepOutput,
-    StepProducts, StepRows, StoredBlock, StoredFormat, Use, bytes_of_parts, trial_bytes,
+    BaseRounding, Exact, ExpertStep, Format, Fp8, Int8, Nf4, OwnProducts, Piece, Plain, Section, StepCost, StepExperts,
+    StepOutput, StepProducts, StepRows, StoredBlock, StoredFormat, Use, bytes_of_parts, trial_bytes,
 };
 pub use head::{
     HeadSums, SavedHead, ScoredTokens, Scoring, head_backward, head_chunk_tokens, head_forward, head_logits,

@@ -27,6 +27,7 @@ pub mod heads;
 pub mod int8;
 pub mod linear;
 pub mod muon;
+pub mod mxfp4;
 pub mod norm;
 pub mod random;
 pub mod rms_norm;

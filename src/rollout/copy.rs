@@ -8,7 +8,7 @@ use super::options::EngineOptions;
 use super::weights::EngineWeights;
 use crate::error::Result;
 use crate::memory::Arena;
-use crate::model::{Format, LinearSpec, ModelSpec, Section, Use};
+use crate::model::{BlockParams, Format, LinearSpec, ModelSpec, Section, Use};
 
 /// Alignment of each section of the copy, in bytes.
 const ALIGNMENT: usize = 256;
@@ -23,19 +23,13 @@ pub(super) struct WeightCopy {
     arena: Arena,
 }
 
-/// Bytes of one rank's weight copy in `format`; 0 if GEMMs read the weights unquantized.
+/// Bytes of one rank's weight copy in `format`; 0 if GEMMs read all weights unquantized.
 pub fn weight_copy_bytes(format: &dyn Format, spec: &ModelSpec, tp_size: usize) -> usize {
-    if !format.rounds() {
-        return 0;
-    }
     let section = |(shape, kind): Section| shape.iter().product::<i64>() as usize * kind.elt_size_in_bytes();
-    let bytes = |linear: LinearSpec| {
-        let rows = linear.experts.unwrap_or(1) * linear.rows();
-        let sections = format.sections([rows as i64, linear.columns as i64]);
-        sections.map(section).iter().sum::<usize>() + SECTIONS * ALIGNMENT
-    };
+    let bytes =
+        |linear: LinearSpec| format.sections(&linear.shape()).map(section).iter().sum::<usize>() + SECTIONS * ALIGNMENT;
     let linears = spec.layers.iter().flat_map(|block| block.tp_slice(tp_size).linears());
-    linears.filter(|linear| linear.matrix.is_rounded()).map(bytes).sum()
+    linears.filter(|linear| format.copies(linear.matrix, linear.experts.is_some())).map(bytes).sum()
 }
 
 impl WeightCopy {
@@ -47,12 +41,12 @@ impl WeightCopy {
     pub(super) fn reserve(spec: &ModelSpec, options: &EngineOptions, tp_size: usize) -> Result<Option<Self>> {
         let device = options.device;
         let (format, of) = (options.quantization.format(), Use::Engine { tp_size });
-        if !format.rounds() {
-            return Ok(None);
-        }
         format.check(of, spec, device.is_cuda())?;
         format.check_device(of, device)?;
         let bytes = weight_copy_bytes(format, spec, tp_size);
+        if bytes == 0 {
+            return Ok(None);
+        }
         Ok(Some(Self { format, of, arena: Arena::reserve("engine_weight_copy", bytes, device)? }))
     }
 
@@ -64,6 +58,11 @@ impl WeightCopy {
     pub(super) fn fill(&mut self, weights: &mut EngineWeights) -> Result<()> {
         if weights.stored.is_some() {
             return self.format.refuse(self.of, "the base is stored with quantization = nf4, which the engine dequantizes one block at a time; a quantized copy needs all blocks");
+        }
+        let linears = || weights.blocks.iter().flat_map(BlockParams::linears);
+        let has_adapters = || linears().any(|(_, linear)| linear.lora.is_some() && linear.is_of_experts());
+        if !self.format.adapts_experts() && has_adapters() {
+            return self.format.refuse(self.of, "adapters of experts are not supported beside experts in this format");
         }
         self.arena.map(self.arena.reserved_bytes())?;
         let (arena, mut at) = (&self.arena, 0);
@@ -91,6 +90,7 @@ impl WeightCopy {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::RolloutQuantization;
     use crate::model::Fp8;
 
     #[test]
@@ -103,5 +103,17 @@ mod tests {
         let halves = weight_copy_bytes(&Fp8::ROWS, &spec, 2);
         assert!(halves < bytes * 51 / 100, "{halves} of {bytes}");
         assert!(weight_copy_bytes(&Fp8::ROWS, &spec, 8) * 8 > bytes, "ranks share key/value heads");
+    }
+
+    #[test]
+    fn an_mxfp4_copy_has_the_experts_in_17_bits_for_four_weights() {
+        let spec = ModelSpec::preset("gpt-oss-20b").unwrap();
+        let linears = spec.layers.iter().flat_map(|block| block.linears());
+        let weights: usize = linears.map(|it| it.experts.unwrap_or(0) * it.rows() * it.columns).sum();
+        let format = RolloutQuantization::Mxfp4.format();
+        let bytes = weight_copy_bytes(format, &spec, 1);
+        assert!((weights * 17 / 32..weights * 17 / 32 + (1 << 20)).contains(&bytes), "{bytes} for {weights}");
+        assert_eq!(weight_copy_bytes(RolloutQuantization::None.format(), &spec, 1), 0);
+        assert_eq!(weight_copy_bytes(format, &ModelSpec::preset("qwen2.5-7b").unwrap(), 1), 0);
     }
 }

@@ -4,6 +4,7 @@
 mod delta_net;
 mod fp8;
 mod kept;
+mod mxfp4;
 mod speculation;
 
 use std::sync::Arc;
@@ -245,6 +246,8 @@ pub struct Model {
     /// Whether two channels of the inputs of GEMMs are 100 times as large, as in trained models, and the weights for them 100 times
     /// smaller.
     has_outliers: bool,
+    /// The engine's format. Weights that it quantizes are rounded for the trainer, too, if that is MXFP4.
+    quantization: RolloutQuantization,
 }
 
 impl Model {
@@ -259,6 +262,7 @@ impl Model {
             spec: Arc::new(spec),
             lora: None,
             has_outliers: false,
+            quantization: RolloutQuantization::None,
         }
     }
 
@@ -307,6 +311,9 @@ impl Model {
             };
             let _ = layout.view(param.name, &flat).unwrap().g_mul_scalar_(scale);
         }
+        if self.quantization == RolloutQuantization::Mxfp4 {
+            mxfp4::round_experts(layout, &flat);
+        }
         Ok(flat)
     }
 
@@ -320,7 +327,7 @@ impl Model {
             kind: Kind::BFloat16,
             residual: Kind::BFloat16,
             device: self.world.device(),
-            quantization: RolloutQuantization::None,
+            quantization: self.quantization,
             kv_cache_dtype: KvCacheDtype::Auto,
             state_dtype: StateDtype::Float32,
             strict: false,

@@ -34,6 +34,7 @@ mod gpu_int8;
 mod gpu_kernels;
 mod gpu_lora;
 mod gpu_memory;
+mod gpu_mxfp4;
 mod gpu_offload;
 mod gpu_products;
 mod gpu_sampling;

@@ -4,6 +4,7 @@ pub mod adapters;
 pub mod draft_head;
 mod fp8;
 mod kept;
+mod mxfp4;
 mod partial;
 mod session;
 pub mod setup;

@@ -31,6 +31,7 @@ mod kv_blocks;
 mod launch;
 mod mask;
 mod merge_attention;
+mod mxfp4;
 mod narrow_product;
 mod next_tokens;
 mod nf4;
@@ -94,6 +95,7 @@ pub use kv_blocks::KvBlocks;
 pub use launch::serve;
 pub use mask::{mask_logits, mask_low};
 pub use merge_attention::merge_attention;
+pub use mxfp4::{MXFP4_UNIT, MXFP4_UNIT_BYTES, mxfp4_bytes, mxfp4_experts_down, mxfp4_experts_gate_up, mxfp4_quantize};
 pub use narrow_product::MOST_ROWS as NARROW_ROWS;
 pub use next_tokens::next_tokens;
 pub use nf4::{Nf4Codes, nf4_dequantize};
@@ -133,7 +135,7 @@ use crate::error::Result;
 use crate::types::Place;
 
 /// Every .cu file with the names of its kernels. Wrappers that compose a kernel's name must only produce names in this list.
-pub(super) const KERNELS: [(&KernelSource, &[&str]); 46] = [
+pub(super) const KERNELS: [(&KernelSource, &[&str]); 48] = [
     (adamw::SOURCE, adamw::NAMES),
     (adamw8bit::SOURCE, adamw8bit::NAMES),
     (adapt::SOURCE, adapt::NAMES),
@@ -160,6 +162,8 @@ pub(super) const KERNELS: [(&KernelSource, &[&str]); 46] = [
     (heads::SOURCE, heads::NAMES),
     (mask::SOURCE, mask::NAMES),
     (merge_attention::SOURCE, merge_attention::NAMES),
+    (mxfp4::SOURCE, mxfp4::NAMES),
+    (mxfp4::HOPPER, mxfp4::HOPPER_NAMES),
     (narrow_product::SOURCE, narrow_product::NAMES),
     (nf4::SOURCE, nf4::NAMES),
     (norm::SOURCE, norm::NAMES),

@@ -116,6 +116,11 @@ impl Linear {
         Ok(Self { pieces, lora: self.lora.as_ref().map(Lora::shallow_clone), ..Self::default() })
     }
 
+    /// Whether the weight is a stack of experts' matrices.
+    pub(crate) fn is_of_experts(&self) -> bool {
+        self.pieces[0].weight.dim() == 3
+    }
+
     /// Whether the forward reads its input rows unquantized, perhaps in addition to their quantized copy.
     pub(super) fn reads_plain(&self) -> bool {
         !self.format.rounds() || self.lora.is_some()

@@ -134,14 +134,12 @@ impl BlockParams {
         format: &'static dyn Format,
         room: &mut dyn FnMut(Section) -> Result<Tensor>,
     ) -> Result<()> {
-        for (_, linear) in self.linears.iter_mut().filter(|(matrix, _)| !format.rounds() || matrix.is_rounded()) {
+        for (matrix, linear) in self.linears.iter_mut().filter(|(matrix, _)| !format.rounds() || matrix.is_rounded()) {
             linear.format = format;
-            for piece in linear.pieces.iter_mut().filter(|_| format.rounds()) {
-                let size = piece.weight.size();
-                let (&columns, rows) = size.split_last().expect("a matrix");
-                let [values, scales] = format.sections([rows.iter().product(), columns]);
+            for piece in linear.pieces.iter_mut().filter(|piece| format.copies(*matrix, piece.weight.dim() == 3)) {
+                let [values, scales] = format.sections(&piece.weight.size());
                 let prepared = ScaledRows { values: room(values)?, scales: room(scales)? };
-                round_all(format, &piece.weight, &prepared)?;
+                format.round(&piece.weight, &prepared)?;
                 piece.prepared = Some(prepared);
             }
         }
@@ -204,16 +202,4 @@ impl BlockParams {
         let linears = self.linears().map(|(matrix, linear)| Ok((matrix, linear.try_map(f)?)));
         Ok(Self { others, linears: linears.collect::<Result<_>>()?, spec: self.spec })
     }
-}
-
-/// Quantizes a matrix [N, K], or the experts' matrices [E, N, K]. All experts are quantized at once if their memory is contiguous.
-fn round_all(format: &dyn Format, weight: &Tensor, to: &ScaledRows /* [E N, K] */) -> Result<()> {
-    let &[experts, rows, columns] = &weight.size()[..] else { return format.round(weight, to) };
-    if let Ok(all) = weight.f_view([experts * rows, columns]) {
-        return format.round(&all, to);
-    }
-    (0..experts).try_for_each(|expert| {
-        let own = |all: &Tensor| all.narrow(0, expert * rows, rows);
-        format.round(&weight.get(expert), &ScaledRows { values: own(&to.values), scales: own(&to.scales) })
-    })
 }

@@ -1,16 +1,11 @@
-//! MXFP4 (OCP microscaling): blocks of 32 numbers in 4 bits (e2m1), each block with an 8-bit scale, an exponent of 2. A checkpoint stores a matrix's
-//! numbers row by row, two per byte with the lower 4 bits first, in NAME_blocks, and the scales in NAME_scales.
+//! MXFP4 ([`crate::ops::mxfp4`]) in checkpoints. A file stores a matrix's numbers row by row, two per byte with the lower 4 bits first, in NAME_blocks,
+//! and the scales in NAME_scales.
 
 use tch::Tensor;
 
 use crate::error::Result;
+use crate::ops::mxfp4::{BIAS, BLOCK, E2M1};
 
-/// Numbers in a block.
-const BLOCK: usize = 32;
-/// The exponent that means a scale of 1.
-const BIAS: i32 = 127;
-/// The value of each 4-bit code.
-const E2M1: [f32; 16] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
 const ENDINGS: [&str; 2] = ["_blocks", "_scales"];
 
 /// Names and shapes of the two tensors that store matrices [E, N, K].

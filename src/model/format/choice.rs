@@ -2,7 +2,7 @@
 
 use tch::Device;
 
-use super::{Exact, Format, Fp8, Int8, Nf4, Plain, StoredFormat, Use};
+use super::{Exact, Format, Fp8, Int8, Mxfp4, Nf4, Plain, StoredFormat, Use};
 use crate::config::{Config, MixedPrecision, Quantization, RolloutQuantization};
 use crate::error::{Error, Result};
 use crate::model::spec::ModelSpec;
@@ -32,6 +32,7 @@ impl RolloutQuantization {
             RolloutQuantization::None => &Plain,
             RolloutQuantization::Fp8 => &Fp8::ROWS,
             RolloutQuantization::Int8 => &Int8,
+            RolloutQuantization::Mxfp4 => &Mxfp4,
         }
     }
 }

@@ -106,12 +106,22 @@ impl Format for Fp8 {
         Products::BYTES
     }
 
-    fn sections(&self, [rows, columns]: [i64; 2]) -> [Section; 2] {
+    fn sections(&self, size: &[i64]) -> [Section; 2] {
+        let (&columns, rows) = size.split_last().expect("a matrix");
+        let rows = rows.iter().product();
         [(vec![rows, columns], Kind::Float8e4m3fn), (vec![rows], Kind::Float)]
     }
 
+    /// All experts are quantized at once if their memory is contiguous.
     fn round(&self, x: &Tensor, to: &ScaledRows) -> Result<()> {
-        fp8::round_rows(x, to)
+        let &[experts, rows, columns] = &x.size()[..] else { return fp8::round_rows(x, to) };
+        if let Ok(all) = x.f_view([experts * rows, columns]) {
+            return fp8::round_rows(&all, to);
+        }
+        (0..experts).try_for_each(|expert| {
+            let own = |all: &Tensor| all.narrow(0, expert * rows, rows);
+            fp8::round_rows(&x.get(expert), &ScaledRows { values: own(&to.values), scales: own(&to.scales) })
+        })
     }
 
     fn rows(&self, x: &Rows) -> Result<Rows> {
@@ -213,8 +223,8 @@ impl Format for Fp8 {
         }
     }
 
-    fn step_cost(&self, _plain_bytes: f64) -> StepCost {
-        StepCost { element_bytes: 1.0, speedup: 2.0 }
+    fn step_cost(&self, _plain_bytes: f64, _of_experts: bool) -> StepCost {
+        StepCost { weight_bytes: 1.0, row_bytes: 1.0, speedup: 2.0 }
     }
 
     fn step_gate_up(&self, own: OwnProducts, x: StepRows<'_>, w: &Piece, act: &mut Tensor) -> Result<()> {

@@ -44,7 +44,8 @@ impl Format for Int8 {
         Fp8::ROWS.device_refusal(device)
     }
 
-    fn sections(&self, [rows, columns]: [i64; 2]) -> [Section; 2] {
+    fn sections(&self, size: &[i64]) -> [Section; 2] {
+        let &[rows, columns] = size else { panic!("a matrix, not {size:?}") };
         [(vec![rows, columns], Kind::Int8), (vec![rows], Kind::Float)]
     }
 
@@ -67,8 +68,8 @@ impl Format for Int8 {
         Plain.backward_input(dy, w)
     }
 
-    fn step_cost(&self, _plain_bytes: f64) -> StepCost {
-        StepCost { element_bytes: 1.0, speedup: 2.0 }
+    fn step_cost(&self, _plain_bytes: f64, _of_experts: bool) -> StepCost {
+        StepCost { weight_bytes: 1.0, row_bytes: 1.0, speedup: 2.0 }
     }
 
     fn step_gate_up(&self, _own: OwnProducts, x: StepRows<'_>, w: &Piece, act: &mut Tensor) -> Result<()> {

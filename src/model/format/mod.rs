@@ -8,6 +8,7 @@
 //! | `exact` | plain rows, in GEMMs that give a row the same bits in the engine and in training |
 //! | `fp8` | e4m3 rows with one scale each |
 //! | `int8` | rotated int8 rows with one scale each, for engines |
+//! | `mxfp4` | 4 bits per weight for matrices of experts, for engines |
 //! | `nf4` | 4 bits per weight, for stored blocks |
 //! | `rows`, `step` | operands of GEMMs; those of an engine step on a GPU |
 //! | `uses` | training and engines |
@@ -17,6 +18,7 @@ mod choice;
 mod exact;
 mod fp8;
 mod int8;
+mod mxfp4;
 mod nf4;
 mod plain;
 mod rows;
@@ -33,15 +35,16 @@ use tch::{Device, Kind, Tensor};
 pub use self::exact::{Exact, bytes_of_parts, trial_bytes};
 pub use self::fp8::Fp8;
 pub use self::int8::Int8;
+pub use self::mxfp4::Mxfp4;
 pub use self::nf4::Nf4;
 pub use self::plain::Plain;
 pub use self::rows::{ActivationGradient, Piece, Rows};
-pub use self::step::{OwnProducts, StepCost, StepExperts, StepOutput, StepProducts, StepRows};
+pub use self::step::{ExpertStep, OwnProducts, StepCost, StepExperts, StepOutput, StepProducts, StepRows};
 pub use self::stored::{BaseRounding, Encoded, Encoder, StoredBlock, StoredFormat};
 pub use self::uses::Use;
 use super::lora::Lora;
-use super::spec::{ElementBytes, ModelSpec};
-use crate::cuda::kernels::{self, NormedRows, ScaledRows};
+use super::spec::{ElementBytes, Matrix, ModelSpec};
+use crate::cuda::kernels::{self, ExpertTile, NormedRows, ScaledRows};
 use crate::error::Result;
 use crate::ops::grouped::Dispatch;
 use crate::ops::linear::{self, Onto};
@@ -66,6 +69,16 @@ pub trait Format: Debug + Sync {
 
     /// Whether the format quantizes the inputs of GEMMs.
     fn rounds(&self) -> bool {
+        true
+    }
+
+    /// Whether engines keep a quantized copy of a matrix, or of all experts' matrices of this name, made at every wake.
+    fn copies(&self, matrix: Matrix, _of_experts: bool) -> bool {
+        self.rounds() && matrix.is_rounded()
+    }
+
+    /// Whether an engine's experts may have adapters.
+    fn adapts_experts(&self) -> bool {
         true
     }
 
@@ -106,12 +119,12 @@ pub trait Format: Debug + Sync {
         0
     }
 
-    /// Shapes and types of the values and of the scales of quantized rows [R, K].
-    fn sections(&self, _size: [i64; 2]) -> [Section; 2] {
+    /// Shapes and types of the values and of the scales of a quantized matrix [N, K], or of matrices [E, N, K].
+    fn sections(&self, _size: &[i64]) -> [Section; 2] {
         [(vec![0], Kind::Uint8), (vec![0], Kind::Float)]
     }
 
-    /// Quantizes rows [R, K] of an engine's weight into memory as described by [`Format::sections`].
+    /// Quantizes an engine's weight [N, K] or [E, N, K] into memory as described by [`Format::sections`].
     ///
     /// # Errors
     /// [`crate::Error::InvalidArgument`] for a matrix that the GPU kernel does not support; [`crate::Error::OutOfMemory`].
@@ -256,14 +269,14 @@ pub trait Format: Debug + Sync {
         Ok(ActivationGradient { d_gate_up, act, rounded: None })
     }
 
-    /// The cost of GEMMs in an engine step on a GPU, if an element of a plain weight has `plain_bytes`.
-    fn step_cost(&self, plain_bytes: f64) -> StepCost {
-        StepCost { element_bytes: plain_bytes, speedup: 1.0 }
+    /// The cost of GEMMs in an engine step on a GPU, of experts or of other matrices, if an element of a plain weight has `plain_bytes`.
+    fn step_cost(&self, plain_bytes: f64, _of_experts: bool) -> StepCost {
+        StepCost { weight_bytes: plain_bytes, row_bytes: plain_bytes, speedup: 1.0 }
     }
 
     /// The form in which an all-reduce of an engine step leaves the rows for the next GEMM. If `is_read` is set, it also leaves unquantized rows.
     fn step_sums(&self, is_read: bool) -> NormedRows {
-        let [(_, kind), _] = self.sections([0, 0]);
+        let [(_, kind), _] = self.sections(&[0, 0]);
         NormedRows::new(self.rounds().then_some(kind), is_read)
     }
 
@@ -318,6 +331,14 @@ pub trait Format: Debug + Sync {
             OwnProducts::All => kernels::product_silu_mul(x.plain, &w.weight, act),
             _ => kernels::gate_up(x.plain, &w.weight, act),
         }
+    }
+
+    /// The tiles for experts in an engine step on a GPU: those of gate and up, for which the router sorts, and of down.
+    ///
+    /// # Errors
+    /// [`crate::Error::Cuda`].
+    fn step_tiles(&self, sizes: ExpertStep) -> Result<[ExpertTile; 2]> {
+        sizes.plain_tiles(!self.rounds())
     }
 
     /// Computes act = silu(gate) * up of x w^T, or the clamped SwiGLU with biases, in an engine step, for each sorted row with its expert's weight.

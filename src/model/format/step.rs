@@ -1,7 +1,7 @@
 //! Operands and results of GEMMs in an engine step on a GPU. No GEMM allocates memory, so a step can be captured in a CUDA graph; all are queued on
 //! the engine's stream.
 
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use crate::cuda::kernels::{self, ExpertAdapter, ExpertTile, RoutedTokens, ScaledRows};
 use crate::cuda::{Products, Tuning};
@@ -13,7 +13,9 @@ use crate::ops::swiglu::Activation;
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StepCost {
     /// Bytes per element of a weight.
-    pub element_bytes: f64,
+    pub weight_bytes: f64,
+    /// Bytes per element of the rows that are multiplied, and of the result.
+    pub row_bytes: f64,
     /// Throughput in operations per second, relative to plain GEMMs.
     pub speedup: f64,
 }
@@ -60,6 +62,32 @@ impl StepProducts<'_> {
             OwnProducts::All => kernels::product(x, w, bias, out),
             _ => self.products.run(x, &w.tr(), bias, out, 0.0, self.tuning),
         }
+    }
+}
+
+/// The sizes of a step's GEMMs with one layer's experts.
+#[derive(Debug, Clone, Copy)]
+pub struct ExpertStep {
+    /// Number of tokens.
+    pub tokens: usize,
+    /// Number of experts per token.
+    pub choices: usize,
+    /// Number of experts in the layer.
+    pub experts: usize,
+    /// Elements in a row of an expert's down matrix.
+    pub width: usize,
+    /// Type of the weights.
+    pub kind: Kind,
+    /// The GPU.
+    pub gpu: usize,
+}
+
+impl ExpertStep {
+    /// The tiles for gate and up and for down, of plain weights or of those in FP8. Only the former have other tiles for narrow slices.
+    pub(super) fn plain_tiles(self, is_plain: bool) -> Result<[ExpertTile; 2]> {
+        let Self { tokens, choices, experts, width, kind, gpu } = self;
+        let tile = ExpertTile::of(tokens, choices, experts, kind, gpu)?;
+        Ok([tile, if is_plain { tile.for_down(tokens, choices, experts, width, gpu)? } else { tile }])
     }
 }
 

@@ -38,7 +38,8 @@ impl Format for EightBits {
         on_gpu.then(|| "no kernel multiplies int8".to_owned())
     }
 
-    fn sections(&self, [rows, columns]: [i64; 2]) -> [Section; 2] {
+    fn sections(&self, size: &[i64]) -> [Section; 2] {
+        let &[rows, columns] = size else { panic!("a matrix, not {size:?}") };
         [(vec![rows, columns], Kind::Int8), (vec![rows], Kind::Double)]
     }
 

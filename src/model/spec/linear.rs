@@ -158,7 +158,7 @@ impl LinearSpec {
     }
 
     /// Shape of the weight: [N, K], or [E, N, K] for E experts.
-    pub(in crate::model) fn shape(&self) -> Vec<i64> {
+    pub(crate) fn shape(&self) -> Vec<i64> {
         self.experts.into_iter().chain([self.rows(), self.columns]).map(|size| size as i64).collect()
     }
 

@@ -21,6 +21,7 @@ use crate::config::{
     RolloutQuantization,
 };
 use crate::model::ModelSpec;
+use crate::ops::mxfp4::WEIGHT_BYTES;
 use crate::rollout::state_page_bytes;
 
 /// Bytes of an element of bfloat16.
@@ -136,12 +137,18 @@ impl PlannedStep<'_> {
     /// Seconds of a decode step of `rows` sequences whose cache holds `cached` tokens, counting shared prompts once.
     fn decode_s(&self, gpu: Gpu, rows: f64, cached: f64) -> f64 {
         let Self { config, spec, .. } = *self;
-        let (tp_size, is_fp8) = (config.tensor_parallel_size, config.rollout_quantization != RolloutQuantization::None);
+        let (tp_size, quantization) = (config.tensor_parallel_size, config.rollout_quantization);
+        let is_fp8 = matches!(quantization, RolloutQuantization::Fp8 | RolloutQuantization::Int8);
         let (tp, layers) = (tp_size as f64, spec.num_layers() as f64);
         let (blocks, head) = (self.block_params(), self.head_params());
         let read = blocks + spec.num_params_hit(rows.max(1.0)) - spec.num_active_params() as f64;
         let element_bytes = if is_fp8 { 1.0 } else { ELEMENT_BYTES };
-        let read_s = (element_bytes * read + ELEMENT_BYTES * head) / tp / (gpu.memory_bytes_per_s * DECODE.weights);
+        let saved_bytes = match quantization {
+            RolloutQuantization::Mxfp4 => (ELEMENT_BYTES - WEIGHT_BYTES) * self.expert_params_hit(rows.max(1.0)),
+            _ => 0.0,
+        };
+        let read_bytes = element_bytes * read + ELEMENT_BYTES * head - saved_bytes;
+        let read_s = read_bytes / tp / (gpu.memory_bytes_per_s * DECODE.weights);
         let block_flop = blocks / if is_fp8 { DECODE.fp8_gain } else { 1.0 };
         let multiply_s = 2.0 * rows * (block_flop + head) / tp / (gpu.product_flop_per_s * DECODE.products);
         let narrow = if config.kv_cache_dtype == KvCacheDtype::Auto { 1.0 } else { DECODE.fp8_cache };
@@ -184,6 +191,13 @@ impl PlannedStep<'_> {
     fn block_params(&self) -> f64 {
         let embedded = if self.spec.tie_word_embeddings { 1.0 } else { 2.0 };
         self.spec.num_active_params() as f64 - embedded * self.head_params()
+    }
+
+    /// Expected number of experts' weights that a batch is multiplied with.
+    fn expert_params_hit(&self, tokens: f64) -> f64 {
+        let linears = self.spec.layers.iter().flat_map(|block| block.linears());
+        let all: usize = linears.map(|linear| linear.experts.unwrap_or(0) * linear.rows() * linear.columns).sum();
+        all as f64 + self.spec.num_params_hit(tokens) - self.spec.num_params() as f64
     }
 
     fn head_params(&self) -> f64 {

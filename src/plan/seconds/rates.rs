@@ -96,7 +96,7 @@ impl DecodeRates {
         match (has_experts, quantization) {
             (true, _) => 0.3,
             (false, RolloutQuantization::Fp8 | RolloutQuantization::Int8) => 1.33,
-            (false, RolloutQuantization::None) => 0.775,
+            (false, RolloutQuantization::None | RolloutQuantization::Mxfp4) => 0.775,
         }
     }
 }

@@ -194,8 +194,8 @@ impl StepShape {
         let width = self.vocab.div_ceil(self.tp_size).next_multiple_of(ALIGNED_LOGITS);
         let whole = if self.tp_size > 1 { draws * width } else { 0 };
         let [columns, choices] = self.rounded.map(|size| size as i64);
-        let [values, _] = self.format.sections([self.rows as i64, columns]);
-        let [_, scales] = self.format.sections([self.rows as i64 * choices, columns]);
+        let [values, _] = self.format.sections(&[self.rows as i64, columns]);
+        let [_, scales] = self.format.sections(&[self.rows as i64 * choices, columns]);
         let mut sections = vec![
             (vec![self.rows as i64, self.hidden as i64], self.residual),
             matrix(self.rows, self.hidden),
@@ -285,7 +285,7 @@ impl DecodeBuffers {
 
     /// The buffer for the quantized rows [T, K] of the next GEMM. It is reused: each call overwrites the rows of the one before.
     pub(super) fn rounded(&self, format: &dyn Format, size: [i64; 2]) -> ScaledRows {
-        let [values, scales] = format.sections(size);
+        let [values, scales] = format.sections(&size);
         let within = |room: &Tensor, (shape, _): Section| {
             let flat = room.narrow(0, 0, shape.iter().product());
             if shape.len() == 1 { flat } else { flat.view(shape.as_slice()) }

@@ -11,7 +11,7 @@ use crate::cuda::kernels::{
     self, ExpertAdapter, ExpertTile, LowRows, RouteOptions, RouteScores, RoutedTokens, SharedExpertRows,
 };
 use crate::error::Result;
-use crate::model::{BlockParams, ExpertsSpec, Linear, Lora, Matrix, ParamName, StepExperts};
+use crate::model::{BlockParams, ExpertStep, ExpertsSpec, Linear, Lora, Matrix, ParamName, StepExperts};
 use crate::ops::router::RouterScores;
 use crate::ops::swiglu::Activation;
 
@@ -29,13 +29,15 @@ impl DecoderNetwork<'_> {
         let buffers = self.buffers.experts.as_ref().expect("a model with experts has their buffers");
         let (rows, k) = (normed.size()[0], spec.router.num_experts_per_tok);
         let Device::Cuda(gpu) = normed.device() else { unreachable!("an engine on a GPU") };
-        let tile = ExpertTile::of(rows as usize, k, spec.num_experts, normed.kind(), gpu)?;
-        let width = buffers.act.size()[1] as usize;
         let format = self.format();
-        let down_tile = match format.rounds() {
-            true => tile,
-            false => tile.for_down(rows as usize, k, spec.num_experts, width, gpu)?,
-        };
+        let [tile, down_tile] = format.step_tiles(ExpertStep {
+            tokens: rows as usize,
+            choices: k,
+            experts: spec.num_experts,
+            width: buffers.act.size()[1] as usize,
+            kind: normed.kind(),
+            gpu,
+        })?;
         let own = spec.own_experts(w, self.tp.rank());
         let routed = buffers.routed(rows, spec, own, tile);
         let first = self.spec.places_among_expert_layers()[layer] * k as i64;

@@ -139,7 +139,7 @@ impl DecoderNetwork<'_> {
     fn rounded(&self, x: &Tensor) -> Result<ScaledRows> {
         let size = x.size();
         if let Some(sums) = self.sums.filter(|sums| sums.are_normed(x)) {
-            let [(_, kind), _] = self.format().sections([size[0], size[1]]);
+            let [(_, kind), _] = self.format().sections(&[size[0], size[1]]);
             let ScaledRows { values, scales } = sums.rounded(kind)?;
             return Ok(ScaledRows { values: values.narrow(0, 0, size[0]), scales: scales.narrow(0, 0, size[0]) });
         }
