@@ -9,9 +9,9 @@ constexpr int UNITS = 2;    // units that a warp processes at once in an own par
 
 // A work item: tokens begin .. end of the contexts of some rows.
 struct alignas(16) Item {
-    int rows[PARTY];  // of a shared part, -1: none; of an own part its row and its `Pieces`
+    int rows[PARTY];  // of a shared part, -1: none; of an own part its row, its `Pieces`, and how many of them it is
     int begin, end;
-    int piece;  // index among the partial results of a row
+    int piece;  // index of the first among the partial results of a row
     int is_shared;
 };
 

@@ -215,9 +215,10 @@ struct EightBitWarp {
 
     using Places = typename Warp<HD, M, U>::Places;
 
+    template <class After>
     __device__ __forceinline__ void attend(const Cache<E>& cache, const int* table, const Geometry& shape,
-                                           int kv_head, int begin, int end, int first, int stride) {
-        attend_units<M, U>(*this, cache, Places{table, shape, kv_head, begin / UNIT * UNIT, first, stride, end, 0}, begin);
+                                           int kv_head, int begin, int end, int first, int stride, const After& after) {
+        attend_units<M, U>(*this, cache, Places{table, shape, kv_head, begin / UNIT * UNIT, first, stride, end, 0}, begin, after);
     }
 
     // Processes all units of tokens begin .. end, which are whole, through `stages` in shared memory, by all warps of the block together.

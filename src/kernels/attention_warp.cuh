@@ -107,9 +107,10 @@ __device__ __forceinline__ void raise(float (&out)[M][PAIRS][4], float (&peak)[M
     }
 }
 
-// Processes the units at `place` from token `begin` on; a warp's loads of the next ones are in flight while it computes.
-template <int M, int U, class Work, class E, class P>
-__device__ __forceinline__ void attend_units(Work& work, const Cache<E>& cache, P place, int begin) {
+// Processes the units at `place` from token `begin` on; a warp's loads of the next ones are in flight while it computes. `after` is called after each
+// step, with the number of steps so far.
+template <int M, int U, class Work, class E, class P, class After>
+__device__ __forceinline__ void attend_units(Work& work, const Cache<E>& cache, P place, int begin, const After& after) {
     const int end = place.end, first = place.first, stride = place.stride, units = (end - place.base + UNIT - 1) / UNIT;
     const int steps = units > first ? (units - first + U * stride - 1) / (U * stride) : 0;
     if (steps == 0) return;
@@ -138,6 +139,7 @@ __device__ __forceinline__ void attend_units(Work& work, const Cache<E>& cache, 
 #pragma unroll
             for (int u = 0; u < U; ++u) work.load_values(u, cache.v + now[u], cache.v_scales + now[u] / P::WIDTH, end - place.token(U * (step + 1) + u));
         }
+        after(step + 1);
     }
 }
 
@@ -154,7 +156,10 @@ struct Warp {
     float peak[M], sum[M];       // of head r, base 2; the sum over this lane's tokens only
     int lane;
 
-    __device__ __forceinline__ Warp() : lane(threadIdx.x % 32) {
+    __device__ __forceinline__ Warp() : lane(threadIdx.x % 32) { reset(); }
+
+    // Forgets what was attended to.
+    __device__ __forceinline__ void reset() {
 #pragma unroll
         for (int m = 0; m < M; ++m) {
             peak[m] = -INFINITY, sum[m] = 0.0f;
@@ -272,9 +277,10 @@ struct Warp {
         }
     };
 
+    template <class After>
     __device__ __forceinline__ void attend(const Cache<bf16>& cache, const int* table, const Geometry& shape,
-                                           int kv_head, int begin, int end, int first, int stride) {
-        attend_units<M, U>(*this, cache, Places{table, shape, kv_head, begin / UNIT * UNIT, first, stride, end, 0}, begin);
+                                           int kv_head, int begin, int end, int first, int stride, const After& after) {
+        attend_units<M, U>(*this, cache, Places{table, shape, kv_head, begin / UNIT * UNIT, first, stride, end, 0}, begin, after);
     }
 
     // Processes all units of tokens begin .. end, which are whole, through `stages` in shared memory, by all warps of the block together.

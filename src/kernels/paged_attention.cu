@@ -6,10 +6,14 @@
 // `plan_attention` divides all contexts of a step into items, once for all layers; blocks of four warps take items as they become free. The warps of
 // an item either process every fourth unit of 16 tokens of one row (its own part), or two rows each of a group with a common prefix (the shared part,
 // whose tokens pass once through shared memory for all of them). In plans with a fixed split, a shared part is a whole split of every row, and each
-// row gets the same bits as from an own part. A row of several items has partial results; the last item to finish merges them in item order. The
-// cache is bf16, or e4m3 or int8 with one scale per token and head.
+// row gets the same bits as from an own part. A row of several pieces has partial results; the last item to finish merges them in order. The cache is
+// bf16, or e4m3 or int8 with one scale per token and head.
 #include "attention_fp8.cuh"
 #include "attention_item.cuh"
+
+// How contexts are split into pieces, and which kernel that needs: freely; into SPLIT tokens; the same, where rows share whole splits. The last kernel
+// is three times as large as the second, and takes longer to load in every layer.
+enum Split { CHOSEN, FIXED, FIXED_SHARED };
 
 // The warp class for a cache of type E.
 template <typename E, int HD, int M, int U>
@@ -25,14 +29,14 @@ struct WarpOf<signed char, HD, M, U> {
     using type = EightBitWarp<HD, M, U, signed char>;
 };
 
-// Signals this block's or warp's arrival: its writes are visible to those that arrive later. Returns the number of arrivals before.
-__device__ __forceinline__ int arrive(int* counter) {
+// Signals that this block or warp is done with some pieces: its writes are visible to those that arrive later. Returns the number of pieces before.
+__device__ __forceinline__ int arrive(int* counter, int pieces) {
     int before;
-    asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(pieces) : "memory");
     return before;
 }
 
-// Number of arrivals so far; the writes of those that arrived are visible.
+// Number of pieces that are done so far; the writes of those that arrived are visible.
 __device__ __forceinline__ int look(const int* counter) {
     int now;
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
@@ -232,7 +236,7 @@ struct Column {
             if (lane == m) row = rows[m];
         const Pieces own = row < 0 ? Pieces{0, 0} : pieces[row];
         __syncwarp();
-        const bool is_last = row >= 0 && arrive(&arrived[row * columns + at]) == own.count - 1;
+        const bool is_last = row >= 0 && arrive(&arrived[row * columns + at], 1) == own.count - 1;
         for (unsigned last = __ballot_sync(~0u, is_last); last != 0; last &= last - 1) {
             const int m = __ffs(last) - 1, of = __shfl_sync(~0u, row, m), count = __shfl_sync(~0u, own.count, m);
             const Partial<HD>* parts = partial_of({__shfl_sync(~0u, own.first, m), count});
@@ -246,52 +250,61 @@ struct Column {
         if (is_last) arrived[row * columns + at] = 0;
     }
 
-    // An own part: the warps process every fourth unit. `meanwhile` is called between their work and the merge.
-    template <typename Meanwhile>
+    // An own part: the warps process every fourth unit. With a fixed split it may be several pieces, whose loads follow each other without a pause.
+    // `meanwhile` is called between the work and the merge.
+    template <Split SPLIT_KIND, typename Meanwhile>
     __device__ __forceinline__ void attend_own(const Item& item, Pool<HD, E>& pool, const Meanwhile& meanwhile) const {
         __shared__ float peaks[WARPS][COLUMNS], sums[WARPS][COLUMNS];
         __shared__ int is_last;
-        const int warp = threadIdx.x / 32, row = item.rows[0];
+        constexpr int N = COLUMNS * HD / THREADS;  // columns per thread
+        const int warp = threadIdx.x / 32, row = item.rows[0], head = threadIdx.x / (HD / N), column = threadIdx.x % (HD / N) * N;
         const Pieces own = {item.rows[1], item.rows[2]};
+        const int count = SPLIT_KIND == CHOSEN ? 1 : item.rows[3], last = item.piece + count - 1;
         Partial<HD>* partial = partial_of(own);
-        Partial<HD>* mine = partial + static_cast<long long>(item.piece) * columns;
+        const auto keep = [&](const Part<N>& part, int piece) {
+            Partial<HD>* mine = partial + static_cast<long long>(piece) * columns;
+#pragma unroll
+            for (int k = 0; k < N; ++k) __stcg(&mine->out[head][column + k], part.out[k]);
+            if (column == 0) __stcg(&mine->peak[head], part.peak), __stcg(&mine->sum[head], part.sum);
+        };
         typename WarpOf<E, HD, 1, IS_WIDE<HD> ? 1 : UNITS>::type work;
         work.load_query(0, q + query_of(row), heads);
-        work.attend(cache, table_of(row), shape, kv_head, item.begin, item.end, warp, WARPS);
+        work.attend(cache, table_of(row), shape, kv_head, item.begin, item.end, warp, WARPS, [&](int steps) {
+            if constexpr (SPLIT_KIND != CHOSEN) {
+                if (steps % STEPS != 0 || steps / STEPS >= count) return;
+                work.store(0, pool.outs[warp][0], HD + 8, peaks[warp], sums[warp]);
+                work.reset();
+                __syncthreads();
+                if (head < heads) keep(merge_warps<HD, N>(pool.outs, peaks, sums, head, column), item.piece + steps / STEPS - 1);
+                __syncthreads();
+            }
+        });
         work.store(0, pool.outs[warp][0], HD + 8, peaks[warp], sums[warp]);
         // If all other pieces are already done, this one need not leave the block.
         int* counter = &arrived[row * columns + at];
-        if (threadIdx.x == 0) is_last = own.count > 1 && look(counter) == own.count - 1;
+        if (threadIdx.x == 0) is_last = own.count > 1 && look(counter) == own.count - count;
         __syncthreads();
         meanwhile();
-        constexpr int N = COLUMNS * HD / THREADS;  // columns per thread
-        const int head = threadIdx.x / (HD / N), column = threadIdx.x % (HD / N) * N;
-        bf16* to = o + query_of(row) + head * HD + column;
         Part<N> part;
         if (head < heads) part = merge_warps<HD, N>(pool.outs, peaks, sums, head, column);
         if (own.count > 1 && !is_last) {
-            if (head < heads) {
-#pragma unroll
-                for (int k = 0; k < N; ++k) __stcg(&mine->out[head][column + k], part.out[k]);
-                if (column == 0) __stcg(&mine->peak[head], part.peak), __stcg(&mine->sum[head], part.sum);
-            }
+            if (head < heads) keep(part, last);
             __syncthreads();
-            if (threadIdx.x == 0) is_last = arrive(counter) == own.count - 1;
+            if (threadIdx.x == 0) is_last = arrive(counter, count) == own.count - count;
             __syncthreads();
         }
         if (own.count == 1 || is_last) {
             if (own.count > 1 && head < heads)
-                part = merge<HD, N>(partial, own.count, columns, head, column, item.piece, part);
+                part = merge<HD, N>(partial, own.count, columns, head, column, last, part);
             if constexpr (SINKS)
                 if (head < heads) add_sink(part, head);
-            if (head < heads) part.write(to);
+            if (head < heads) part.write(o + query_of(row) + head * HD + column);
             if (own.count > 1 && threadIdx.x == 0) *counter = 0;
         }
     }
 };
 
-// IS_FIXED: the plan has a fixed split.
-template <int HD, typename E, bool SINKS, bool IS_FIXED>
+template <int HD, typename E, bool SINKS, Split SPLIT_KIND>
 __device__ __forceinline__ void paged_attention(Column<HD, E, SINKS> column, Header* header, const Item* __restrict__ items) {
     __shared__ alignas(16) Pool<HD, E> pool;
     __shared__ int next;
@@ -306,16 +319,16 @@ __device__ __forceinline__ void paged_attention(Column<HD, E, SINKS> column, Hea
         Item upcoming = {};
         const auto look_ahead = [&] { if (next < total) upcoming = items[next / column.columns]; };
         bool is_done = false;
-        if constexpr (!IS_WIDE<HD>) {
+        if constexpr (!IS_WIDE<HD> && SPLIT_KIND != FIXED) {
             if (item.is_shared) {
-                if constexpr (IS_FIXED) column.attend_split(item, pool);
+                if constexpr (SPLIT_KIND == FIXED_SHARED) column.attend_split(item, pool);
                 else column.attend_shared(item, pool);
                 __syncthreads();
                 look_ahead();
                 is_done = true;
             }
         }
-        if (!is_done) column.attend_own(item, pool, look_ahead);
+        if (!is_done) column.template attend_own<SPLIT_KIND>(item, pool, look_ahead);
         index = next, item = upcoming;
         __syncthreads();  // all have read `next`, and shared memory is free
     }
@@ -328,33 +341,35 @@ __device__ __forceinline__ void paged_attention(Column<HD, E, SINKS> column, Hea
     const bf16 *q, const E *k_cache, const E *v_cache, const int *block_tables, bf16 *o, Header *header,           \
         const Item *items, const Pieces *pieces, int *arrived, float *partials
 #define SIZES long long kv_heads, long long group, long long block_shift, long long max_blocks, float scale
-#define ATTEND(HD, E, SINKS, IS_FIXED, K_SCALES, V_SCALES, AT)                                                     \
+#define ATTEND(HD, E, SINKS, SPLIT_KIND, K_SCALES, V_SCALES, AT)                                                     \
     const Geometry shape = {static_cast<int>(kv_heads), static_cast<int>(group), static_cast<int>(block_shift),    \
                             static_cast<int>(max_blocks), scale};                                                  \
-    paged_attention<HD, E, SINKS, IS_FIXED>({q, {k_cache, v_cache, K_SCALES, V_SCALES}, block_tables, o, pieces,   \
+    paged_attention<HD, E, SINKS, SPLIT_KIND>({q, {k_cache, v_cache, K_SCALES, V_SCALES}, block_tables, o, pieces,   \
                                              arrived, reinterpret_cast<Partial<HD>*>(partials), AT, shape,         \
                                              shape.kv_heads * shape.chunks()},                                     \
                                             header, items)
 #define KERNEL extern "C" __global__ void __launch_bounds__(THREADS, 2)
 
-#define PAGED_ATTENTION(NAME, HD, IS_FIXED) \
-    KERNEL NAME(STEP(bf16), SIZES) { ATTEND(HD, bf16, false, IS_FIXED, nullptr, nullptr, nullptr); }
+#define PAGED_ATTENTION(NAME, HD, SPLIT_KIND) \
+    KERNEL NAME(STEP(bf16), SIZES) { ATTEND(HD, bf16, false, SPLIT_KIND, nullptr, nullptr, nullptr); }
 #define PAGED_ATTENTION_SINKS(NAME, HD) \
-    KERNEL NAME(STEP(bf16), SIZES, const bf16* sinks) { ATTEND(HD, bf16, true, false, nullptr, nullptr, sinks); }
+    KERNEL NAME(STEP(bf16), SIZES, const bf16* sinks) { ATTEND(HD, bf16, true, CHOSEN, nullptr, nullptr, sinks); }
 #define PAGED_ATTENTION_8(NAME, HD, E)                                                      \
     KERNEL NAME(STEP(E), const float* k_scales, const float* v_scales, SIZES) {            \
-        ATTEND(HD, E, false, false, k_scales, v_scales, nullptr);                          \
+        ATTEND(HD, E, false, CHOSEN, k_scales, v_scales, nullptr);                         \
     }
 #define PAGED_ATTENTION_8_SINKS(NAME, HD, E)                                                         \
     KERNEL NAME(STEP(E), const float* k_scales, const float* v_scales, SIZES, const bf16* sinks) {  \
-        ATTEND(HD, E, true, false, k_scales, v_scales, sinks);                                      \
+        ATTEND(HD, E, true, CHOSEN, k_scales, v_scales, sinks);                                     \
     }
 
-PAGED_ATTENTION(paged_attention_bf16_64, 64, false)
-PAGED_ATTENTION(paged_attention_bf16_128, 128, false)
-PAGED_ATTENTION(paged_attention_bf16_256, 256, false)
-PAGED_ATTENTION(paged_attention_bf16_64_fixed, 64, true)
-PAGED_ATTENTION(paged_attention_bf16_128_fixed, 128, true)
+PAGED_ATTENTION(paged_attention_bf16_64, 64, CHOSEN)
+PAGED_ATTENTION(paged_attention_bf16_128, 128, CHOSEN)
+PAGED_ATTENTION(paged_attention_bf16_256, 256, CHOSEN)
+PAGED_ATTENTION(paged_attention_bf16_64_fixed, 64, FIXED)
+PAGED_ATTENTION(paged_attention_bf16_128_fixed, 128, FIXED)
+PAGED_ATTENTION(paged_attention_bf16_64_fixed_shared, 64, FIXED_SHARED)
+PAGED_ATTENTION(paged_attention_bf16_128_fixed_shared, 128, FIXED_SHARED)
 PAGED_ATTENTION_8(paged_attention_bf16_64_fp8, 64, unsigned char)
 PAGED_ATTENTION_8(paged_attention_bf16_128_fp8, 128, unsigned char)
 PAGED_ATTENTION_8(paged_attention_bf16_64_int8, 64, signed char)

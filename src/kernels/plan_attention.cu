@@ -47,6 +47,7 @@ extern "C" __global__ void __launch_bounds__(PLANNERS) plan_attention(
     long long columns,                      // per item: key/value heads times chunks of query heads
     long long num_blocks,                   // thread blocks that take items
     long long fixed_split,                  // tokens per piece; 0: chosen here
+    long long joins,                        // whether an item may be several pieces, with a fixed split
     long long capacity                      // partial results per column
 ) {
     wait_for_inputs();
@@ -97,10 +98,12 @@ extern "C" __global__ void __launch_bounds__(PLANNERS) plan_attention(
 
     const auto prefix_pieces = [&](int group) { return pieces_of(shared_by(group), shared_split); };
     const auto own_pieces = [&](int s) { return max(1, pieces_of(context_lens[s] - begin_of(s) / UNIT * UNIT, split)); };
+    // An item may be as many neighbouring pieces of a fixed split as it would be long otherwise.
+    const int together = joins ? max(1, per_item * STEP / split) : 1, most_tokens = together * split;
     // Own parts are sorted by descending length, so that the blocks end together.
-    const auto length_class = [&](int tokens) { return min(CLASSES - 1, (split - tokens) * CLASSES / split); };
-    const auto last_class = [&](int s, int own) {
-        return length_class(context_lens[s] - begin_of(s) / UNIT * UNIT - (own - 1) * split);
+    const auto length_class = [&](int tokens) { return min(CLASSES - 1, (most_tokens - tokens) * CLASSES / most_tokens); };
+    const auto last_class = [&](int s, int count) {
+        return length_class(context_lens[s] - begin_of(s) / UNIT * UNIT - (count - 1) * most_tokens);
     };
     __shared__ int classes[CLASSES];
     if (threadIdx.x < CLASSES) classes[threadIdx.x] = 0;
@@ -110,9 +113,10 @@ extern "C" __global__ void __launch_bounds__(PLANNERS) plan_attention(
         if (shared_by(g) > 0) group_items += prefix_pieces(g) * parties_of(g);
     for (int s = first_row; s < end_row; ++s) {
         const int own = own_pieces(s), all = own + (shared_of(s) > 0 ? prefix_pieces(groups[s]) : 0);
+        const int count = pieces_of(own, together);
         slots += all > 1 ? all : 0;
-        if (own > 1) atomicAdd(&classes[0], own - 1);
-        atomicAdd(&classes[last_class(s, own)], 1);
+        if (count > 1) atomicAdd(&classes[0], count - 1);
+        atomicAdd(&classes[last_class(s, count)], 1);
     }
     int unused, group_item = scan(group_items, num_shared), slot = scan(slots, unused);
     if (threadIdx.x == 0) {
@@ -129,15 +133,16 @@ extern "C" __global__ void __launch_bounds__(PLANNERS) plan_attention(
     }
     __syncthreads();
     for (int s = first_row; s < end_row; ++s) {
-        const int ahead = shared_of(s) > 0 ? prefix_pieces(groups[s]) : 0, own = own_pieces(s);
+        const int ahead = shared_of(s) > 0 ? prefix_pieces(groups[s]) : 0, own = own_pieces(s), count = pieces_of(own, together);
         pieces[s] = {slot, own + ahead};
         slot += own + ahead > 1 ? own + ahead : 0;
         const int begin = begin_of(s), base = begin / UNIT * UNIT, end = context_lens[s];
-        for (int k = 0; k < own; ++k) {
-            Item& item = items[atomicAdd(&classes[k < own - 1 ? 0 : last_class(s, own)], 1)];
+        for (int k = 0; k < count; ++k) {
+            Item& item = items[atomicAdd(&classes[k < count - 1 ? 0 : last_class(s, count)], 1)];
             item.rows[0] = s, item.rows[1] = pieces[s].first, item.rows[2] = pieces[s].count;
-            item.begin = max(begin, base + k * split), item.end = min(end, base + (k + 1) * split);
-            item.piece = ahead + k, item.is_shared = 0;
+            item.rows[3] = min(together, own - k * together);
+            item.begin = max(begin, base + k * most_tokens), item.end = min(end, base + (k + 1) * most_tokens);
+            item.piece = ahead + k * together, item.is_shared = 0;
         }
         for (int k = 0; k < ahead; ++k) {
             Item& item = items[first_item[groups[s]] + rank[s] / PARTY * ahead + k];

@@ -206,9 +206,15 @@ impl Contexts {
 fn gpu_paged_attention_equals_the_cpus() {
     kernels::prepare(0, 1).unwrap();
     for (kind, bound) in [(Kind::Float, 1e-5), (Kind::BFloat16, 5e-3)] {
-        for (kv_heads, group, dim, block_size) in
-            [(2, 7, 128, 16), (2, 6, 128, 32), (1, 8, 64, 16), (2, 1, 64, 64), (1, 12, 128, 16), (2, 2, 40, 16)]
-        {
+        for (kv_heads, group, dim, block_size) in [
+            (2, 7, 128, 16),
+            (2, 6, 128, 32),
+            (1, 8, 64, 16),
+            (2, 1, 64, 64),
+            (1, 12, 128, 16),
+            (2, 2, 40, 16),
+            (16, 1, 128, 16),
+        ] {
             if is_small() && (group, dim) != (7, 128) {
                 continue;
             }
@@ -216,6 +222,8 @@ fn gpu_paged_attention_equals_the_cpus() {
                 (None, 0, None),
                 (Some(100), 0, None),
                 (None, 0, Some(64)),
+                (None, 0, Some(SPLIT_TOKENS)),
+                (Some(100), 0, Some(SPLIT_TOKENS)),
                 (None, 5, None),
                 (None, 11, None),
                 (None, 5, Some(SPLIT_TOKENS)),
@@ -229,8 +237,8 @@ fn gpu_paged_attention_equals_the_cpus() {
                     sliding_window: window,
                     scale: 0.2,
                 };
-                // With sinks no prefix of a fixed split is shared.
-                let with_sinks = sharing == 0 || split.is_none();
+                // With sinks pieces of this split are not joined, and no prefixes shared.
+                let with_sinks = split != Some(SPLIT_TOKENS);
                 for has_sinks in [false, true].into_iter().filter(|&has| !has || with_sinks) {
                     compare_attention((shape, has_sinks), kind, bound, sharing, split);
                 }
@@ -277,7 +285,7 @@ fn compare_attention(
     let (groups, shared) = (ints(&contexts.groups), ints(&contexts.shared));
     let prefixes = (sharing > 0).then_some(SharedPrefixes { groups: &groups, num_shared_blocks: &shared });
     let plan = |rows: usize| AttentionPlan::new(shape, (kind, GPU), rows, contexts.max_blocks as usize, split).unwrap();
-    let whole = plan(ROWS as usize);
+    let whole = plan(ROWS as usize).joining();
     let what = format!("{shape:?} {kind:?}, groups of {sharing}, split {split:?}, sinks {has_sinks}");
     let mut o = poison(&[ROWS, heads, dim], kind);
     for _ in 0..2 {

@@ -23,6 +23,8 @@ pub(super) const NAMES: &[&str] = &[
     "paged_attention_bf16_256",
     "paged_attention_bf16_64_fixed",
     "paged_attention_bf16_128_fixed",
+    "paged_attention_bf16_64_fixed_shared",
+    "paged_attention_bf16_128_fixed_shared",
     "paged_attention_bf16_64_fp8",
     "paged_attention_bf16_128_fp8",
     "paged_attention_bf16_64_sinks",
@@ -91,6 +93,7 @@ pub struct AttentionPlan {
     max_rows: usize,
     split_tokens: usize,
     buffers: Option<TensorCoreBuffers>,
+    joins: bool,
     has_prefixes: AtomicBool, // of the last update; with a fixed split they need a larger kernel
 }
 
@@ -154,12 +157,22 @@ impl AttentionPlan {
         let buffers =
             is_fast.then(|| TensorCoreBuffers::new(&shape, device, max_rows, split_tokens, context)).transpose()?;
         let (split_tokens, has_prefixes) = (split_tokens.unwrap_or(0), AtomicBool::new(false));
-        Ok(Self { shape, num_hidden: 0, kind, max_rows, split_tokens, buffers, has_prefixes })
+        Ok(Self { shape, num_hidden: 0, kind, max_rows, split_tokens, buffers, joins: false, has_prefixes })
     }
 
     /// Hides `num_hidden` keys at the beginning of every context. Every context has more keys, and there is no window.
     pub fn hiding(self, num_hidden: usize) -> Self {
         Self { num_hidden, ..self }
+    }
+
+    /// Lets a thread block process several pieces of a split of [`RowTile::SPLIT_TOKENS`] one after the other, with the same bits. Such a plan is not for
+    /// sinks or a cache with scales.
+    pub fn joining(self) -> Self {
+        Self { joins: self.has_fixed_kernels(), ..self }
+    }
+
+    fn has_fixed_kernels(&self) -> bool {
+        self.split_tokens == RowTile::SPLIT_TOKENS && self.shape.head_dim < WIDE_DIM
     }
 
     /// Number of tokens that a query sees; 0: all; negative: minus the number of hidden keys at the beginning.
@@ -241,6 +254,7 @@ impl AttentionPlan {
             Argument::Count(buffers.columns as i64),
             Argument::Count(buffers.num_blocks as i64),
             Argument::Count(self.split_tokens as i64),
+            Argument::Count(self.joins.into()),
             Argument::Count(buffers.capacity as i64),
         ];
         // SAFETY: the kernel's parameters in order; it keeps to the capacity, which holds all pieces of a fixed split.
@@ -326,6 +340,9 @@ pub fn paged_attention(
     if scales.is_some() && plan.kind != Kind::BFloat16 {
         return Err(invalid(OP, "queries in bfloat16 with an 8-bit cache", plan.kind));
     }
+    if plan.joins && (scales.is_some() || sinks.is_some()) {
+        return Err(invalid(OP, "a plan that joins no pieces, for sinks or an 8-bit cache", plan.shape));
+    }
     let AttentionShape { num_heads, num_kv_heads, head_dim, block_size, scale, .. } = plan.shape;
     let (gpu, kind, rows) = (ordinal(OP, q)?, plan.kind, context_lens.numel());
     let block_len = num_kv_heads * block_size * head_dim;
@@ -333,13 +350,8 @@ pub fn paged_attention(
     let max_blocks = block_tables.numel() / rows.max(1);
     let cache_kind = if scales.is_some() { k_cache.kind() } else { kind };
     let code = scales.map(|_| code_name(OP, k_cache)).transpose()?;
-    let scales_at = match scales {
-        None => Vec::new(),
-        Some(both) => {
-            let at = |scales: &Tensor| address(OP, scales, Kind::Float, cache_len / head_dim, gpu);
-            both.into_iter().map(at).collect::<Result<Vec<_>>>()?
-        }
-    };
+    let scale_at = |scales: &Tensor| address(OP, scales, Kind::Float, cache_len / head_dim, gpu);
+    let scales_at = scales.into_iter().flatten().map(scale_at).collect::<Result<Vec<_>>>()?;
     let [q_at, k_at, v_at, o_at] = [
         address(OP, q, kind, rows * num_heads * head_dim, gpu)?,
         address(OP, k_cache, cache_kind, cache_len, gpu)?,
@@ -376,8 +388,9 @@ pub fn paged_attention(
     let cache = code.map_or_else(String::new, |code| format!("_{code}"));
     let suffix = match sinks {
         Some(_) => "_sinks",
-        None if code.is_none() && plan.split_tokens > 0 && plan.has_prefixes.load(Ordering::Relaxed) => "_fixed",
-        None => "",
+        None if code.is_some() || !plan.has_fixed_kernels() => "",
+        None if plan.has_prefixes.load(Ordering::Relaxed) => "_fixed_shared",
+        None => "_fixed",
     };
     let grid = (buffers.num_blocks as u32, THREADS as u32, 0);
     // SAFETY: the kernel's parameters in order; items of the plan are of these rows; blocks of contexts are the caller's.

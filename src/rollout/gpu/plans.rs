@@ -24,15 +24,14 @@ impl AttentionPlans {
         (tp_size, device): (usize, Device),
         [max_rows, max_blocks]: [usize; 2],
     ) -> Result<Self> {
+        let shares_prefixes = !options.strict
+            || options.cache_kind() == options.kind && spec.attention_specs().all(|attention| !attention.sinks);
         let plan = |sight| {
-            let shape = shape(spec, options, tp_size, sight);
-            AttentionPlan::new(shape, (options.kind, device), max_rows, max_blocks, split_tokens(options))
+            let (shape, split) = (shape(spec, options, tp_size, sight), split_tokens(options));
+            let plan = AttentionPlan::new(shape, (options.kind, device), max_rows, max_blocks, split)?;
+            Ok(if shares_prefixes { plan.joining() } else { plan })
         };
-        Ok(Self {
-            of_sights: Distinct::try_new(spec.sights(), plan)?,
-            shares_prefixes: !options.strict
-                || options.cache_kind() == options.kind && spec.attention_specs().all(|attention| !attention.sinks),
-        })
+        Ok(Self { of_sights: Distinct::try_new(spec.sights(), plan)?, shares_prefixes })
     }
 
     /// The plan of a draft head, whose rows do not see the first token of their sequence: the head has no keys of it.
