@@ -36,8 +36,9 @@ keys! {
         /// Precision of the GEMMs with block weights in training and in the reference model. `fp8` quantizes both operands to e4m3 in forward and for
         /// the gradients of activations. Gradients of weights are computed from unquantized operands, and master weights and sums stay in float32.
         /// `fp8_all` also quantizes the operands of weight gradients, with one scale per column of a micro-batch, so these gradients depend on how
-        /// tokens are packed and accumulated. With FP8, sampler and trainer differ more: `rollout_quantization` makes the difference small, and
-        /// `importance_sampling_correction` corrects for it. GPUs must be H100 or H200 with `dtype = bfloat16`; a CPU simulates the rounding.
+        /// tokens are packed and accumulated. In experts only the forward is quantized. With FP8, sampler and trainer differ more:
+        /// `rollout_quantization` makes the difference small, and `importance_sampling_correction` corrects for it. GPUs must be H100 or H200 with
+        /// `dtype = bfloat16`; a CPU simulates the rounding.
         pub mixed_precision: MixedPrecision = MixedPrecision::None,
     }
 }
