@@ -47,6 +47,7 @@ sources! {
     EMBED = "embed.cu",
     EXACT_PRODUCT = "exact_product.cu",
     EXPERTS = "experts.cu",
+    EXPERTS_NARROW = "experts_narrow.cu",
     EXPERT_SUMS = "expert_sums.cu",
     FILTER = "filter.cu",
     FP8_COLUMNS = "fp8_columns.cu",

@@ -7,8 +7,9 @@
 // rows. In bf16 warps multiply, in e4m3 warpgroups do (wgmma), over the same tiles in shared memory.
 //
 // gate_up: act = silu(gate) * up of a token's row, in sorted order; features g0 u0 g1 u1 .. down: a sorted row of act, written to the position of its
-// choice. low_tokens, low_rows: the inner products of adapters with a token's row or with a sorted row, in sorted order. gate_up_adapted,
-// down_adapted: gate_up and down, whose sums continue over the row's inner products and the adapters' other matrix. gate_up_clamped, down_biased:
+// choice. low_tokens, low_rows: the inner products of adapters with a token's row or with a sorted row, in sorted order; those of narrow adapters are
+// computed by experts_narrow.cu. gate_up_adapted, down_adapted: gate_up and down, whose sums continue over the row's inner products and the adapters'
+// other matrix. gate_up_clamped, down_biased:
 // gate_up and down with biases, gate_up with the clamped SwiGLU.
 #include "async.cuh"
 #include "clamped.cuh"
@@ -83,6 +84,14 @@ __device__ __forceinline__ int steps_of(int bytes) {
 template <typename S>
 __device__ __forceinline__ int own_steps(const Product& of) {
     return steps_of<S>(of.k * S::ELEMENT_BYTES);
+}
+
+constexpr int NARROW = 16;  // most inner products of adapters that do not pass through shared memory
+
+// Steps over the inner products and the adapters' other matrix.
+template <typename S>
+__device__ __forceinline__ int adapter_steps(const Product& of) {
+    return S::IS_ADAPTED && of.inner > NARROW ? steps_of<S>(of.inner * 2) : 0;
 }
 
 // The position of a feature in shared memory: of 16 the even ones come first, as rows 0 .. 7 of a multiplication, so that a thread has the sums of
@@ -253,6 +262,45 @@ __device__ __forceinline__ void scale_sums(float (&sums)[S::M][S::N][4], const P
     }
 }
 
+__device__ __forceinline__ uint2 load_8(const void* from) {
+    uint2 out;
+    asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(out.x), "=r"(out.y) : "l"(from));
+    return out;
+}
+
+// A lane's operands of sums += b low^T for narrow adapters, loaded directly to registers when an item begins. The order of columns within a
+// multiplication is free as long as both operands agree: a lane has four consecutive ones.
+template <typename S>
+struct NarrowAdapter {
+    uint2 b[S::M][2], low[S::N];
+
+    __device__ __forceinline__ void load(const Product& of, const Tile& tile, int first) {
+        const int lane = threadIdx.x % 32, at = lane % 4 * 4;
+        const bool is_there = at < of.inner;
+#pragma unroll
+        for (int i = 0; i < S::M; ++i) {
+#pragma unroll
+            for (int odd = 0; odd < 2; ++odd) {
+                const int feature = min(first + own_feature<S>(i) + lane / 4 * 2 + odd, of.features - 1);
+                const bf16* from = static_cast<const bf16*>(of.b) + tile.expert * of.b_expert + feature * of.b_row + at;
+                b[i][odd] = is_there ? load_8(from) : uint2{0, 0};
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < S::N; ++j) {
+            const long long row = tile.first + min(own_row<S>() + j * 8 + lane / 4, tile.count - 1);
+            low[j] = is_there ? load_8(static_cast<const bf16*>(of.low) + row * of.inner + at) : uint2{0, 0};
+        }
+    }
+
+    __device__ __forceinline__ void add_to(float (&sums)[S::M][S::N][4]) const {
+#pragma unroll
+        for (int i = 0; i < S::M; ++i)
+#pragma unroll
+            for (int j = 0; j < S::N; ++j) multiply(sums[i][j], b[i][0].x, b[i][1].x, b[i][0].y, b[i][1].y, low[j].x, low[j].y);
+    }
+};
+
 template <typename S>
 __device__ __forceinline__ void write_sums(const float (&sums)[S::M][S::N][4], const Product& of, const Tile& tile, int first) {
     const int lane = threadIdx.x % 32, row = own_row<S>() + lane % 4 * 2;
@@ -292,7 +340,8 @@ __device__ __forceinline__ void product(const Product& of) {
     extern __shared__ unsigned char memory[];
     const unsigned stages = (shared_address(memory) + S::ALIGNMENT - 1) / S::ALIGNMENT * S::ALIGNMENT;
     const int columns = (of.features + S::FEATURES - 1) / S::FEATURES, of_weights = own_steps<S>(of);
-    const int steps = of_weights + (S::IS_ADAPTED ? steps_of<S>(of.inner * 2) : 0);
+    const int steps = of_weights + adapter_steps<S>(of);
+    const bool is_narrow = S::IS_ADAPTED && of.inner <= NARROW;
     // Prefetches weights that this block will most likely read, or another one soon: of experts that all have one tile.
     if (static_cast<int>(blockIdx.x) / columns < of.sure) {
         const int first = blockIdx.x % columns * S::FEATURES, lines = min(of_weights, S::STAGES) * S::STEPS;
@@ -323,6 +372,8 @@ __device__ __forceinline__ void product(const Product& of) {
         const Tile tile = of.tiles[1 + item / columns];
         const int count = tile.count - own_row<S>(), first = item % columns * S::FEATURES;
         float sums[S::M][S::N][4] = {};
+        NarrowAdapter<S> adapter;
+        if (is_narrow) adapter.load(of, tile, first);
         int step = 0;
         if constexpr (IS_SCALED) {
             for (; step < of_weights; ++step) queue_stage<S>(sums, take());
@@ -336,6 +387,7 @@ __device__ __forceinline__ void product(const Product& of) {
                 for (int part = 0; part < S::STEPS; ++part) multiply_step<S>(sums, at + part * S::STEP_BYTES, count);
             }
         }
+        if (is_narrow) adapter.add_to(sums);
         write_sums<S>(sums, of, tile, first);
     }
     wait_copies<0>();

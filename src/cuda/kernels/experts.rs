@@ -6,6 +6,7 @@
 use tch::{Kind, Tensor};
 
 use super::expert_tile::{ExpertTile, FLOAT, SCALED_SLACK, SLACK};
+use super::experts_narrow;
 use super::fp8::ScaledRows;
 use super::launch::{Argument, address, address_or_null, invalid, is_aligned, launch_early, ordinal, strided};
 use super::route::RoutedTokens;
@@ -120,7 +121,8 @@ pub fn experts_down(
 }
 
 /// Computes low = x A^T for each sorted row with its expert's A, rounded. If several named adapters are stacked, `choice` has the adapter of each row
-/// of A `[r]` i32 and of each token `[T]` i32; products with another adapter are set to zero. Allocates nothing.
+/// of A `[r]` i32 and of each token `[T]` i32; products with another adapter are set to zero. A row's bits do not depend on other rows. A is read while
+/// the preceding operation still runs: that operation must not write A, and must itself have waited for any that does. Allocates nothing.
 ///
 /// # Errors
 /// The errors of [`experts_gate_up`].
@@ -136,21 +138,19 @@ pub fn experts_low(
         LowRows::OfTokens(x) => ("experts_low_tokens", x),
         LowRows::Sorted(x) => ("experts_low_rows", x),
     };
-    let launched = Launch::new(op, tile, (x, x.size()[0]), a, routed, (low, 1))?;
-    let (tokens, inner, gpu) = (routed.experts.size()[0], a.size()[1], ordinal(op, x)?);
+    let &[_, inner, _] = &a.size()[..] else { return Err(invalid(op, "adapters [E, r, K]", a.size())) };
+    let (tokens, gpu) = (routed.experts.size()[0], ordinal(op, x)?);
     let of_choice = |index: usize, numel: i64| {
         address_or_null(op, choice.map(|choice| choice[index]), Kind::Int, numel as usize, gpu)
     };
-    let adapter = [
-        Argument::NULL,
-        Argument::NULL,
-        Argument::Count(0),
-        Argument::Count(0),
-        Argument::Count(0),
-        of_choice(0, inner)?,
-        of_choice(1, tokens)?,
-    ];
-    launched.queue(op, tile, &adapter)
+    let of_choices = [of_choice(0, inner)?, of_choice(1, tokens)?];
+    if experts_narrow::serves(a) {
+        let rows = if matches!(rows, LowRows::OfTokens(_)) { tokens } else { routed.order.numel() as i64 };
+        return experts_narrow::low_products(op, (x, rows), a, of_choices, routed, low);
+    }
+    let launched = Launch::new(op, tile, (x, x.size()[0]), a, routed, (low, 1))?;
+    let none = [Argument::NULL, Argument::NULL, Argument::Count(0), Argument::Count(0), Argument::Count(0)];
+    launched.queue(op, tile, &[&none[..], &of_choices].concat())
 }
 
 fn product(
@@ -222,7 +222,7 @@ fn pack(kind: Kind) -> i64 {
 }
 
 /// Whether rows of bfloat16 or e4m3 can be copied 16 bytes at once.
-fn moves_well(tensor: &Tensor) -> bool {
+pub(super) fn moves_well(tensor: &Tensor) -> bool {
     is_aligned(tensor) && tensor.stride().iter().rev().skip(1).all(|stride| stride % pack(tensor.kind()) == 0)
 }
 

@@ -18,6 +18,7 @@ mod expert_biases;
 mod expert_sums;
 mod expert_tile;
 mod experts;
+mod experts_narrow;
 mod filter;
 mod fp8;
 mod fp8_columns;
@@ -136,6 +137,7 @@ use crate::types::Place;
 
 /// Every .cu file with the names of its kernels. Wrappers that compose a kernel's name must only produce names in this list.
 pub(super) const KERNELS: [(&KernelSource, &[&str]); 48] = [
+pub(super) const KERNELS: [(&KernelSource, &[&str]); 47] = [
     (adamw::SOURCE, adamw::NAMES),
     (adamw8bit::SOURCE, adamw8bit::NAMES),
     (adapt::SOURCE, adapt::NAMES),
@@ -152,6 +154,7 @@ pub(super) const KERNELS: [(&KernelSource, &[&str]); 48] = [
     (exact_product::SOURCE, exact_product::NAMES),
     (expert_sums::SOURCE, expert_sums::NAMES),
     (experts::SOURCE, expert_tile::NAMES),
+    (experts_narrow::SOURCE, experts_narrow::NAMES),
     (filter::SOURCE, filter::NAMES),
     (fp8::SOURCE, fp8::NAMES),
     (fp8_columns::SOURCE, fp8_columns::NAMES),
