@@ -136,8 +136,7 @@ use crate::error::Result;
 use crate::types::Place;
 
 /// Every .cu file with the names of its kernels. Wrappers that compose a kernel's name must only produce names in this list.
-pub(super) const KERNELS: [(&KernelSource, &[&str]); 48] = [
-pub(super) const KERNELS: [(&KernelSource, &[&str]); 47] = [
+pub(super) const KERNELS: [(&KernelSource, &[&str]); 49] = [
     (adamw::SOURCE, adamw::NAMES),
     (adamw8bit::SOURCE, adamw8bit::NAMES),
     (adapt::SOURCE, adapt::NAMES),
