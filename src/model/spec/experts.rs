@@ -111,11 +111,11 @@ impl ExpertsSpec {
         rows + self.routing_bytes(bytes) + 3 * bytes.wide * self.expert.hidden + shared
     }
 
-    /// Peak bytes per token during backward: a dense MLP's for all routed rows, the input rows with their gradients (twice if FP8 quantizes them),
-    /// and the summed gradient.
+    /// Peak bytes per token during backward: a dense MLP's for all routed rows, the input rows with their gradients, which no format quantizes, and the
+    /// summed gradient.
     pub(in crate::model) fn backward_bytes(self, bytes: ElementBytes, keeps_gate_up: bool) -> usize {
-        let row = self.expert.backward_bytes(bytes, keeps_gate_up, false) + bytes.rounded * self.expert.hidden;
-        let rows = self.router.num_experts_per_tok * row;
+        let plain = ElementBytes { rounded: 0, ..bytes };
+        let rows = self.router.num_experts_per_tok * self.expert.backward_bytes(plain, keeps_gate_up, false);
         let shared = self.shared.map_or(0, |shared| shared.backward_bytes(bytes, keeps_gate_up));
         rows + 2 * self.routing_bytes(bytes) + 3 * bytes.wide * self.expert.hidden + shared
     }

@@ -101,7 +101,7 @@ impl Mlp {
         }
     }
 
-    /// Bytes per token when an FP8 backward computes the gradient of the normalized rows; 0 for experts, which are not trained in FP8.
+    /// Bytes per token when an FP8 backward computes the gradient of the normalized rows; 0 for experts, whose gradients are not in FP8.
     pub(in crate::model) fn input_gradient_bytes(self, bytes: ElementBytes, keeps_gate_up: bool) -> usize {
         match self {
             Mlp::Dense(dense) => dense.input_gradient_bytes(bytes, keeps_gate_up),
