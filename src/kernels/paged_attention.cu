@@ -11,8 +11,8 @@
 #include "attention_fp8.cuh"
 #include "attention_item.cuh"
 
-// How contexts are split into pieces, and which kernel that needs: freely; into SPLIT tokens; the same, where rows share whole splits. The last kernel
-// is three times as large as the second, and takes longer to load in every layer.
+// How contexts are split into pieces: as the plan chose; into SPLIT tokens; into SPLIT tokens with whole splits that rows share. The kernel for the last
+// is four times as large as the one for the second, and takes longer to load in every layer.
 enum Split { CHOSEN, FIXED, FIXED_SHARED };
 
 // The warp class for a cache of type E.

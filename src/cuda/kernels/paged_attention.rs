@@ -263,7 +263,7 @@ impl AttentionPlan {
 }
 
 /// Reading shared keys once for eight rows leaves fewer blocks busy and needs a merge, while the L2 cache serves repeated reads anyway. With a fixed
-/// split the kernel is also twice as large, which takes time to load in every layer.
+/// split the kernel that does it is also four times as large, which takes time to load in every layer.
 fn least_shared_tokens(rows: usize, is_fixed: bool, columns: usize, num_blocks: usize) -> usize {
     let least_items = if is_fixed { 3 * num_blocks } else { 3 * num_blocks / 4 };
     if rows * columns >= least_items { 640 * num_blocks / columns } else { usize::MAX }
