@@ -20,19 +20,17 @@ constexpr int MOST_REGISTERS = 104, FEW_REGISTERS = 64;
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-#define R8 R4(0, 1, 2, 3) ", " R4(4, 5, 6, 7)
-#define D8 D4(0), D4(4)
-#define R24 R20 ", " R4(20, 21, 22, 23)
-#define D24 D20, D4(20)
-#define R48 R32 ", " R4(32, 33, 34, 35) ", " R4(36, 37, 38, 39) ", " R4(40, 41, 42, 43) ", " R4(44, 45, 46, 47)
-#define D48 D32, D4(32), D4(36), D4(40), D4(44)
+#define R8 QUAD(0, 1, 2, 3) ", " QUAD(4, 5, 6, 7)
+#define D8(C) OWN(C, 0), OWN(C, 4)
+#define R48 R32 ", " QUAD(32, 33, 34, 35) ", " QUAD(36, 37, 38, 39) ", " QUAD(40, 41, 42, 43) ", " QUAD(44, 45, 46, 47)
+#define D48(C) D32(C), OWN(C, 32), OWN(C, 36), OWN(C, 40), OWN(C, 44)
 
 // d += a b^T: 64 rows of a from registers, N rows of b, 16 columns.
 #define MULTIPLY_WEIGHTS(N, SUMS, A0, A1, A2, A3, B)                                                      \
     __device__ __forceinline__ void multiply(float (&d)[SUMS], const unsigned* a, unsigned long long b) { \
         asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" R##SUMS "}, {%" #A0     \
                      ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B ", 1, 1, 1, 0;"                              \
-                     : D##SUMS                                                                            \
+                     : D##SUMS("+f")                                                                      \
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                               \
     }
 MULTIPLY_WEIGHTS(16, 8, 8, 9, 10, 11, 12)

@@ -22,7 +22,7 @@ pub fn round_experts(layout: &UnitLayout, flat: &Tensor) {
 fn model(name: &str) -> Model {
     let spec = ModelSpec::preset(name).unwrap();
     let small = spec.with_num_layers(2).map_experts(|experts| {
-        (experts.num_experts, experts.own, experts.expert.intermediate) = (16, 16, 512);
+        (experts.num_experts, experts.own, experts.expert.intermediate) = (16, 16, 128);
     });
     Model { quantization: RolloutQuantization::Mxfp4, ..Model::of(small) }
 }
