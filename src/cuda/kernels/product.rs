@@ -81,9 +81,9 @@ impl ProductTiling {
             (num_features * steps) as f64 / (PROCESSORS as f64 * longest)
         };
         let cuts = tiles.iter().flat_map(|&features| (1..=CLUSTERS.len()).map(move |parts| Self { features, parts }));
-        let fits = cuts.filter(|cut| num_features.div_ceil(cut.features) <= CLUSTERS[cut.parts - 1]);
+        let fits = |cut: &Self| num_features.div_ceil(cut.features) <= CLUSTERS[cut.parts - 1] && cut.parts <= steps;
         // Among equal tilings this takes the last: larger tiles read x less often.
-        let best = fits.max_by(|a, b| fill(a).total_cmp(&fill(b)));
+        let best = cuts.filter(fits).max_by(|a, b| fill(a).total_cmp(&fill(b)));
         best.filter(|cut| fill(cut) >= least)
     }
 }
@@ -268,6 +268,7 @@ mod tests {
         assert_eq!(cut(3584, 3584), Some((128, 4)));
         assert_eq!(cut(37_888, 3584), Some((288, 1)));
         assert_eq!(cut(3584, 18_944), Some((128, 4)));
+        assert_eq!(of((64, 64), Kind::Int8, true), Some((64, 1)), "a block without a step would have no sums");
         assert_eq!(cut(896, 896), None);
         assert_eq!(cut(152_064, 3584), None);
         let of_fp8 =
