@@ -34,7 +34,7 @@ const FEW_ROWS: usize = 1024;
 /// Row lengths of GEMM operands must be multiples of this: 16 bytes.
 const COLUMNS: usize = 16;
 
-/// Rows quantized to e4m3, or rotated by [`int8_row_block`] and quantized to int8. The largest absolute value of a row is 448 or 127 times its scale.
+/// Rows quantized to e4m3, or rotated by [`int8_row_block`](super::int8_row_block) and quantized to int8. The largest absolute value of a row is 448 or 127 times its scale.
 #[derive(Debug)]
 pub struct ScaledRows {
     /// [R, K] e4m3 or int8, contiguous
