@@ -14,7 +14,7 @@ use crate::data::Tokenizer;
 use crate::error::{Error, Result};
 use crate::memory;
 use crate::model::{
-    AdapterFiles, BaseRounding, ModelSource, ModelSpec, ParamTable, Stages, UnitLayout, WeightFiles, model_within,
+    AdapterFiles, BaseRounding, ModelSource, ModelSpec, ParamTable, Stages, UnitLayout, Use, WeightFiles, model_within,
 };
 use crate::phase;
 use crate::ranks::World;
@@ -134,6 +134,7 @@ impl ModelService {
         let longest_blocks = max_model_length.div_ceil(KV_BLOCK_SIZE);
         let EngineFormats { quantization, kv_cache_dtype, state_dtype } = options.formats;
         let (fullest, tp_size) = (fullest_stage(&spec, &stages), shape.tensor_parallel_size);
+        quantization.format().check(Use::Engine { tp_size }, &spec, device.is_cuda())?;
         let copy_bytes = weight_copy_bytes(quantization.format(), &fullest, tp_size);
         let available = match device.is_cuda() {
             true => cuda::available_bytes()?.saturating_sub(spec.num_params() * kind.elt_size_in_bytes() + copy_bytes),

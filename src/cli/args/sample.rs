@@ -184,7 +184,7 @@ impl SamplingArgs {
 #[derive(Debug, Clone, Copy, Args)]
 #[command(rename_all = "snake_case")]
 pub struct FormatArgs {
-    /// Precision of block weights in the engine's GEMMs: none (that of dtype), fp8 or int8
+    /// Precision of block weights in the engine's GEMMs: none (that of dtype), fp8, int8 (without experts) or mxfp4 (experts only)
     #[arg(long, default_value = "none", value_parser = word::<RolloutQuantization>)]
     pub rollout_quantization: RolloutQuantization,
     /// Dtype of the KV cache: auto (that of dtype), fp8 or int8

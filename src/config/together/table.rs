@@ -177,7 +177,7 @@ pub(crate) const TABLE: &[Conflict] = table! {
         ("exact" is "true") ("environment" begins "verifiers:") => "an agent's requests may use other temperatures than the trainer";
         ("rollout_quantization" not "none") ("quantization" not "none") => "a quantized base is dequantized one block at a time";
         ("rollout_quantization" not "none") ("device" is "cuda") ("dtype" is "float32") => "on GPUs weights are rounded from bfloat16, not from float32";
-        ("rollout_quantization" is "mxfp4") ("lora.target_modules" is "all-linear" | "gate_proj" | "up_proj" | "down_proj") ("lora.r" given) => "adapters of experts are not supported beside experts in MXFP4; adapt attention only";
+        ("rollout_quantization" is "mxfp4") ("lora.target_modules" is "all-linear" | "gate_proj" | "up_proj" | "down_proj") ("lora.r" given) => "MXFP4 has no adapters of experts; set lora.target_modules = [\"q_proj\", \"k_proj\", \"v_proj\", \"o_proj\"]";
         ("rollout_quantization" is "int8") (Experts) => "int8 supports dense blocks only; fp8 supports experts";
         ("kv_cache_dtype" is "fp8") ("device" is "cuda") ("dtype" is "float32") => "on GPUs FP8 values are rounded from bfloat16, not from float32";
         ("kv_cache_dtype" is "int8") ("device" is "cuda") ("dtype" is "float32") => "on GPUs 8-bit keys and values are rounded from bfloat16, not from float32";

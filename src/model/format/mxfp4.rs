@@ -52,7 +52,8 @@ impl Format for Mxfp4 {
         };
         let linear = linears.find(|linear| !serves(linear))?;
         Some(format!(
-            "rows of a rank's experts must be multiples of {} elements long; {:?} is {:?}",
+            "rows of a rank's experts must be multiples of {} elements long, but {:?} is {:?}; use a smaller tensor_parallel_size, or \
+             enable_expert_parallel = true, with which each rank has whole experts",
             mxfp4::BLOCK,
             linear.matrix,
             [linear.rows(), linear.columns]

@@ -55,3 +55,18 @@ fn incompatible_serve_options_are_refused() {
     assert_eq!(ended.code, Some(2), "{}", ended.stderr);
     assert!(ended.stderr.contains("the model has no gated delta nets"), "{}", ended.stderr);
 }
+
+/// Formats of rollouts that do not support a model are refused before anything is loaded or counted.
+#[test]
+fn formats_that_do_not_support_a_model_are_refused() {
+    let made = tempfile::tempdir().unwrap();
+    let experts = random_model_of(made.path(), "configs/arithmetic/config-moe.json", &json!({}));
+    let cases = [(experts.display().to_string(), "int8", "fp8 supports them"), (MODEL.to_owned(), "mxfp4", "experts")];
+    for (model, format, reason) in cases {
+        let options = format!("--model {model} --prompt a --rollout_quantization {format}");
+        let ended = end(command(&format!("generate --device cpu {options}")).spawn().unwrap());
+        assert_eq!(ended.code, Some(2), "{format}: {}", ended.stderr);
+        let is_named = [format!("rollout_quantization = {format}"), reason.to_owned()];
+        assert!(is_named.iter().all(|part| ended.stderr.contains(part)), "{format}: {}", ended.stderr);
+    }
+}
