@@ -46,6 +46,7 @@ unshared-prompts    2  share_prompts=false
 recompute-selective 1  gradient_checkpointing=selective
 recompute-full      2  gradient_checkpointing=full zero.stage=3
 fp8                 2  zero.stage=2 mixed_precision=fp8 rollout_quantization=fp8
+int8                2  rollout_quantization=int8 kv_cache_dtype=int8 tensor_parallel_size=2
 resident            2  residency.optimizer=resident
 stream              2  residency.optimizer=stream gpu
 reference-resident  2  beta=0.04 residency.reference=resident

@@ -118,7 +118,7 @@ impl TrainBench {
         pack(sequences, &PackOptions { max_tokens, share_prompts, device })
     }
 
-    fn shares_prompts(&self) -> bool {
+    pub(super) fn shares_prompts(&self) -> bool {
         self.share_prompts && self.spec.can_share_prompts()
     }
 

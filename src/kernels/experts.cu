@@ -9,8 +9,7 @@
 // gate_up: act = silu(gate) * up of a token's row, in sorted order; features g0 u0 g1 u1 .. down: a sorted row of act, written to the position of its
 // choice. low_tokens, low_rows: the inner products of adapters with a token's row or with a sorted row, in sorted order; those of narrow adapters are
 // computed by experts_narrow.cu. gate_up_adapted, down_adapted: gate_up and down, whose sums continue over the row's inner products and the adapters'
-// other matrix. gate_up_clamped, down_biased:
-// gate_up and down with biases, gate_up with the clamped SwiGLU.
+// other matrix. gate_up_clamped, down_biased: gate_up and down with biases, gate_up with the clamped SwiGLU.
 #include "async.cuh"
 #include "clamped.cuh"
 #include "hopper.cuh"

@@ -185,10 +185,10 @@ __device__ __forceinline__ void feed_rows(const Product& of, P pipe, int thread)
     }
 }
 
-// Shows copied rows to multiplications, which read memory by another way than the copies write it; one thread. The copying threads themselves would
-// wait for their later copies, too.
+// Makes copied rows visible to wgmma, which reads shared memory through the async proxy; one thread. The copying threads themselves would wait for
+// their later copies, too.
 template <typename P>
-__device__ __forceinline__ void show_rows(const Product& of, P pipe) {
+__device__ __forceinline__ void publish_rows(const Product& of, P pipe) {
     wait_for_inputs();
     const Share guess(of, of.sure);
     const int early = first_parts<P>(of, guess), parts = P::parts(of);
@@ -315,7 +315,7 @@ __device__ __forceinline__ void product(const Product& of) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(FEW_REGISTERS));
         const int thread = threadIdx.x - CONSUMERS;
         if (thread == 0) feed_weights(of, pipe);
-        else if (thread == 32) show_rows(of, pipe);
+        else if (thread == 32) publish_rows(of, pipe);
         else if (thread >= GROUP - COPIERS) feed_rows<DOWN>(of, pipe, thread - (GROUP - COPIERS));
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MOST_REGISTERS));

@@ -214,6 +214,8 @@ fn gpu_paged_attention_equals_the_cpus() {
             (1, 12, 128, 16),
             (2, 2, 40, 16),
             (16, 1, 128, 16),
+            (16, 4, 64, 16),
+            (8, 7, 128, 16),
         ] {
             if is_small() && (group, dim) != (7, 128) {
                 continue;

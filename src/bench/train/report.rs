@@ -47,7 +47,7 @@ impl TimedRun<'_> {
             "longest_sequence": sequence_lens.iter().max(),
             "prompt_len": bench.prompt_len,
             "group": bench.group,
-            "share_prompts": bench.share_prompts,
+            "share_prompts": bench.shares_prompts(),
             "micro_batches": self.micro_batches.len(),
             "tokens_run": self.micro_batches.iter().map(MicroBatch::num_tokens).sum::<usize>() * world.size() / sharers,
             "step_s": step_s,

@@ -5,9 +5,9 @@
 use tch::{Kind, Tensor};
 
 use super::add_rms_norm::NormOptions;
-pub(super) use super::launch::code_name;
 use super::launch::{
-    Argument, address, address_or_null, invalid, is_aligned, kinds_name, launch_early, ordinal, row_len, strided,
+    Argument, address, address_or_null, code_name, invalid, is_aligned, kinds_name, launch_early, ordinal, row_len,
+    strided,
 };
 use super::rotation::block_argument;
 use super::{Activation, add_rms_norm, rms_norm, swiglu};
@@ -136,8 +136,8 @@ pub fn add_rms_norm_fp8(
     unsafe { launch_early(add_rms_norm::SOURCE, &name, gpu, ((numel / dim) as u32, threads, 0), &arguments) }
 }
 
-/// Computes [`rms_norm_forward`](super::rms_norm_forward()), rounds the result to bfloat16, and quantizes it like [`fp8_rows`]; also writes it to y
-/// if given. Use it for many rows, and [`add_rms_norm_fp8`] for few.
+/// Computes [`rms_norm_forward`](super::rms_norm_forward()), rounds the result to bfloat16, and quantizes it to e4m3 like [`fp8_rows`]; also writes it
+/// to y if given. Use it for many rows, and [`add_rms_norm_fp8`] for few.
 ///
 /// # Errors
 /// The errors of [`fp8_rows`].
@@ -150,6 +150,9 @@ pub fn rms_norm_fp8(
 ) -> Result<()> {
     const OP: &str = "rms_norm_forward_fp8";
     let (gpu, numel, dim, y) = (ordinal(OP, x)?, x.numel(), row_len(OP, x)?, y.as_deref());
+    if to.values.kind() != Kind::Float8e4m3fn {
+        return Err(invalid(OP, "a destination in e4m3", to.values.kind()));
+    }
     if !fp8_norm_serves(x, weight) || !y.is_none_or(is_aligned) {
         return Err(invalid(
             OP,

@@ -8,9 +8,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use tch::{Device, Kind, Tensor};
 
-use super::fp8::code_name;
 use super::kv_blocks::KvBlocks;
-use super::launch::{Argument, address, address_or_null, invalid, is_aligned, kind_name, launch_early, ordinal};
+use super::launch::{
+    Argument, address, address_or_null, code_name, invalid, is_aligned, kind_name, launch_early, ordinal,
+};
 use super::tiled_attention::RowTile;
 use crate::cuda::Context;
 use crate::cuda::nvrtc::{self, KernelSource};

@@ -4,8 +4,10 @@
 use tch::{Kind, Tensor};
 
 use super::add_rms_norm::NormOptions;
-use super::fp8::{ScaledRows, code_name};
-use super::launch::{Argument, address, address_or_null, invalid, kind_name, launch_early, ordinal, strided};
+use super::fp8::ScaledRows;
+use super::launch::{
+    Argument, address, address_or_null, code_name, invalid, kind_name, launch_early, ordinal, strided,
+};
 use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 

@@ -17,7 +17,7 @@ use crate::ops::swiglu::{Activation, GateUp};
 /// GEMMs with FP8 operands.
 #[derive(Debug)]
 pub struct Fp8 {
-    /// Whether weight gradients are computed in FP8 too, but those of experts. Their operands are scaled by column, so a scale spans a micro-batch's
+    /// Whether weight gradients are computed in FP8 too, except those of experts. Their operands are scaled by column, so a scale spans a micro-batch's
     /// tokens.
     rounds_columns: bool,
 }

@@ -86,7 +86,7 @@ fn what_mxfp4_does_not_support_is_refused() {
     let error = refused(ModelSpec::preset("micro").unwrap(), mxfp4());
     assert!(error.contains("the model has no experts"), "{error}");
     let error = refused(ModelSpec::from_folder(golden("qwen3_moe")).unwrap(), mxfp4());
-    assert!(error.contains("multiples of 32 elements long; Down is [32, 16]"), "{error}");
+    assert!(error.contains("multiples of 32 elements long, but Down is [32, 16]"), "{error}");
     let moe = || ModelSpec::preset("tiny-moe").unwrap();
     let error = refused(moe(), EngineOptions { exact: true, ..mxfp4() });
     assert!(error.contains("exact"), "{error}");
