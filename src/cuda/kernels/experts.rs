@@ -6,9 +6,8 @@
 use tch::{Kind, Tensor};
 
 use super::expert_tile::{ExpertTile, FLOAT, SCALED_SLACK, SLACK};
-use super::experts_narrow;
 use super::fp8::ScaledRows;
-use super::launch::{Argument, address, address_or_null, invalid, is_aligned, launch_early, ordinal, strided};
+use super::launch::{Argument, address, invalid, is_aligned, launch_early, ordinal, strided};
 use super::route::RoutedTokens;
 use crate::cuda::context::Context;
 use crate::cuda::nvrtc::{self, KernelSource};
@@ -22,19 +21,10 @@ const SURE_ROWS: usize = 4;
 /// The adapters of one of the experts' matrices, for rows whose inner products x A^T are computed.
 #[derive(Debug, Clone, Copy)]
 pub struct ExpertAdapter<'a> {
-    /// The sorted rows' inner products with A, from [`experts_low`].
+    /// The sorted rows' inner products with A, from [`experts_low`](super::experts_low()).
     pub low: &'a Tensor, // [T k, r]
     /// B times the adapters' scale.
     pub b: &'a Tensor, // [E, features of the matrix, r]; strides between rows and experts
-}
-
-/// The input rows of [`experts_low`].
-#[derive(Debug, Clone, Copy)]
-pub enum LowRows<'a> {
-    /// One row per token; each sorted row uses its token's.
-    OfTokens(&'a Tensor), // [T, K]
-    /// One row per sorted row.
-    Sorted(&'a Tensor), // [T k, K]
 }
 
 /// Computes act = silu(gate) * up for each sorted row's token with its expert's weight, including the adapter's part if there is one. The weight's
@@ -120,39 +110,6 @@ pub fn experts_down(
     product("experts_down", tile, (act, None), (w, None), adapter, routed, (out, 1))
 }
 
-/// Computes low = x A^T for each sorted row with its expert's A, rounded. If several named adapters are stacked, `choice` has the adapter of each row
-/// of A `[r]` i32 and of each token `[T]` i32; products with another adapter are set to zero. A row's bits do not depend on other rows. A is read while
-/// the preceding operation still runs: that operation must not write A, and must itself have waited for any that does. Allocates nothing.
-///
-/// # Errors
-/// The errors of [`experts_gate_up`].
-pub fn experts_low(
-    tile: ExpertTile,
-    rows: LowRows<'_>,
-    a: &Tensor, // [E, r, K], like x; strides between rows and experts
-    choice: Option<[&Tensor; 2]>,
-    routed: &RoutedTokens,
-    low: &Tensor, // [T k, r], like x
-) -> Result<()> {
-    let (op, x) = match rows {
-        LowRows::OfTokens(x) => ("experts_low_tokens", x),
-        LowRows::Sorted(x) => ("experts_low_rows", x),
-    };
-    let &[_, inner, _] = &a.size()[..] else { return Err(invalid(op, "adapters [E, r, K]", a.size())) };
-    let (tokens, gpu) = (routed.experts.size()[0], ordinal(op, x)?);
-    let of_choice = |index: usize, numel: i64| {
-        address_or_null(op, choice.map(|choice| choice[index]), Kind::Int, numel as usize, gpu)
-    };
-    let of_choices = [of_choice(0, inner)?, of_choice(1, tokens)?];
-    if experts_narrow::serves(a) {
-        let rows = if matches!(rows, LowRows::OfTokens(_)) { tokens } else { routed.order.numel() as i64 };
-        return experts_narrow::low_products(op, (x, rows), a, of_choices, routed, low);
-    }
-    let launched = Launch::new(op, tile, (x, x.size()[0]), a, routed, (low, 1))?;
-    let none = [Argument::NULL, Argument::NULL, Argument::Count(0), Argument::Count(0), Argument::Count(0)];
-    launched.queue(op, tile, &[&none[..], &of_choices].concat())
-}
-
 fn product(
     op: &'static str,
     tile: ExpertTile,
@@ -178,7 +135,7 @@ fn product(
 }
 
 /// The adapter arguments of a launch without adapters.
-const NO_ADAPTER: [Argument; 7] = [
+pub(super) const NO_ADAPTER: [Argument; 7] = [
     Argument::NULL,
     Argument::NULL,
     Argument::Count(0),

@@ -18,7 +18,7 @@ mod expert_biases;
 mod expert_sums;
 mod expert_tile;
 mod experts;
-mod experts_narrow;
+mod experts_low;
 mod filter;
 mod fp8;
 mod fp8_columns;
@@ -76,9 +76,8 @@ pub use exact_product::{exact_product, exact_reference, exact_sum};
 pub use expert_biases::{experts_down_biased, experts_gate_up_clamped};
 pub use expert_sums::{SharedExpertRows, experts_combine, experts_gather};
 pub use expert_tile::ExpertTile;
-pub use experts::{
-    ExpertAdapter, LowRows, experts_down, experts_down_fp8, experts_gate_up, experts_gate_up_fp8, experts_low,
-};
+pub use experts::{ExpertAdapter, experts_down, experts_down_fp8, experts_gate_up, experts_gate_up_fp8};
+pub use experts_low::{LowRows, experts_low};
 pub use filter::{FILTER_HEAD_WORDS, Filters, filter, filter_parts, most_filter_parts};
 pub use fp8::{
     ScaledRows, add_rms_norm_fp8, fp8_norm_serves, fp8_rows, fp8_rows_of_step, fp8_serves, fp8_swiglu_serves,
@@ -153,7 +152,7 @@ pub(super) const KERNELS: [(&KernelSource, &[&str]); 49] = [
     (exact_product::SOURCE, exact_product::NAMES),
     (expert_sums::SOURCE, expert_sums::NAMES),
     (experts::SOURCE, expert_tile::NAMES),
-    (experts_narrow::SOURCE, experts_narrow::NAMES),
+    (experts_low::SOURCE, experts_low::NAMES),
     (filter::SOURCE, filter::NAMES),
     (fp8::SOURCE, fp8::NAMES),
     (fp8_columns::SOURCE, fp8_columns::NAMES),

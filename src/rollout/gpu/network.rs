@@ -79,12 +79,11 @@ impl DecoderNetwork<'_> {
     /// Final hidden states, after the norm. [T, D] The first stage starts from token ids, later stages from the buffer `x`. On all stages but the
     /// last, `x` then holds the input of the next stage.
     ///
-    /// `kernels::product`, `gate_up`, `adapt` and `route` prefetch weights while the previous operation still runs. This is safe because no operation
-    /// before them writes weights. The policy's weights are complete before the step begins, since the engine's stream waits for its caller's. A
-    /// block that `prepare` writes is first followed by a norm, which waits for `prepare`. An operation that a benchmark times alone lacks this norm,
-    /// but its output is not used. Kernels of a quantized format let the next kernel start before they have waited themselves. That is safe, too:
-    /// prepared weights are not written within a step, and blocks that `prepare` writes are followed by norms that wait.
-    /// not written in a step, and blocks that `prepare` writes have norms that wait first.
+    /// `kernels::product`, `gate_up`, `adapt`, `experts_low` and `route` read weights while the previous operation still runs. This is safe because
+    /// no operation before them writes weights. The policy's weights are complete before the step begins, since the engine's stream waits for its
+    /// caller's. A block that `prepare` writes is first followed by a norm, which waits for `prepare`. An operation that a benchmark times alone
+    /// lacks this norm, but its output is not used. Kernels of a quantized format let the next kernel start before they have waited themselves. That
+    /// is safe, too: prepared weights are not written within a step, and blocks that `prepare` writes are followed by norms that wait.
     pub(super) fn hidden(&self, tokens: &StepTokens, attend: &mut Attend) -> Result<Tensor> {
         let rows = tokens.ids.size()[0];
         let first = |buffer: &Tensor| buffer.narrow(0, 0, rows);
