@@ -1,7 +1,8 @@
 // Attention of one new token per sequence over its context in the paged cache, o = softmax(scale q k^T) v, in bf16 on tensor cores. Query heads of
 // one key/value head share loads: up to 8 of them are half of the rows in the m16n8k16 multiplications that give scores, and the columns in those
 // that give outputs, so that weights stay in their registers. A row's own keys and values are loaded from memory directly into registers, in the
-// layout of the multiplications: the order of head columns within a multiplication and of outputs within a tile is free, so 16-byte loads fit.
+// layout of the multiplications: the order of head columns within a multiplication and of outputs within a tile is free, so 16-byte loads fit. On
+// Hopper TMA brings them to shared memory first if the cache is bf16, heads are at most 128 wide and the plan chose the split: that is faster there.
 //
 // `plan_attention` divides all contexts of a step into items, once for all layers; blocks of four warps take items as they become free. The warps of
 // an item either process every fourth unit of 16 tokens of one row (its own part), or two rows each of a group with a common prefix (the shared part,
@@ -10,6 +11,7 @@
 // bf16, or e4m3 or int8 with one scale per token and head.
 #include "attention_fp8.cuh"
 #include "attention_item.cuh"
+#include "attention_ring.cuh"
 
 // How contexts are split into pieces: as the plan chose; into SPLIT tokens; into SPLIT tokens with whole splits that rows share. The kernel for the last
 // is four times as large as the one for the second, and takes longer to load in every layer.
@@ -47,10 +49,47 @@ __device__ __forceinline__ int look(const int* counter) {
 template <int HD>
 constexpr bool IS_WIDE = HD > 128;
 
+// The warp class for own parts.
+template <int HD, typename E>
+using OwnWarp = typename WarpOf<E, HD, 1, IS_WIDE<HD> ? 1 : UNITS>::type;
+
+template <int HD, typename E>
+using Stages = typename WarpOf<E, HD, MEMBERS, 1>::type::Stage[IS_WIDE<HD> ? 1 : STAGES];
+
+// Results of an own part's warps.
+template <int PITCH>
+using Outs = float[WARPS][COLUMNS][PITCH];
+
 template <int HD, typename E>
 union Pool {
-    float outs[WARPS][COLUMNS][HD + 8];
-    typename WarpOf<E, HD, MEMBERS, 1>::type::Stage stages[IS_WIDE<HD> ? 1 : STAGES];
+    Outs<HD + 8> outs;
+    Stages<HD, E> stages;
+};
+
+// Shared memory of a block with rings: before the results, the rings of own parts or the stages of a shared part. With a little more, two blocks fit on
+// a multiprocessor.
+constexpr int SHARED_BYTES = 114688;
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+constexpr bool HAS_RINGS = true;
+#else
+constexpr bool HAS_RINGS = false;
+#endif
+template <int HD>
+struct RingedPool {
+    static constexpr int OUTS = SHARED_BYTES - static_cast<int>(sizeof(Outs<HD>)), STEP_BYTES = WARPS * UNITS * UNIT * HD * 2;
+    static constexpr int MOST_HALVES = 6, HALVES = OUTS / STEP_BYTES < MOST_HALVES ? OUTS / STEP_BYTES : MOST_HALVES;
+    static_assert(HALVES >= 2 && sizeof(Stages<HD, bf16>) <= OUTS, "");
+};
+
+// How a block's warps read own parts: directly, or through rings; `early` is called early, once.
+struct Direct {
+    static constexpr bool RINGED = false;
+};
+template <typename R, typename Early>
+struct ThroughRings {
+    static constexpr bool RINGED = true;
+    R& ring;
+    const Early& early;
 };
 
 // Streams keys and then values of an item that rows share, for ItemWarp, through a ring in shared memory, by all warps of a block together: keys one
@@ -168,13 +207,13 @@ struct Column {
     }
 
     // A shared part: each warp has two of its rows, and merges those that it completes.
-    __device__ __forceinline__ void attend_shared(const Item& item, Pool<HD, E>& pool) const {
+    __device__ __forceinline__ void attend_shared(const Item& item, Stages<HD, E>& stages) const {
         int rows[MEMBERS];
         rows_of(item, rows);
         typename WarpOf<E, HD, MEMBERS, 1>::type work;
 #pragma unroll
         for (int m = 0; m < MEMBERS; ++m) work.load_query(m, q + query_of(rows[m]), rows[m] >= 0 ? heads : 0);
-        work.attend_shared(pool.stages, cache, table_of(item.rows[0]), shape, kv_head, item.begin, item.end);
+        work.attend_shared(stages, cache, table_of(item.rows[0]), shape, kv_head, item.begin, item.end);
 #pragma unroll
         for (int m = 0; m < MEMBERS; ++m) {
             if (rows[m] < 0) continue;
@@ -185,7 +224,7 @@ struct Column {
     }
 
     // A shared part of a whole split, with the same bits as own parts.
-    __device__ __forceinline__ void attend_split(const Item& item, Pool<HD, E>& pool) const {
+    __device__ __forceinline__ void attend_split(const Item& item, Stages<HD, E>& stages) const {
         using Work = ItemWarp<HD, MEMBERS>;
         int rows[MEMBERS];
         rows_of(item, rows);
@@ -201,7 +240,7 @@ struct Column {
                 query[m][j] = rows[m] >= 0 && r < heads ? *reinterpret_cast<const uint4*>(q + query_of(rows[m]) + r * HD + 32 * j + 8 * c)
                                                         : uint4{0, 0, 0, 0};
         }
-        auto& ring = *reinterpret_cast<typename ItemStream<HD>::Slot (*)[ItemStream<HD>::RING]>(&pool);
+        auto& ring = *reinterpret_cast<typename ItemStream<HD>::Slot (*)[ItemStream<HD>::RING]>(&stages);
         ItemStream<HD> stream(ring, cache, table_of(item.rows[0]), shape, kv_head, item.begin);
         work.score(stream, query, 0, 0, shape.scale * LOG2E);
         Partial<HD>* mine[MEMBERS];
@@ -252,8 +291,10 @@ struct Column {
 
     // An own part: the warps process every fourth unit. With a fixed split it may be several pieces, whose loads follow each other without a pause.
     // `meanwhile` is called between the work and the merge.
-    template <Split SPLIT_KIND, typename Meanwhile>
-    __device__ __forceinline__ void attend_own(const Item& item, Pool<HD, E>& pool, const Meanwhile& meanwhile) const {
+    template <Split SPLIT_KIND, int PITCH, typename Reader, typename Meanwhile>
+    __device__ __forceinline__ void attend_own(
+        const Item& item, Outs<PITCH>& outs, const Reader& reader, const Meanwhile& meanwhile
+    ) const {
         __shared__ float peaks[WARPS][COLUMNS], sums[WARPS][COLUMNS];
         __shared__ int is_last;
         constexpr int N = COLUMNS * HD / THREADS;  // columns per thread
@@ -267,26 +308,31 @@ struct Column {
             for (int k = 0; k < N; ++k) __stcg(&mine->out[head][column + k], part.out[k]);
             if (column == 0) __stcg(&mine->peak[head], part.peak), __stcg(&mine->sum[head], part.sum);
         };
-        typename WarpOf<E, HD, 1, IS_WIDE<HD> ? 1 : UNITS>::type work;
+        OwnWarp<HD, E> work;
         work.load_query(0, q + query_of(row), heads);
-        work.attend(cache, table_of(row), shape, kv_head, item.begin, item.end, warp, WARPS, [&](int steps) {
-            if constexpr (SPLIT_KIND != CHOSEN) {
-                if (steps % STEPS != 0 || steps / STEPS >= count) return;
-                work.store(0, pool.outs[warp][0], HD + 8, peaks[warp], sums[warp]);
-                work.reset();
-                __syncthreads();
-                if (head < heads) keep(merge_warps<HD, N>(pool.outs, peaks, sums, head, column), item.piece + steps / STEPS - 1);
-                __syncthreads();
-            }
-        });
-        work.store(0, pool.outs[warp][0], HD + 8, peaks[warp], sums[warp]);
+        if constexpr (Reader::RINGED) {
+            static_assert(SPLIT_KIND == CHOSEN, "one piece");
+            attend_ring<UNITS>(work, reader.ring, shape, item.begin, item.end, reader.early);
+        } else {
+            work.attend(cache, table_of(row), shape, kv_head, item.begin, item.end, warp, WARPS, [&](int steps) {
+                if constexpr (SPLIT_KIND != CHOSEN) {
+                    if (steps % STEPS != 0 || steps / STEPS >= count) return;
+                    work.store(0, outs[warp][0], PITCH, peaks[warp], sums[warp]);
+                    work.reset();
+                    __syncthreads();
+                    if (head < heads) keep(merge_warps<N>(outs, peaks, sums, head, column), item.piece + steps / STEPS - 1);
+                    __syncthreads();
+                }
+            });
+        }
+        work.store(0, outs[warp][0], PITCH, peaks[warp], sums[warp]);
         // If all other pieces are already done, this one need not leave the block.
         int* counter = &arrived[row * columns + at];
         if (threadIdx.x == 0) is_last = own.count > 1 && look(counter) == own.count - count;
         __syncthreads();
         meanwhile();
         Part<N> part;
-        if (head < heads) part = merge_warps<HD, N>(pool.outs, peaks, sums, head, column);
+        if (head < heads) part = merge_warps<N>(outs, peaks, sums, head, column);
         if (own.count > 1 && !is_last) {
             if (head < heads) keep(part, last);
             __syncthreads();
@@ -304,8 +350,15 @@ struct Column {
     }
 };
 
+// Leaves the kernel; the last block resets the header.
+__device__ __forceinline__ void leave(Header* header) {
+    if (threadIdx.x == 0) {
+        if (atomicAdd(&header->done, 1) == static_cast<int>(gridDim.x) - 1) header->next = 0, header->done = 0;
+    }
+}
+
 template <int HD, typename E, bool SINKS, Split SPLIT_KIND>
-__device__ __forceinline__ void paged_attention(Column<HD, E, SINKS> column, Header* header, const Item* __restrict__ items) {
+__device__ __forceinline__ void attend_items(Column<HD, E, SINKS> column, Header* header, const Item* __restrict__ items) {
     __shared__ alignas(16) Pool<HD, E> pool;
     __shared__ int next;
     if constexpr (sizeof(E) == 1) let_next_begin();
@@ -321,24 +374,89 @@ __device__ __forceinline__ void paged_attention(Column<HD, E, SINKS> column, Hea
         bool is_done = false;
         if constexpr (!IS_WIDE<HD> && SPLIT_KIND != FIXED) {
             if (item.is_shared) {
-                if constexpr (SPLIT_KIND == FIXED_SHARED) column.attend_split(item, pool);
-                else column.attend_shared(item, pool);
+                if constexpr (SPLIT_KIND == FIXED_SHARED) column.attend_split(item, pool.stages);
+                else column.attend_shared(item, pool.stages);
                 __syncthreads();
                 look_ahead();
                 is_done = true;
             }
         }
-        if (!is_done) column.template attend_own<SPLIT_KIND>(item, pool, look_ahead);
+        if (!is_done) column.template attend_own<SPLIT_KIND>(item, pool.outs, Direct{}, look_ahead);
         index = next, item = upcoming;
         __syncthreads();  // all have read `next`, and shared memory is free
     }
-    if (threadIdx.x == 0) {
-        if (atomicAdd(&header->done, 1) == static_cast<int>(gridDim.x) - 1) header->next = 0, header->done = 0;
-    }
+    leave(header);
 }
 
+// `attend_items` with own parts through rings, which copy the next own part while one ends. Own parts follow the shared parts.
+template <int HD, bool SINKS>
+__device__ __forceinline__ void attend_items_by_rings(
+    Column<HD, bf16, SINKS> column, Header* header, const Item* __restrict__ items, const TensorMap* k_boxes, const TensorMap* v_boxes
+) {
+    using Sizes = RingedPool<HD>;
+    extern __shared__ __align__(1024) unsigned char memory[];
+    __shared__ alignas(8) unsigned long long barriers[WARPS * Sizes::HALVES];
+    __shared__ int next;
+    auto& outs = *reinterpret_cast<Outs<HD>*>(memory + Sizes::OUTS);
+    Ring<HD, UNITS, Sizes::HALVES> ring(memory, shared_address(barriers), column.shape, k_boxes, v_boxes);
+    wait_for_inputs();
+    int index = blockIdx.x;
+    Item item = items[index / column.columns];  // every block can read one, even if it is not of this step
+    const int total = header->num_items * column.columns;
+    const auto take_number = [&] { return static_cast<int>(gridDim.x) + atomicAdd(&header->next, 1); };
+    const auto follow = [&](const Item& own, int number) {
+        ring.follow(column.table_of(own.rows[0]), number % column.columns / column.shape.chunks(), own.begin, own.end);
+    };
+    bool is_started = false;  // whether the rings copy this item and all that follow
+    const auto start = [&] {
+        if (is_started || index >= total || item.is_shared) return;
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // shared parts have used the memory
+        follow(item, index);
+        ring.fill();
+        is_started = true;
+    };
+    if (threadIdx.x == 0 && index < total) next = take_number();
+    start();
+    __syncthreads();
+    while (index < total) {
+        const int following = next;
+        int number = 0;
+        if (threadIdx.x == 0) number = take_number();  // needed later
+        column.move_to(index % column.columns);
+        Item upcoming = {};
+        const auto look_ahead = [&] {
+            if (following < total) upcoming = items[following / column.columns];
+            if (threadIdx.x == 0) next = number;
+        };
+        const auto early = [&] { if (following < total) follow(items[following / column.columns], following); };
+        if (item.is_shared) {
+            column.attend_shared(item, *reinterpret_cast<Stages<HD, bf16>*>(memory));
+            __syncthreads();
+            look_ahead();
+        } else {
+            column.template attend_own<CHOSEN>(item, outs, ThroughRings<decltype(ring), decltype(early)>{ring, early}, look_ahead);
+        }
+        index = following, item = upcoming;
+        __syncthreads();  // all have read `next`, and shared memory is free
+        start();
+    }
+    leave(header);
+}
+
+template <int HD, typename E, bool SINKS, Split SPLIT_KIND>
+__device__ __forceinline__ void paged_attention(
+    const Column<HD, E, SINKS>& column, Header* header, const Item* items, const TensorMap* k_boxes, const TensorMap* v_boxes
+) {
+    if constexpr (HAS_RINGS && !IS_WIDE<HD> && sizeof(E) == 2 && SPLIT_KIND == CHOSEN)
+        attend_items_by_rings(column, header, items, k_boxes, v_boxes);
+    else
+        attend_items<HD, E, SINKS, SPLIT_KIND>(column, header, items);
+}
+
+// The maps are for boxes of the caches [blocks Hkv block_size, hd], for rings.
 #define STEP(E)                                                                                                    \
-    const bf16 *q, const E *k_cache, const E *v_cache, const int *block_tables, bf16 *o, Header *header,           \
+    const __grid_constant__ TensorMap k_boxes, const __grid_constant__ TensorMap v_boxes, const bf16 *q,           \
+        const E *k_cache, const E *v_cache, const int *block_tables, bf16 *o, Header *header,                      \
         const Item *items, const Pieces *pieces, int *arrived, float *partials
 #define SIZES long long kv_heads, long long group, long long block_shift, long long max_blocks, float scale
 #define ATTEND(HD, E, SINKS, SPLIT_KIND, K_SCALES, V_SCALES, AT)                                                     \
@@ -347,7 +465,7 @@ __device__ __forceinline__ void paged_attention(Column<HD, E, SINKS> column, Hea
     paged_attention<HD, E, SINKS, SPLIT_KIND>({q, {k_cache, v_cache, K_SCALES, V_SCALES}, block_tables, o, pieces,   \
                                              arrived, reinterpret_cast<Partial<HD>*>(partials), AT, shape,         \
                                              shape.kv_heads * shape.chunks()},                                     \
-                                            header, items)
+                                            header, items, &k_boxes, &v_boxes)
 #define KERNEL extern "C" __global__ void __launch_bounds__(THREADS, 2)
 
 #define PAGED_ATTENTION(NAME, HD, SPLIT_KIND) \

@@ -11,6 +11,9 @@ use crate::error::Result;
 /// Bytes along K that are copied at once, swizzled as the tensor cores read them.
 const STEP_BYTES: usize = 128;
 
+/// A tensor map that no kernel reads.
+pub(super) const NO_BOXES: Argument = Argument::TensorMap(sys::CUtensorMap { opaque: [0; 16] });
+
 /// Elements along K that are copied at once.
 pub(super) fn step(kind: Kind) -> usize {
     STEP_BYTES / kind.elt_size_in_bytes()

@@ -5,7 +5,8 @@ use crate::cuda::kernels::launch::assert_declared;
 fn rust_constants_match_the_kernel_source() {
     assert_declared(PLAN, &[("PLANNERS", PLANNERS as usize)]);
     assert_declared(ANY, &[("THREADS", THREADS), ("MOST", MOST_COLUMNS / THREADS)]);
-    assert_declared(SOURCE, &[("COLUMNS", ITEM_HEADS), ("WARPS", THREADS / 32)]);
+    assert_declared(SOURCE, &[("COLUMNS", ITEM_HEADS), ("WARPS", THREADS / 32), ("UNIT", UNIT_TOKENS)]);
+    assert_declared(SOURCE, &[("SHARED_BYTES", buffers::SHARED_BYTES)]);
 }
 
 #[test]
