@@ -25,8 +25,13 @@ const SHARE_OF_BF16: f64 = 0.5;
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
-pub fn empty([rows, columns]: [i64; 2], device: Device) -> Result<ScaledRows> {
-    let values = Tensor::f_empty([rows, columns], (Kind::Float8e4m3fn, device))?;
+pub fn empty(size: [i64; 2], device: Device) -> Result<ScaledRows> {
+    empty_codes(size, (Kind::Float8e4m3fn, device))
+}
+
+/// Allocates memory for a matrix quantized to this type.
+pub(super) fn empty_codes([rows, columns]: [i64; 2], (kind, device): (Kind, Device)) -> Result<ScaledRows> {
+    let values = Tensor::f_empty([rows, columns], (kind, device))?;
     Ok(ScaledRows { values, scales: Tensor::f_empty([rows], (Kind::Float, device))? })
 }
 
@@ -180,7 +185,16 @@ fn product(
         return Ok(out);
     }
     let [a_values, b_values] = [&a.values, &b.values].map(|values| values.f_to_kind(Kind::Float));
-    let sums = a_values?.f_mm(&b_values?.tr())?;
+    scaled_sums(&a_values?.f_mm(&b_values?.tr())?, [a, b], bias, kind)
+}
+
+/// Returns sums [M, N] times the scales of the rows a [M, K] and b [N, K], plus bias, in the type `kind`.
+pub(super) fn scaled_sums(
+    sums: &Tensor, // [M, N] f32
+    [a, b]: [&ScaledRows; 2],
+    bias: Option<&Tensor>, // [N]
+    kind: Kind,
+) -> Result<Tensor> {
     let mut y = sums.f_mul(&a.scales.f_unsqueeze(1)?)?.f_mul(&b.scales)?;
     if let Some(bias) = bias {
         y = y.f_add(bias)?;

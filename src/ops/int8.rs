@@ -6,7 +6,7 @@
 
 use tch::{Device, Kind, Tensor};
 
-use super::fp8::{ScaledRows, scale_rows};
+use super::fp8::{ScaledRows, empty_codes, scale_rows, scaled_sums};
 pub use crate::cuda::kernels::hadamard_block;
 use crate::cuda::kernels::{self, int8_row_block};
 use crate::cuda::{OpCost, timed};
@@ -83,9 +83,7 @@ pub fn rotate_rows(
 /// # Errors
 /// The errors of [`rotate_rows`].
 pub fn rotated_rows(x: &Tensor /* [R, K] */) -> Result<ScaledRows> {
-    let (size, device) = (x.size(), x.device());
-    let values = Tensor::f_empty([size[0], size[1]], (Kind::Int8, device))?;
-    let to = ScaledRows { values, scales: Tensor::f_empty([size[0]], (Kind::Float, device))? };
+    let to = empty_codes([x.size()[0], x.size()[1]], (Kind::Int8, x.device()))?;
     rotate_rows(x, &to)?;
     Ok(to)
 }
@@ -108,11 +106,7 @@ pub fn forward(
     }
     let [x_values, w_values] = [&x.values, &w.values].map(|values| values.f_to_kind(Kind::Double));
     let sums = x_values?.f_mm(&w_values?.tr())?.f_to_kind(Kind::Float)?;
-    let mut y = sums.f_mul(&x.scales.f_unsqueeze(1)?)?.f_mul(&w.scales)?;
-    if let Some(bias) = bias {
-        y = y.f_add(bias)?;
-    }
-    Ok(y.f_to_kind(kind)?)
+    scaled_sums(&sums, [x, w], bias, kind)
 }
 
 #[cfg(test)]

@@ -31,8 +31,9 @@ const THREADS: usize = 128;
 const WORDS: usize = 4;
 /// A unit has the exponents of bfloat16 numbers with which the kernel multiplies: those of the scales + this.
 const FROM_SCALE: i32 = 94;
-/// What the exponent of a block's largest number is increased by, and the range of the result.
+/// The exponent in a unit is that of the block's largest number, as float32 stores it, plus this.
 const TO_FACTOR: i32 = 92;
+/// Smallest and largest exponent in a unit; others are moved to these.
 const LEAST_FACTOR: i32 = 131;
 const MOST_FACTOR: i32 = 254;
 /// The exponent of blocks with a number that is not finite.
