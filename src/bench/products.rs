@@ -63,24 +63,24 @@ impl DecodeStep<'_> {
         }
         let Some((x8, rounded)) = fp8 else { return Ok(()) };
         self.way(meter, linear, ("rounding", "fp8_rows"), weights.len(), |copy| {
-            kernels::fp8_rows(&weights[copy], &rounded[copy])
+            kernels::quantize_rows(&weights[copy], &rounded[copy])
         })?;
         self.way(meter, linear, ("fp8", "cuBLASLt"), weights.len(), |copy| {
             products.run_fp8(x8, &rounded[copy], None, out, Tuning::Timed)
         })?;
         if kernels::product_serves(rows, &[&rounded[0].values], None)? {
             self.way(meter, linear, ("fp8", "product"), weights.len(), |copy| {
-                kernels::product_fp8(x8, &rounded[copy], None, out)
+                kernels::product_8bit(x8, &rounded[copy], None, out)
             })?;
         }
         if is_gate_up && kernels::gate_up_serves(rows, &rounded[0].values)? {
             self.way(meter, linear, ("fp8", "gate_up"), weights.len(), |copy| {
-                kernels::gate_up_fp8(x8, &rounded[copy], act)
+                kernels::gate_up_8bit(x8, &rounded[copy], act)
             })?;
         }
         if kernels::wide_product_serves(rows, &rounded[0].values, None)? {
             self.way(meter, linear, ("fp8", "wide_product"), weights.len(), |copy| {
-                kernels::wide_product_fp8(x8, &rounded[copy], None, out)
+                kernels::wide_product_8bit(x8, &rounded[copy], None, out)
             })?;
         }
         self.int8_product(meter, linear, &operands)
@@ -95,7 +95,7 @@ impl DecodeStep<'_> {
             (int8::rotated_rows(x)?, rounded)
         };
         self.way(meter, linear, ("rounding", "int8_rows"), weights.len(), |copy| {
-            kernels::fp8_rows(&weights[copy], &rounded[copy])
+            kernels::quantize_rows(&weights[copy], &rounded[copy])
         })?;
         self.way(meter, linear, ("int8", "int8_product"), weights.len(), |copy| {
             kernels::int8_product(&x8, &rounded[copy], None, out)
@@ -117,7 +117,7 @@ impl DecodeStep<'_> {
         let x = Tensor::f_randn([rows, k], options)?;
         let round = |matrix: &Tensor| -> Result<ScaledRows> {
             let to = fp8::empty([matrix.size()[0], k], self.device)?;
-            kernels::fp8_rows(matrix, &to)?;
+            kernels::quantize_rows(matrix, &to)?;
             Ok(to)
         };
         let serves =

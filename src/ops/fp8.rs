@@ -44,7 +44,7 @@ pub fn round_rows(
     to: &ScaledRows, // [R, K]
 ) -> Result<()> {
     if x.device().is_cuda() {
-        return timed("rounding to FP8", || rounding_work(x, 1.0), || kernels::fp8_rows(x, to));
+        return timed("rounding to FP8", || rounding_work(x, 1.0), || kernels::quantize_rows(x, to));
     }
     let scaled = scale_rows(x, MOST, to)?.f_clamp(-f64::from(MOST), f64::from(MOST))?;
     to.values.shallow_clone().f_copy_(&scaled.f_to_kind(Kind::Float8e4m3fn)?)?;

@@ -69,7 +69,7 @@ pub fn rotate_rows(
 ) -> Result<()> {
     if x.device().is_cuda() {
         let work = || OpCost { bytes: 1.5 * OpCost::pass(&[x]).bytes, flop: 0.0 };
-        return timed("rounding to int8", work, || kernels::fp8_rows(x, to));
+        return timed("rounding to int8", work, || kernels::quantize_rows(x, to));
     }
     let block = int8_row_block(x.size()[1] as usize);
     round_rows(&hadamard_sums(x, block as i64)?, to)?;

@@ -59,10 +59,9 @@ impl WeightCopy {
         if weights.stored.is_some() {
             return self.format.refuse(self.of, "the base is stored with quantization = nf4, which the engine dequantizes one block at a time; a quantized copy needs all blocks");
         }
-        let linears = || weights.blocks.iter().flat_map(BlockParams::linears);
-        let has_adapters = || linears().any(|(_, linear)| linear.lora.is_some() && linear.is_of_experts());
-        if !self.format.adapts_experts() && has_adapters() {
-            return self.format.refuse(self.of, "adapters of experts are not supported beside experts in this format");
+        let mut linears = weights.blocks.iter().flat_map(BlockParams::linears);
+        if linears.any(|(_, linear)| linear.lora.is_some() && linear.is_of_experts()) {
+            self.format.check_expert_adapters(self.of)?;
         }
         self.arena.map(self.arena.reserved_bytes())?;
         let (arena, mut at) = (&self.arena, 0);

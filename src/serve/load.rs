@@ -166,6 +166,9 @@ impl ModelService {
         let named = (options.adapters.iter())
             .map(|adapter| AdapterFiles::open(&adapter.folder_beside(&source)?, spec.clone()))
             .collect::<Result<Vec<_>>>()?;
+        for files in adapters.iter().chain(&named) {
+            files.lora().check_engine(&spec, quantization.format(), Use::Engine { tp_size })?;
+        }
         let quantization = base_quantization(options.quantization, adapters.as_ref(), &named, world.rank() == 0);
         let rounding = BaseRounding::new(&spec, quantization)?;
         let read = |layout: &UnitLayout| {

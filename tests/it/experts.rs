@@ -61,6 +61,10 @@ fn lora_adapters_of_experts_are_trained_saved_and_served() {
             assert!((own.1 - base).abs() > 1e-2, "{name}: {own:?}, the base {base}");
         }
     }
+    let adapters = runs.path("width").join("final");
+    let options = "--prompt a --device cpu --rollout_quantization mxfp4";
+    let refused = run(&format!("generate --model {} {options}", adapters.display()));
+    refused.assert_error("adapters beside MXFP4", 2, &["rollout_quantization = mxfp4", "adapters of experts"]);
     let keys = format!(
         "{key} lora.r=8 train_file=configs/arithmetic/train.jsonl reward_funcs=[\"format\"] max_completion_length=12"
     );

@@ -294,7 +294,7 @@ impl Case {
             values: Tensor::zeros(&shape, (kind, device)),
             scales: Tensor::zeros([shape[0]], (Kind::Float, device)),
         };
-        kernels::fp8_rows(normed, &expected).unwrap();
+        kernels::quantize_rows(normed, &expected).unwrap();
         let bytes = |rows: &ScaledRows| rows.values.view_dtype(Kind::Uint8);
         assert!(bytes(&got).equal(&bytes(&expected)), "norms of {what} in {kind:?}");
         assert!(got.scales.equal(&expected.scales), "scales of {what}");

@@ -4,7 +4,7 @@
 
 use colo_grpo::internal::cuda::kernels::{
     self, ExpertAdapter, ExpertTile, LowRows, RouteOptions, RoutedTokens, ScaledRows, experts_down_fp8,
-    experts_gate_up_fp8, experts_low, fp8_rows, route, streamed_down_serves, streamed_experts_down,
+    experts_gate_up_fp8, experts_low, quantize_rows, route, streamed_down_serves, streamed_experts_down,
     streamed_experts_gate_up, streamed_gate_up_serves,
 };
 use colo_grpo::internal::ops::fp8;
@@ -19,7 +19,7 @@ use crate::on_gpu::{GPU, double, gpu, is_small, poison, rand, relative_error};
 fn rounded(x: &Tensor /* [R, K] */) -> ScaledRows {
     let values = Tensor::zeros(x.size(), (Kind::Float8e4m3fn, GPU));
     let to = ScaledRows { values, scales: poison(&[x.size()[0]], Kind::Float) };
-    fp8_rows(&gpu(x), &to).unwrap();
+    quantize_rows(&gpu(x), &to).unwrap();
     to
 }
 

@@ -4,9 +4,9 @@ mod cache;
 
 use colo_grpo::internal::cuda::Tuning;
 use colo_grpo::internal::cuda::kernels::{
-    Activation, NormOptions, ScaledRows, add_rms_norm, add_rms_norm_fp8, fp8_rows, gate_up_fp8, gate_up_serves,
-    product_fp8, product_serves, product_silu_mul_fp8, silu_mul, silu_mul_fp8, wide_product_fp8, wide_product_serves,
-    wide_product_silu_mul_fp8, wide_product_silu_mul_serves,
+    Activation, NormOptions, ScaledRows, add_rms_norm, add_rms_norm_8bit, gate_up_8bit, gate_up_serves, product_8bit,
+    product_serves, product_silu_mul_8bit, quantize_rows, silu_mul, silu_mul_8bit, wide_product_8bit,
+    wide_product_serves, wide_product_silu_mul_8bit, wide_product_silu_mul_serves,
 };
 use colo_grpo::internal::ops::fp8;
 use tch::{Device, Kind, Tensor};
@@ -21,7 +21,7 @@ fn on_gpu(shape: [i64; 2]) -> ScaledRows {
 /// Rounds to FP8 with the kernel.
 fn rounded(x: &Tensor) -> ScaledRows {
     let rows = on_gpu(x.size2().map(|(rows, columns)| [rows, columns]).unwrap());
-    fp8_rows(x, &rows).unwrap();
+    quantize_rows(x, &rows).unwrap();
     rows
 }
 
@@ -71,12 +71,12 @@ fn gpu_fused_fp8_rounding_equals_separate_rounding_bit_for_bit() {
                 let [mut expected, mut y] = [(); 2].map(|()| Tensor::empty([rows, columns], (Kind::BFloat16, GPU)));
                 add_rms_norm(&mut plain, delta.as_ref(), &weight, &mut expected, NormOptions::plain(1e-6)).unwrap();
                 let to = on_gpu([rows, columns]);
-                add_rms_norm_fp8(&mut fused, delta.as_ref(), &weight, Some(&mut y), &to, NormOptions::plain(1e-6))
+                add_rms_norm_8bit(&mut fused, delta.as_ref(), &weight, Some(&mut y), &to, NormOptions::plain(1e-6))
                     .unwrap();
                 assert!(fused.equal(&plain) && y.equal(&expected), "{what}");
                 assert_same(&to, &rounded(&expected), &what);
                 let alone = on_gpu([rows, columns]);
-                add_rms_norm_fp8(&mut x.copy(), delta.as_ref(), &weight, None, &alone, NormOptions::plain(1e-6))
+                add_rms_norm_8bit(&mut x.copy(), delta.as_ref(), &weight, None, &alone, NormOptions::plain(1e-6))
                     .unwrap();
                 assert_same(&alone, &to, &what);
             }
@@ -88,7 +88,7 @@ fn gpu_fused_fp8_rounding_equals_separate_rounding_bit_for_bit() {
         silu_mul(Activation::Silu, &pairs, &mut expected).unwrap();
         for asks in [true, false] {
             let to = on_gpu([rows, columns]);
-            silu_mul_fp8(Activation::Silu, &pairs, asks.then_some(&mut y), &to).unwrap();
+            silu_mul_8bit(Activation::Silu, &pairs, asks.then_some(&mut y), &to).unwrap();
             assert_same(&to, &rounded(&expected), &format!("silu(gate) up of [{rows}, {columns}]"));
         }
         assert!(y.equal(&expected));
@@ -163,7 +163,7 @@ fn gpu_own_fp8_gemm_kernels_equal_gemms_of_rounded_rows() {
         let expected = [&sums + bias.to_kind(Kind::Float), y];
         let run = |rows: i64| {
             let out = Tensor::empty([rows, n], (Kind::BFloat16, GPU));
-            product_fp8(&first(&x, rows), &w, None, &out).unwrap();
+            product_8bit(&first(&x, rows), &w, None, &out).unwrap();
             out
         };
         for (most, numbers) in [(64, vec![64, 9, 33, 63]), (8, vec![8, 1, 2, 3, 5, 7])] {
@@ -172,10 +172,10 @@ fn gpu_own_fp8_gemm_kernels_equal_gemms_of_rounded_rows() {
             for rows in numbers {
                 let (x, what) = (first(&x, rows), format!("{rows} rows of [{n}, {k}]"));
                 assert_written(&expected[0].narrow(0, 0, rows), &what, |out| {
-                    product_fp8(&x, &w, Some(&bias), out).unwrap()
+                    product_8bit(&x, &w, Some(&bias), out).unwrap()
                 });
                 assert_written(&expected[1].narrow(0, 0, rows), &what, |out| {
-                    product_silu_mul_fp8(&x, &w, out).unwrap();
+                    product_silu_mul_8bit(&x, &w, out).unwrap();
                 });
                 assert!(run(rows).equal(&whole.narrow(0, 0, rows)), "{what}");
             }
@@ -205,14 +205,14 @@ fn gpu_fp8_gate_up_kernel_equals_gemms_of_rounded_rows() {
         let y = swiglu_of(&sums);
         let run = |rows: i64| {
             let out = Tensor::empty([rows, n / 2], (Kind::BFloat16, GPU));
-            gate_up_fp8(&first(&x, rows), &w, &out).unwrap();
+            gate_up_8bit(&first(&x, rows), &w, &out).unwrap();
             out
         };
         for (most, fewer) in [(256, 241), (512, 497)] {
             for rows in [most, fewer] {
                 assert!(gate_up_serves(rows as usize, &w.values).unwrap(), "{rows} rows of [{n}, {k}]");
                 assert_written(&y.narrow(0, 0, rows), &format!("{rows} rows of [{n}, {k}]"), |out| {
-                    gate_up_fp8(&first(&x, rows), &w, out).unwrap();
+                    gate_up_8bit(&first(&x, rows), &w, out).unwrap();
                 });
             }
             assert!(run(fewer).equal(&run(most).narrow(0, 0, fewer)), "[{n}, {k}]");
@@ -250,7 +250,7 @@ fn gpu_wide_fp8_gemms_equal_gemms_of_rounded_rows() {
         let with_bias = &sums + bias.to_kind(Kind::Float);
         let run = |rows: i64| {
             let out = Tensor::empty([rows, n], (Kind::BFloat16, GPU));
-            wide_product_fp8(&first(&x, rows), &w, None, &out).unwrap();
+            wide_product_8bit(&first(&x, rows), &w, None, &out).unwrap();
             out
         };
         let numbers = [(128, [65, 100, 128]), (256, [129, 200, 256])];
@@ -263,9 +263,9 @@ fn gpu_wide_fp8_gemms_equal_gemms_of_rounded_rows() {
             for rows in numbers {
                 let (x, what) = (first(&x, rows), format!("{rows} rows of [{n}, {k}]"));
                 assert!(wide_product_serves(rows as usize, &w.values, Some(&bias)).unwrap(), "{what}");
-                assert_written(&sums.narrow(0, 0, rows), &what, |out| wide_product_fp8(&x, &w, None, out).unwrap());
+                assert_written(&sums.narrow(0, 0, rows), &what, |out| wide_product_8bit(&x, &w, None, out).unwrap());
                 assert_written(&with_bias.narrow(0, 0, rows), &what, |out| {
-                    wide_product_fp8(&x, &w, Some(&bias), out).unwrap();
+                    wide_product_8bit(&x, &w, Some(&bias), out).unwrap();
                 });
                 assert!(run(rows).equal(&whole.narrow(0, 0, rows)), "{what}");
             }
@@ -274,7 +274,7 @@ fn gpu_wide_fp8_gemms_equal_gemms_of_rounded_rows() {
             assert!(!wide_product_serves(rows, &w.values, None).unwrap());
         }
         let out = Tensor::empty([64, n], (Kind::BFloat16, GPU));
-        assert!(wide_product_fp8(&first(&x, 64), &w, None, &out).is_err());
+        assert!(wide_product_8bit(&first(&x, 64), &w, None, &out).is_err());
         // A row that is not a number leaves the others what they were.
         let rows = if wide_product_serves(128, &w.values, None).unwrap() { 128 } else { 256 };
         let expected = run(rows);
@@ -300,18 +300,18 @@ fn gpu_narrow_fp8_gate_up_equals_gemms_of_rounded_rows() {
         let sums = exact(&x, &w).to_kind(Kind::BFloat16).to_device(GPU); // [256, N]
         let expected = swiglu_of(&sums);
         let whole = Tensor::empty([256, n / 2], (Kind::BFloat16, GPU));
-        wide_product_silu_mul_fp8(&x, &w, &whole).unwrap();
+        wide_product_silu_mul_8bit(&x, &w, &whole).unwrap();
         for rows in [129, 200, 256] {
             let (x, what) = (first(&x, rows), format!("{rows} rows of [{n}, {k}] with SwiGLU"));
             assert!(wide_product_silu_mul_serves(rows as usize, &w.values).unwrap(), "{what}");
             assert_written(&expected.narrow(0, 0, rows), &what, |out| {
-                wide_product_silu_mul_fp8(&x, &w, out).unwrap();
+                wide_product_silu_mul_8bit(&x, &w, out).unwrap();
             });
             let out = Tensor::empty([rows, n / 2], (Kind::BFloat16, GPU));
-            wide_product_silu_mul_fp8(&x, &w, &out).unwrap();
+            wide_product_silu_mul_8bit(&x, &w, &out).unwrap();
             assert!(out.equal(&whole.narrow(0, 0, rows)), "{what}");
         }
         assert!(!wide_product_silu_mul_serves(128, &w.values).unwrap());
-        assert!(wide_product_silu_mul_fp8(&first(&x, 128), &w, &whole).is_err());
+        assert!(wide_product_silu_mul_8bit(&first(&x, 128), &w, &whole).is_err());
     }
 }

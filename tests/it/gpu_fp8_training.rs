@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use colo_grpo::internal::config::{GradientCheckpointing, Quantization, TargetModule};
 use colo_grpo::internal::cuda::kernels::{
-    Activation, NormOptions, ScaledRows, fp8_columns, fp8_rows, rms_norm_forward, rms_norm_fp8, silu_mul_fp8,
+    Activation, NormOptions, ScaledRows, fp8_columns, quantize_rows, rms_norm_8bit, rms_norm_forward, silu_mul_8bit,
     swiglu_backward, swiglu_backward_fp8, swiglu_forward,
 };
 use colo_grpo::internal::cuda::profile;
@@ -82,7 +82,7 @@ fn gpu_fp8_rounding_of_columns_and_long_rows_equals_the_cpus() {
     for shape in [[33, 37_888], [16, 65_536], [10, 48]] {
         let x = hard([shape[1], shape[0]]).tr().contiguous(); // rows of all magnitudes
         let got = fp8::empty(shape, GPU).unwrap();
-        fp8_rows(&gpu(&x), &got).unwrap();
+        quantize_rows(&gpu(&x), &got).unwrap();
         assert_same(&got, &fp8::rounded(&x).unwrap(), &format!("rows of {shape:?}"));
     }
     let refused = |shape: [i64; 2]| {
@@ -108,7 +108,7 @@ fn gpu_fused_swiglu_backward_rounds_to_the_same_fp8_bits() {
         let [expected, act] = swiglu_backward(activation, &dy, pairs.copy()).unwrap();
         let [got, alone] = [(); 2].map(|()| fp8::empty([rows, 2 * columns], GPU).unwrap());
         let [d_pairs, again] = swiglu_backward_fp8(activation, &dy, pairs, &got).unwrap();
-        fp8_rows(&expected, &alone).unwrap();
+        quantize_rows(&expected, &alone).unwrap();
         let what = format!("{activation:?} [{rows}, {columns}]");
         assert!(d_pairs.equal(&expected) && again.equal(&act), "{what}");
         assert_same(&got, &alone, &what);
@@ -123,7 +123,7 @@ fn gpu_fused_norm_and_swiglu_round_to_the_same_fp8_bits() {
     let rand = |shape: [i64; 2], kind| Tensor::randn(shape, (kind, GPU)) * 30;
     let rounded = |x: &Tensor| {
         let to = fp8::empty([x.size()[0], x.size()[1]], GPU).unwrap();
-        fp8_rows(x, &to).unwrap();
+        quantize_rows(x, &to).unwrap();
         to
     };
     for (rows, columns) in [(1, 16), (7, 896), (1300, 3584), (37, 5120), (3, 8192)] {
@@ -135,8 +135,8 @@ fn gpu_fused_norm_and_swiglu_round_to_the_same_fp8_bits() {
                 let (expected, _) = rms_norm_forward(&x, &weight, norm.eps, centre).unwrap();
                 let [got, alone] = [(); 2].map(|()| fp8::empty([rows, columns], GPU).unwrap());
                 let mut y = expected.zeros_like();
-                rms_norm_fp8(&x, &weight, Some(&mut y), &got, norm).unwrap();
-                rms_norm_fp8(&x, &weight, None, &alone, norm).unwrap();
+                rms_norm_8bit(&x, &weight, Some(&mut y), &got, norm).unwrap();
+                rms_norm_8bit(&x, &weight, None, &alone, norm).unwrap();
                 let what = format!("the norm of [{rows}, {columns}] {kind:?}, around {centre}");
                 assert!(y.equal(&expected), "{what}");
                 assert_same(&got, &rounded(&expected), &what);
@@ -152,8 +152,8 @@ fn gpu_fused_norm_and_swiglu_round_to_the_same_fp8_bits() {
         let expected = swiglu_forward(Activation::Silu, &pairs).unwrap();
         let mut y = expected.zeros_like();
         let [got, alone] = [(); 2].map(|()| fp8::empty([rows, columns], GPU).unwrap());
-        silu_mul_fp8(Activation::Silu, &pairs, Some(&mut y), &got).unwrap();
-        silu_mul_fp8(Activation::Silu, &pairs, None, &alone).unwrap();
+        silu_mul_8bit(Activation::Silu, &pairs, Some(&mut y), &got).unwrap();
+        silu_mul_8bit(Activation::Silu, &pairs, None, &alone).unwrap();
         let what = format!("silu(gate) up of [{rows}, {columns}]");
         assert!(y.equal(&expected), "{what}");
         assert_same(&got, &rounded(&expected), &what);

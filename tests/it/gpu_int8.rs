@@ -1,8 +1,8 @@
 //! Rotated int8 rows on a GPU equal the CPU's bit for bit, alone and inside other kernels; so do their GEMMs, for every number of rows.
 
 use colo_grpo::internal::cuda::kernels::{
-    Activation, NormOptions, ScaledRows, add_rms_norm, add_rms_norm_fp8, fp8_rows, int8_product, int8_silu_mul,
-    silu_mul, silu_mul_fp8,
+    Activation, NormOptions, ScaledRows, add_rms_norm, add_rms_norm_8bit, int8_product, int8_silu_mul, quantize_rows,
+    silu_mul, silu_mul_8bit,
 };
 use colo_grpo::internal::ops::int8;
 use tch::{Device, Kind, Tensor};
@@ -17,7 +17,7 @@ fn on_gpu([rows, columns]: [i64; 2]) -> ScaledRows {
 
 fn rounded(x: &Tensor) -> ScaledRows {
     let rows = on_gpu(x.size2().map(|(rows, columns)| [rows, columns]).unwrap());
-    fp8_rows(x, &rows).unwrap();
+    quantize_rows(x, &rows).unwrap();
     rows
 }
 
@@ -69,7 +69,7 @@ fn gpu_fused_int8_rounding_equals_separate_rounding_bit_for_bit() {
             let norm = NormOptions::plain(1e-6);
             add_rms_norm(&mut plain, Some(&delta), &weight, &mut expected, norm).unwrap();
             let to = on_gpu([rows, columns]);
-            add_rms_norm_fp8(&mut fused, Some(&delta), &weight, Some(&mut y), &to, norm).unwrap();
+            add_rms_norm_8bit(&mut fused, Some(&delta), &weight, Some(&mut y), &to, norm).unwrap();
             assert!(fused.equal(&plain) && y.equal(&expected), "{what}");
             assert_same(&to, &rounded(&expected), &what);
         }
@@ -80,7 +80,7 @@ fn gpu_fused_int8_rounding_equals_separate_rounding_bit_for_bit() {
             let [mut expected, mut y] = [(); 2].map(|()| Tensor::empty([rows, columns], (Kind::BFloat16, GPU)));
             silu_mul(activation, &pairs, &mut expected).unwrap();
             let to = on_gpu([rows, columns]);
-            silu_mul_fp8(activation, &pairs, Some(&mut y), &to).unwrap();
+            silu_mul_8bit(activation, &pairs, Some(&mut y), &to).unwrap();
             assert_same(&to, &rounded(&expected), &format!("{activation:?} of [{rows}, {columns}]"));
             assert!(y.equal(&expected));
         }

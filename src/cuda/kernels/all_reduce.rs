@@ -56,7 +56,7 @@ pub enum AllReduceMethod {
 pub enum NormedRows {
     /// In bf16.
     Plain,
-    /// Quantized to this type (e4m3 or int8) with one scale per row, as in [`fp8_rows`](super::fp8_rows()).
+    /// Quantized to this type (e4m3 or int8) with one scale per row, as in [`quantize_rows`](super::quantize_rows()).
     Rounded(Kind),
     /// In both forms.
     Both(Kind),

@@ -21,9 +21,9 @@ pub(super) const NAMES: &[&str] = &["fp8_rows", "fp8_rows_long", "int8_rows"];
 const PACK: usize = 8;
 const MOST: usize = 4;
 const MOST_LONG: usize = 8;
-/// Longest rows in an engine's GEMMs and in [`silu_mul_fp8`].
+/// Longest rows in an engine's GEMMs and in [`silu_mul_8bit`].
 const MOST_COLUMNS: usize = 1024 * MOST * PACK;
-/// Longest rows in [`fp8_rows`] and in training.
+/// Longest rows in [`quantize_rows`] and in training.
 const MOST_LONG_COLUMNS: usize = 1024 * MOST_LONG * PACK;
 /// Most threads per row of SwiGLU: with few rows, with many (several per multiprocessor), and in its backward.
 const FEW_ROWS_THREADS: usize = 640;
@@ -65,19 +65,19 @@ pub fn fp8_trains(matrix: [usize; 2]) -> bool {
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].
-pub fn fp8_rows(
+pub fn quantize_rows(
     x: &Tensor,      // [R, K] bf16, each row contiguous
     to: &ScaledRows, // [R, K]
 ) -> Result<()> {
     round(x, to, false)
 }
 
-/// Computes [`fp8_rows`] in an engine step. Since no kernel of a step writes weights, the next kernel may start, and read weights, before this
+/// Computes [`quantize_rows`] in an engine step. Since no kernel of a step writes weights, the next kernel may start, and read weights, before this
 /// kernel's inputs are ready.
 ///
 /// # Errors
-/// The errors of [`fp8_rows`].
-pub fn fp8_rows_of_step(
+/// The errors of [`quantize_rows`].
+pub fn quantize_rows_of_step(
     x: &Tensor,      // [R, K] bf16, each row contiguous
     to: &ScaledRows, // [R, K]
 ) -> Result<()> {
@@ -85,7 +85,7 @@ pub fn fp8_rows_of_step(
 }
 
 fn round(x: &Tensor, to: &ScaledRows, early: bool) -> Result<()> {
-    const OP: &str = "fp8_rows";
+    const OP: &str = "quantize_rows";
     let code = code_name(OP, &to.values)?;
     let (gpu, size, strides) = (ordinal(OP, x)?, x.size(), x.stride());
     let (&[rows, columns], &[stride, 1]) = (&size[..], &strides[..]) else {
@@ -106,12 +106,12 @@ fn round(x: &Tensor, to: &ScaledRows, early: bool) -> Result<()> {
     unsafe { launch_early(SOURCE, &format!("{code}_rows{suffix}"), gpu, shape, &arguments) }
 }
 
-/// Computes [`add_rms_norm`](super::add_rms_norm()), rounds the result to bfloat16, and quantizes it like [`fp8_rows`]; also writes it to y if given.
-/// The next kernel may start early, as with [`fp8_rows_of_step`]. The weight is read while the preceding operation runs, which must not write it.
+/// Computes [`add_rms_norm`](super::add_rms_norm()), rounds the result to bfloat16, and quantizes it like [`quantize_rows`]; also writes it to y if given.
+/// The next kernel may start early, as with [`quantize_rows_of_step`]. The weight is read while the preceding operation runs, which must not write it.
 ///
 /// # Errors
-/// The errors of [`fp8_rows`].
-pub fn add_rms_norm_fp8(
+/// The errors of [`quantize_rows`].
+pub fn add_rms_norm_8bit(
     x: &mut Tensor,         // [T, D] f32 or bf16
     delta: Option<&Tensor>, // [T, D] bf16
     weight: &Tensor,        // [D] bf16
@@ -119,7 +119,7 @@ pub fn add_rms_norm_fp8(
     to: &ScaledRows,        // [T, D]
     norm: NormOptions,
 ) -> Result<()> {
-    const OP: &str = "add_rms_norm_fp8";
+    const OP: &str = "add_rms_norm_8bit";
     let (gpu, numel, dim) = (ordinal(OP, x)?, x.numel(), row_len(OP, x)?);
     let y = y.as_deref();
     let packed = |tensor: &Tensor| is_aligned(tensor);
@@ -136,12 +136,12 @@ pub fn add_rms_norm_fp8(
     unsafe { launch_early(add_rms_norm::SOURCE, &name, gpu, ((numel / dim) as u32, threads, 0), &arguments) }
 }
 
-/// Computes [`rms_norm_forward`](super::rms_norm_forward()), rounds the result to bfloat16, and quantizes it to e4m3 like [`fp8_rows`]; also writes it
-/// to y if given. Use it for many rows, and [`add_rms_norm_fp8`] for few.
+/// Computes [`rms_norm_forward`](super::rms_norm_forward()), rounds the result to bfloat16, and quantizes it to e4m3 like [`quantize_rows`]; also writes it
+/// to y if given. Use it for many rows, and [`add_rms_norm_8bit`] for few.
 ///
 /// # Errors
-/// The errors of [`fp8_rows`].
-pub fn rms_norm_fp8(
+/// The errors of [`quantize_rows`].
+pub fn rms_norm_8bit(
     x: &Tensor,             // [T, D] f32 or bf16
     weight: &Tensor,        // [D] bf16
     y: Option<&mut Tensor>, // [T, D] bf16
@@ -166,17 +166,17 @@ pub fn rms_norm_fp8(
     unsafe { launch_early(rms_norm::SOURCE, &name, gpu, ((numel / dim) as u32, threads(dim, MOST), 0), &arguments) }
 }
 
-/// Computes [`silu_mul`](super::silu_mul()), rounds the result to bfloat16, and quantizes it like [`fp8_rows`]; also writes it to y if given.
+/// Computes [`silu_mul`](super::silu_mul()), rounds the result to bfloat16, and quantizes it like [`quantize_rows`]; also writes it to y if given.
 ///
 /// # Errors
-/// The errors of [`fp8_rows`].
-pub fn silu_mul_fp8(
+/// The errors of [`quantize_rows`].
+pub fn silu_mul_8bit(
     activation: Activation,
     gate_up: &Tensor,       // [T, 2 F] bf16: g0 u0 g1 u1 ..
     y: Option<&mut Tensor>, // [T, F] bf16
     to: &ScaledRows,        // [T, F]
 ) -> Result<()> {
-    const OP: &str = "silu_mul_fp8";
+    const OP: &str = "silu_mul_8bit";
     let (gpu, columns) = (ordinal(OP, gate_up)?, row_len(OP, gate_up)? / 2);
     let (rows, y) = (gate_up.numel() / (2 * columns).max(1), y.as_deref());
     if ![Some(gate_up), y].into_iter().flatten().all(is_aligned) {
@@ -197,11 +197,11 @@ pub fn silu_mul_fp8(
     unsafe { launch_early(swiglu::SOURCE, &name, gpu, shape, &arguments) }
 }
 
-/// Computes [`swiglu_backward`](super::swiglu_backward()), with gradients in bfloat16 and quantized like [`fp8_rows`]. Returns d_gate_up in the
+/// Computes [`swiglu_backward`](super::swiglu_backward()), with gradients in bfloat16 and quantized like [`quantize_rows`]. Returns d_gate_up in the
 /// memory of `gate_up`, and the forward's y. A row is kept in shared memory until its largest value is known.
 ///
 /// # Errors
-/// The errors of [`fp8_rows`].
+/// The errors of [`quantize_rows`].
 pub fn swiglu_backward_fp8(
     activation: Activation,
     dy: &Tensor,     // [T, F] bf16
@@ -229,13 +229,13 @@ pub fn swiglu_backward_fp8(
     Ok([gate_up, y])
 }
 
-/// Whether [`silu_mul_fp8`] and [`swiglu_backward_fp8`] support such pairs [.., 2 F].
+/// Whether [`silu_mul_8bit`] and [`swiglu_backward_fp8`] support such pairs [.., 2 F].
 pub fn fp8_swiglu_serves(gate_up: &Tensor) -> bool {
     let pairs = gate_up.size().last().map_or(0, |&pairs| pairs as usize);
     rounds(gate_up) && fp8_trains([pairs, pairs / 2]) && pairs / 2 <= MOST_COLUMNS
 }
 
-/// Whether [`add_rms_norm_fp8`] supports rows [.., D] with such a weight.
+/// Whether [`add_rms_norm_8bit`] supports rows [.., D] with such a weight.
 pub fn fp8_norm_serves(x: &Tensor, weight: &Tensor) -> bool {
     let dim = weight.numel();
     let fits = fp8_serves([COLUMNS, dim]) && dim <= add_rms_norm::most_columns(PACK);
@@ -298,7 +298,7 @@ fn even_threads(columns: usize, most: usize) -> u32 {
     packs.div_ceil(packs.div_ceil(most).max(1)).next_multiple_of(32) as u32
 }
 
-/// Number of blocks, threads and bytes of shared memory of [`silu_mul_fp8`].
+/// Number of blocks, threads and bytes of shared memory of [`silu_mul_8bit`].
 fn forward_shape([rows, columns]: [usize; 2], kind: Kind) -> (u32, u32, u32) {
     let most = if rows <= FEW_ROWS { FEW_ROWS_THREADS } else { MANY_ROWS_THREADS };
     let bytes = if kind == Kind::Int8 { 2 * row_bytes(columns) } else { row_bytes(columns) }; // rotated rows wait in float32

@@ -31,7 +31,7 @@ const MOST_MISSING: usize = 15;
 /// Minimum fraction of the GPU's time that the pairs of blocks must use.
 const LEAST_FILL: f64 = 0.9;
 
-/// Whether [`gate_up`], or [`gate_up_fp8`] for e4m3 and int8, supports this number of rows and this weight on its GPU.
+/// Whether [`gate_up`], or [`gate_up_8bit`] for e4m3 and int8, supports this number of rows and this weight on its GPU.
 ///
 /// # Errors
 /// [`crate::Error::Cuda`].
@@ -65,7 +65,7 @@ pub fn gate_up(
 ///
 /// # Errors
 /// The errors of [`gate_up`].
-pub fn gate_up_fp8(
+pub fn gate_up_8bit(
     x: &ScaledRows, // [R, K]
     w: &ScaledRows, // [2 F, K]
     y: &Tensor,     // [R, F] bf16

@@ -24,9 +24,9 @@ pub fn int8_product(
 ) -> Result<()> {
     let rows = x.values.size()[0] as usize;
     if product::product_serves(rows, &[&w.values], bias)? {
-        product::product_fp8(x, w, bias, out)
+        product::product_8bit(x, w, bias, out)
     } else {
-        wide_product::wide_product_fp8(x, w, bias, out)
+        wide_product::wide_product_8bit(x, w, bias, out)
     }
 }
 
@@ -41,10 +41,10 @@ pub fn int8_silu_mul(
 ) -> Result<()> {
     let rows = x.values.size()[0] as usize;
     if product::product_serves(rows, &[&w.values], None)? {
-        product::product_silu_mul_fp8(x, w, y)
+        product::product_silu_mul_8bit(x, w, y)
     } else if rows <= MOST_ROWS_OF_GATE_UP && gate_up::gate_up_serves(rows, &w.values)? {
-        gate_up::gate_up_fp8(x, w, y)
+        gate_up::gate_up_8bit(x, w, y)
     } else {
-        wide_product::wide_product_silu_mul_fp8(x, w, y)
+        wide_product::wide_product_silu_mul_8bit(x, w, y)
     }
 }

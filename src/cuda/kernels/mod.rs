@@ -80,13 +80,13 @@ pub use experts::{ExpertAdapter, experts_down, experts_down_fp8, experts_gate_up
 pub use experts_low::{LowRows, experts_low};
 pub use filter::{FILTER_HEAD_WORDS, Filters, filter, filter_parts, most_filter_parts};
 pub use fp8::{
-    ScaledRows, add_rms_norm_fp8, fp8_norm_serves, fp8_rows, fp8_rows_of_step, fp8_serves, fp8_swiglu_serves,
-    fp8_trains, rms_norm_fp8, silu_mul_fp8, swiglu_backward_fp8,
+    ScaledRows, add_rms_norm_8bit, fp8_norm_serves, fp8_serves, fp8_swiglu_serves, fp8_trains, quantize_rows,
+    quantize_rows_of_step, rms_norm_8bit, silu_mul_8bit, swiglu_backward_fp8,
 };
 pub use fp8_columns::fp8_columns;
 pub use gate::gate;
 pub(super) use gate_up::gate_up_key;
-pub use gate_up::{gate_up, gate_up_fp8, gate_up_serves};
+pub use gate_up::{gate_up, gate_up_8bit, gate_up_serves};
 pub use grouped_weight::{grouped_weight, grouped_weight_serves};
 pub use head::{HeadRows, head_backward, head_forward};
 pub use heads::{HeadNormWeights, HeadsGradient, heads_backward, heads_forward};
@@ -103,7 +103,7 @@ pub use norm::sums_of_squares;
 pub use normal::{dropout, fill_normal};
 pub use paged_attention::{AttentionBlocks, AttentionPlan, AttentionShape, SharedPrefixes, paged_attention};
 pub(super) use product::product_key;
-pub use product::{product, product_fp8, product_serves, product_silu_mul, product_silu_mul_fp8};
+pub use product::{product, product_8bit, product_serves, product_silu_mul, product_silu_mul_8bit};
 pub use qk_norm::{qk_scale, qk_squares};
 pub use rms_norm::{rms_norm_backward, rms_norm_forward};
 pub use rope_write_kv::{HeadTransform, QkvViews, hadamard_block, rope_write_kv, rope_write_kv_scaled};
@@ -125,7 +125,7 @@ pub use swiglu::{
 pub use tiled_attention::{RowTile, tiled_attention, tiled_attention_cached, tiled_attention_serves};
 pub(super) use wide_product::wide_product_key;
 pub use wide_product::{
-    wide_product_fp8, wide_product_serves, wide_product_silu_mul_fp8, wide_product_silu_mul_serves,
+    wide_product_8bit, wide_product_serves, wide_product_silu_mul_8bit, wide_product_silu_mul_serves,
 };
 
 use super::context::Context;

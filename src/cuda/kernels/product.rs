@@ -88,7 +88,7 @@ impl ProductTiling {
     }
 }
 
-/// Whether [`product`], or [`product_fp8`] for e4m3 and int8, supports this number of rows and all of these weights [N, K], one of which has the bias, on
+/// Whether [`product`], or [`product_8bit`] for e4m3 and int8, supports this number of rows and all of these weights [N, K], one of which has the bias, on
 /// their GPU. It only pays if all GEMMs of a layer use it, because each prefetches its weights during the preceding one.
 ///
 /// # Errors
@@ -130,7 +130,7 @@ pub fn product(
 ///
 /// # Errors
 /// The errors of [`product`].
-pub fn product_fp8(
+pub fn product_8bit(
     x: &ScaledRows,        // [R, K]
     w: &ScaledRows,        // [N, K]
     bias: Option<&Tensor>, // [N] bf16
@@ -143,7 +143,7 @@ pub fn product_fp8(
 ///
 /// # Errors
 /// The errors of [`product`].
-pub fn product_silu_mul_fp8(
+pub fn product_silu_mul_8bit(
     x: &ScaledRows, // [R, K]
     w: &ScaledRows, // [2 F, K]
     y: &Tensor,     // [R, F] bf16

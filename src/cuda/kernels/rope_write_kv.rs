@@ -105,7 +105,7 @@ pub fn rope_write_kv(
     run(qkv, transform, [positions, slot_mapping], q_out, [k_cache, v_cache], None)
 }
 
-/// Computes [`rope_write_kv`] for an 8-bit cache: e4m3 (sm_89 or later), quantized like [`fp8_rows`](super::fp8_rows), or int8, quantized like
+/// Computes [`rope_write_kv`] for an 8-bit cache: e4m3 (sm_89 or later), quantized like [`quantize_rows`](super::quantize_rows), or int8, quantized like
 /// [`crate::ops::int8`], depending on the type of its values. Each token and head has its own scale. For int8, q_out and k are also multiplied by
 /// Hadamard matrices.
 ///

@@ -129,7 +129,7 @@ impl WideTiling {
     }
 }
 
-/// Whether [`wide_product_fp8`] supports this number of rows, this weight [N, K] and this bias on its GPU.
+/// Whether [`wide_product_8bit`] supports this number of rows, this weight [N, K] and this bias on its GPU.
 ///
 /// # Errors
 /// [`crate::Error::Cuda`].
@@ -137,7 +137,7 @@ pub fn wide_product_serves(rows: usize, w: &Tensor, bias: Option<&Tensor>) -> Re
     Ok(bias.is_none_or(lies_well) && serves(rows, w, false)?)
 }
 
-/// Whether [`wide_product_silu_mul_fp8`] supports this number of rows and this weight [2 F, K] on its GPU.
+/// Whether [`wide_product_silu_mul_8bit`] supports this number of rows and this weight [2 F, K] on its GPU.
 ///
 /// # Errors
 /// [`crate::Error::Cuda`].
@@ -155,7 +155,7 @@ fn serves(rows: usize, w: &Tensor, has_silu: bool) -> Result<bool> {
     Ok(is_tuned && context.compute_capability()? == Capability::HOPPER)
 }
 
-/// A cache key that identifies the kernels and tilings, and so the speed of [`wide_product_fp8`], for a compute capability.
+/// A cache key that identifies the kernels and tilings, and so the speed of [`wide_product_8bit`], for a compute capability.
 pub(in crate::cuda) fn wide_product_key(capability: Capability) -> Result<String> {
     let cuts = (CLUSTERS, LEAST_FILL, MOST_ROWS_OF_WHOLE, LONG, TILES, TILES_SILU_MUL, BYTES_OF_PARTS);
     Ok(format!("{cuts:?} {:?} {}", (STAGES_BYTES, STAGES_BYTES_OF_TILES), nvrtc::key(SOURCE, capability)?))
@@ -166,7 +166,7 @@ pub(in crate::cuda) fn wide_product_key(capability: Capability) -> Result<String
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit or that [`wide_product_serves`] refuses; [`crate::Error::Cuda`].
-pub fn wide_product_fp8(
+pub fn wide_product_8bit(
     x: &ScaledRows,        // [R, K]
     w: &ScaledRows,        // [N, K]
     bias: Option<&Tensor>, // [N] bf16
@@ -176,11 +176,11 @@ pub fn wide_product_fp8(
 }
 
 /// Computes y = silu(gate) * up from x w^T with columns g0 u0 g1 u1 .., for 129 to 256 rows with e4m3 operands or any number with int8, under the
-/// conditions of [`wide_product_fp8`]. Gate and up are rounded as if they were stored.
+/// conditions of [`wide_product_8bit`]. Gate and up are rounded as if they were stored.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit or that [`wide_product_silu_mul_serves`] refuses; [`crate::Error::Cuda`].
-pub fn wide_product_silu_mul_fp8(
+pub fn wide_product_silu_mul_8bit(
     x: &ScaledRows, // [R, K]
     w: &ScaledRows, // [2 F, K]
     y: &Tensor,     // [R, F] bf16

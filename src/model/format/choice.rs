@@ -65,6 +65,17 @@ impl dyn Format {
         self.device_refusal(device)?.map_or(Ok(()), |reason| self.refuse(of, &reason))
     }
 
+    /// Checks that experts in the format can have adapters.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] for the configuration key of that use.
+    pub fn check_expert_adapters(&self, of: Use) -> Result<()> {
+        if self.adapts_experts() {
+            return Ok(());
+        }
+        self.refuse(of, "adapters of experts are not supported beside experts in this format")
+    }
+
     /// Returns the error that refuses a use of the format.
     ///
     /// # Errors

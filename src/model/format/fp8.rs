@@ -189,7 +189,7 @@ impl Format for Fp8 {
         let mut plain = is_read.then(plain).transpose()?;
         let of_plain = if is_read { OpCost::pass(&[&weight.expand_as(x)]).bytes } else { 0.0 };
         let work = || OpCost { bytes: OpCost::pass(&[x, &rows.values]).bytes + of_plain, flop: 0.0 };
-        timed("norm", work, || kernels::rms_norm_fp8(x, weight, plain.as_mut(), &rows, norm))?;
+        timed("norm", work, || kernels::rms_norm_8bit(x, weight, plain.as_mut(), &rows, norm))?;
         Ok(Rows::Rounded { rows, plain })
     }
 
@@ -205,7 +205,7 @@ impl Format for Fp8 {
         let mut plain = is_read.then(plain).transpose()?;
         let read = if is_read { 1.75 } else { 1.25 };
         let work = || OpCost { bytes: read * OpCost::pass(&[pairs]).bytes, flop: 0.0 };
-        timed("activation", work, || kernels::silu_mul_fp8(activation, pairs, plain.as_mut(), &rows))?;
+        timed("activation", work, || kernels::silu_mul_8bit(activation, pairs, plain.as_mut(), &rows))?;
         Ok(Rows::Rounded { rows, plain })
     }
 
@@ -230,9 +230,9 @@ impl Format for Fp8 {
     fn step_gate_up(&self, own: OwnProducts, x: StepRows<'_>, w: &Piece, act: &mut Tensor) -> Result<()> {
         let (x, w) = (x.rounded(), w.rounded());
         match own {
-            OwnProducts::All => kernels::product_silu_mul_fp8(x, w, act),
-            _ if kernels::gate_up_serves(x.values.size()[0] as usize, &w.values)? => kernels::gate_up_fp8(x, w, act),
-            _ => kernels::wide_product_silu_mul_fp8(x, w, act),
+            OwnProducts::All => kernels::product_silu_mul_8bit(x, w, act),
+            _ if kernels::gate_up_serves(x.values.size()[0] as usize, &w.values)? => kernels::gate_up_8bit(x, w, act),
+            _ => kernels::wide_product_silu_mul_8bit(x, w, act),
         }
     }
 
@@ -251,18 +251,18 @@ impl Format for Fp8 {
         if by.adapter.is_none() && kernels::streamed_down_serves(by.tile, w, by.routed)? {
             return kernels::streamed_experts_down(act.plain, w, by.routed, out);
         }
-        kernels::fp8_rows_of_step(act.plain, act.rounded())?;
+        kernels::quantize_rows_of_step(act.plain, act.rounded())?;
         kernels::experts_down_fp8(by.tile, act.rounded(), w, by.adapter, by.routed, out)
     }
 
     fn step_product(&self, by: StepProducts<'_>, x: StepRows<'_>, w: &Piece, out: &Tensor) -> Result<()> {
         let (x, bias, w) = (x.rounded(), w.bias.as_ref(), w.rounded());
         match by.own {
-            OwnProducts::All => kernels::product_fp8(x, w, bias, out),
+            OwnProducts::All => kernels::product_8bit(x, w, bias, out),
             OwnProducts::Wide | OwnProducts::WideAndGateUp
                 if kernels::wide_product_serves(x.values.size()[0] as usize, &w.values, bias)? =>
             {
-                kernels::wide_product_fp8(x, w, bias, out)
+                kernels::wide_product_8bit(x, w, bias, out)
             }
             _ => by.products.run_fp8(x, w, bias, out, by.tuning),
         }

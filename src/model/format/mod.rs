@@ -285,7 +285,7 @@ pub trait Format: Debug + Sync {
     /// # Errors
     /// [`crate::Error::InvalidArgument`] for rows that do not fit; [`crate::Error::Cuda`].
     fn step_round(&self, x: &Tensor /* [T, K] */, to: &ScaledRows) -> Result<()> {
-        kernels::fp8_rows_of_step(x, to)
+        kernels::quantize_rows_of_step(x, to)
     }
 
     /// Computes x += delta and out = norm(x) in an engine step.

@@ -139,7 +139,7 @@ impl StepOutput<'_> {
         norm: NormOptions,
     ) -> Result<()> {
         match self.rounded {
-            Some(to) => kernels::add_rms_norm_fp8(x, delta, weight, self.is_read.then_some(self.plain), &to, norm),
+            Some(to) => kernels::add_rms_norm_8bit(x, delta, weight, self.is_read.then_some(self.plain), &to, norm),
             None => kernels::add_rms_norm(x, delta, weight, self.plain, norm),
         }
     }
@@ -147,7 +147,7 @@ impl StepOutput<'_> {
     /// Writes activation(gate) * up, quantized if there is a buffer for that.
     pub(super) fn activate(self, activation: Activation, gate_up: &Tensor /* [T, 2 F] */) -> Result<()> {
         match self.rounded {
-            Some(to) => kernels::silu_mul_fp8(activation, gate_up, self.is_read.then_some(self.plain), &to),
+            Some(to) => kernels::silu_mul_8bit(activation, gate_up, self.is_read.then_some(self.plain), &to),
             None => kernels::silu_mul(activation, gate_up, self.plain),
         }
     }

@@ -4,7 +4,7 @@ use tch::Kind;
 
 use super::spec::LoraSpec;
 use crate::error::{Error, Result};
-use crate::model::format::Format;
+use crate::model::format::{Format, Use};
 use crate::model::spec::ModelSpec;
 
 /// The rank must be a multiple of this in bfloat16, because the kernels copy that many elements at once.
@@ -31,5 +31,13 @@ impl LoraSpec {
              dtype=float32 and device=cpu support any rank"
         );
         Err(Error::invalid_value("lora.r", self.r, expected))
+    }
+
+    /// Checks that an engine whose matrices are in this format can compute the adapters.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] for the key of the format.
+    pub fn check_engine(&self, spec: &ModelSpec, format: &dyn Format, of: Use) -> Result<()> {
+        if self.adapts_experts(spec) { format.check_expert_adapters(of) } else { Ok(()) }
     }
 }
