@@ -61,7 +61,6 @@ sources! {
     MERGE_ATTENTION = "merge_attention.cu",
     MXFP4 = "mxfp4.cu",
     MXFP4_EXPERTS = "mxfp4_experts.cu",
-    NARROW_PRODUCT = "narrow_product.cu",
     NEXT_TOKENS = "next_tokens.cu",
     NF4 = "nf4.cu",
     NORM = "norm.cu",
@@ -70,6 +69,8 @@ sources! {
     PAGED_ATTENTION_ANY = "paged_attention_any.cu",
     PLAN_ATTENTION = "plan_attention.cu",
     PRODUCT = "product.cu",
+    PRODUCT_FP8 = "product_fp8.cu",
+    PRODUCT_INT8 = "product_int8.cu",
     QK_NORM = "qk_norm.cu",
     RMS_NORM = "rms_norm.cu",
     ROPE_WRITE_KV = "rope_write_kv.cu",
@@ -84,7 +85,7 @@ sources! {
 }
 
 /// Headers that the sources include. CUDA's own headers, such as that for bf16, are not part of the compiler's package.
-const HEADERS: [(&CStr, &str); 25] = [
+const HEADERS: [(&CStr, &str); 26] = [
     (c"adamw.cuh", include_str!("../kernels/adamw.cuh")),
     (c"async.cuh", include_str!("../kernels/async.cuh")),
     (c"attention.cuh", include_str!("../kernels/attention.cuh")),
@@ -97,6 +98,7 @@ const HEADERS: [(&CStr, &str); 25] = [
     (c"delta.cuh", include_str!("../kernels/delta.cuh")),
     (c"delta_products.cuh", include_str!("../kernels/delta_products.cuh")),
     (c"delta_step.cuh", include_str!("../kernels/delta_step.cuh")),
+    (c"few_rows.cuh", include_str!("../kernels/few_rows.cuh")),
     (c"fp8.cuh", include_str!("../kernels/fp8.cuh")),
     (c"hopper.cuh", include_str!("../kernels/hopper.cuh")),
     (c"int8.cuh", include_str!("../kernels/int8.cuh")),

@@ -150,10 +150,14 @@ __device__ __forceinline__ unsigned long long descriptor(unsigned at) {
 #define OWN(C, I) C(d[I]), C(d[I + 1]), C(d[I + 2]), C(d[I + 3])
 #define R4 QUAD(0, 1, 2, 3)
 #define D4(C) OWN(C, 0)
+#define R8 \
+    R4 ", " QUAD(4, 5, 6, 7)
+#define D8(C) \
+    OWN(C, 0), OWN(C, 4)
 #define R16 \
-    QUAD(0, 1, 2, 3) ", " QUAD(4, 5, 6, 7) ", " QUAD(8, 9, 10, 11) ", " QUAD(12, 13, 14, 15)
+    R8 ", " QUAD(8, 9, 10, 11) ", " QUAD(12, 13, 14, 15)
 #define D16(C) \
-    OWN(C, 0), OWN(C, 4), OWN(C, 8), OWN(C, 12)
+    D8(C), OWN(C, 8), OWN(C, 12)
 #define R20 \
     R16 ", " QUAD(16, 17, 18, 19)
 #define D20(C) \

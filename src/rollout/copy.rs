@@ -59,8 +59,9 @@ impl WeightCopy {
         if weights.stored.is_some() {
             return self.format.refuse(self.of, "the base is stored with quantization = nf4, which the engine dequantizes one block at a time; a quantized copy needs all blocks");
         }
-        let mut linears = weights.blocks.iter().flat_map(BlockParams::linears);
-        if linears.any(|(_, linear)| linear.lora.is_some() && linear.is_of_experts()) {
+        let adapts_experts =
+            |block: &BlockParams| block.linears().any(|(_, linear)| linear.lora.is_some() && linear.is_of_experts());
+        if weights.blocks.iter().any(adapts_experts) {
             self.format.check_expert_adapters(self.of)?;
         }
         self.arena.map(self.arena.reserved_bytes())?;

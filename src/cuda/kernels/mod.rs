@@ -33,7 +33,6 @@ mod launch;
 mod mask;
 mod merge_attention;
 mod mxfp4;
-mod narrow_product;
 mod next_tokens;
 mod nf4;
 mod norm;
@@ -96,14 +95,15 @@ pub use launch::serve;
 pub use mask::{mask_logits, mask_low};
 pub use merge_attention::merge_attention;
 pub use mxfp4::{MXFP4_UNIT, MXFP4_UNIT_BYTES, mxfp4_bytes, mxfp4_experts_down, mxfp4_experts_gate_up, mxfp4_quantize};
-pub use narrow_product::MOST_ROWS as NARROW_ROWS;
 pub use next_tokens::next_tokens;
 pub use nf4::{Nf4Codes, nf4_dequantize};
 pub use norm::sums_of_squares;
 pub use normal::{dropout, fill_normal};
 pub use paged_attention::{AttentionBlocks, AttentionPlan, AttentionShape, SharedPrefixes, paged_attention};
 pub(super) use product::product_key;
-pub use product::{product, product_8bit, product_serves, product_silu_mul, product_silu_mul_8bit};
+pub use product::{
+    MOST_ROWS as FEW_ROWS, product, product_8bit, product_serves, product_silu_mul, product_silu_mul_8bit,
+};
 pub use qk_norm::{qk_scale, qk_squares};
 pub use rms_norm::{rms_norm_backward, rms_norm_forward};
 pub use rope_write_kv::{HeadTransform, QkvViews, hadamard_block, rope_write_kv, rope_write_kv_scaled};
@@ -135,7 +135,7 @@ use crate::error::Result;
 use crate::types::Place;
 
 /// Every .cu file with the names of its kernels. Wrappers that compose a kernel's name must only produce names in this list.
-pub(super) const KERNELS: [(&KernelSource, &[&str]); 49] = [
+pub(super) const KERNELS: [(&KernelSource, &[&str]); 50] = [
     (adamw::SOURCE, adamw::NAMES),
     (adamw8bit::SOURCE, adamw8bit::NAMES),
     (adapt::SOURCE, adapt::NAMES),
@@ -165,7 +165,6 @@ pub(super) const KERNELS: [(&KernelSource, &[&str]); 49] = [
     (merge_attention::SOURCE, merge_attention::NAMES),
     (mxfp4::SOURCE, mxfp4::NAMES),
     (mxfp4::HOPPER, mxfp4::HOPPER_NAMES),
-    (narrow_product::SOURCE, narrow_product::NAMES),
     (nf4::SOURCE, nf4::NAMES),
     (norm::SOURCE, norm::NAMES),
     (normal::SOURCE, normal::NAMES),
@@ -174,6 +173,8 @@ pub(super) const KERNELS: [(&KernelSource, &[&str]); 49] = [
     (paged_attention::ANY, paged_attention::ANY_NAMES),
     (paged_attention::PLAN, paged_attention::PLAN_NAMES),
     (product::SOURCE, product::NAMES),
+    (product::FP8, product::FP8_NAMES),
+    (product::INT8, product::INT8_NAMES),
     (qk_norm::SOURCE, qk_norm::NAMES),
     (rms_norm::SOURCE, rms_norm::NAMES),
     (rope_write_kv::SOURCE, rope_write_kv::NAMES),

@@ -37,7 +37,7 @@ impl LoraSpec {
     ///
     /// # Errors
     /// [`Error::InvalidValue`] for the key of the format.
-    pub fn check_engine(&self, spec: &ModelSpec, format: &dyn Format, of: Use) -> Result<()> {
+    pub fn check_engine(&self, spec: &ModelSpec, format: &'static dyn Format, of: Use) -> Result<()> {
         if self.adapts_experts(spec) { format.check_expert_adapters(of) } else { Ok(()) }
     }
 }

@@ -13,10 +13,10 @@ use crate::model::{
 use crate::ops::swiglu::Activation;
 
 impl DecoderNetwork<'_> {
-    /// The sets of GEMMs for which this crate has kernels in all blocks. With more than a few unquantized rows they were measured to be faster only
-    /// with one rank per engine.
+    /// The sets of GEMMs for which this crate has kernels in all blocks. With many unquantized rows they were measured to be faster only with one rank
+    /// per engine.
     pub(super) fn may_own_products(&self, rows: usize) -> Result<Vec<OwnProducts>> {
-        let is_tried = self.tp.size() == 1 || self.format().rounds() || rows <= kernels::NARROW_ROWS;
+        let is_tried = self.tp.size() == 1 || self.format().rounds() || rows <= kernels::FEW_ROWS;
         let has_silu = self.spec.layers.iter().all(|block| block.mlp.activation() == Activation::Silu);
         if self.tuning != Tuning::Timed || !is_tried || !has_silu || self.format().has_own_products() {
             return Ok(Vec::new());
