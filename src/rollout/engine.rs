@@ -18,6 +18,7 @@ use super::state_pages::{SequenceMemory, StatePages};
 use super::stats::{DraftCounts, EngineStats, StageTimes};
 use super::stop::CompletionLimit;
 use super::weights::EngineWeights;
+use crate::config::Speculation;
 use crate::data::{GrammarCompiler, Tokenizer};
 use crate::error::{Error, Result};
 use crate::memory;
@@ -215,6 +216,13 @@ impl Engine {
         if let Some(speculator) = &mut self.speculator {
             speculator.inject(injection);
         }
+    }
+
+    /// Changes where draft tokens come from, and forgets what was measured of the source before. The engine must have been created for the draft head
+    /// if `method` uses it, and for draft tokens if it makes any. All ranks of the engine must call this.
+    pub(crate) fn set_speculation(&mut self, method: Speculation) {
+        self.options.speculation.method = method;
+        self.speculator = Speculator::new(self.options.speculation);
     }
 
     /// Drops all sequences that are kept in the cache. Call this when the weights changed by more than training.
