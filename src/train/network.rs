@@ -3,7 +3,6 @@
 //!
 //! Shapes: T tokens, C scored tokens, D hidden, V vocabulary.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use tch::{Device, Kind, Tensor};
@@ -29,7 +28,7 @@ use crate::model::{
 use crate::ops::head::TopTokens;
 use crate::ops::linear::Onto;
 use crate::ops::{embedding, try_map};
-use crate::ranks::Collective;
+use crate::ranks::Mesh;
 
 /// The weights, and the passes over them.
 #[derive(Debug)]
@@ -56,12 +55,12 @@ impl Network {
         weights: Weights,
         adapters: Option<Adapters>,
         options: NetworkOptions,
-        sequence: &Arc<dyn Collective>,
+        mesh: &Mesh,
     ) -> Result<Self> {
         options.format.check_device(Use::Training, options.device)?;
-        weights.table().spec.validate_sequence_parallel(sequence.size())?;
+        weights.table().spec.validate_sequence_parallel(mesh.sequence.size())?;
         let ropes = weights.table().spec.ropes();
-        let exchange = TokenExchange::of(sequence)?;
+        let exchange = TokenExchange::of(&mesh.sequence, &mesh.lane);
         Ok(Self { weights, adapters, ropes, options, exchange, offload: None, num_top: 0, draft_weight: 1.0 })
     }
 
