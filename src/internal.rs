@@ -36,7 +36,7 @@ pub mod data {
 }
 pub mod ranks {
     pub use crate::ranks::{
-        Backend, Collective, Mesh, ReduceOp, SingleRank, WorkerEnv, World, WorldOptions, all_gather_bytes,
+        Backend, Collective, Mesh, ReduceOp, SingleRank, Trade, WorkerEnv, World, WorldOptions, all_gather_bytes,
         all_reduce_f64,
     };
 }

@@ -192,6 +192,7 @@ pub fn bench_train(bench: &TrainBench, world: &World) -> Result<Value> {
     let memory = torch::device_memory(device)?;
     let mut result = run.report(world, &steps, limits.as_ref());
     let predicted = steps.iter().map(|step| step.predicted_bytes).max();
+    result["first_grad_norm"] = json!(run.first_grad_norm);
     result["predicted_peak_bytes"] = json!(memory.and(predicted));
     result["planned_peak_bytes"] = json!(memory.map(|_| bench.planned_bytes(&run.table, run.micro_batches.len())));
     result["peak_allocated_bytes"] = json!(memory.map(|memory| memory.peak_allocated));
@@ -212,6 +213,8 @@ struct TimedRun<'a> {
     busiest_expert_share: Option<f64>,
     micro_batches: Vec<MicroBatch>,
     num_steps: u64,
+    /// Norm of the gradients of the first step, by which runs with the same tokens can be compared.
+    first_grad_norm: Option<f64>,
 }
 
 /// Measurements of one step.
@@ -284,6 +287,7 @@ impl<'a> TimedRun<'a> {
             busiest_expert_share: None,
             micro_batches: Vec::new(),
             num_steps: 0,
+            first_grad_norm: None,
         };
         run.draw(device)?;
         Ok(run)
@@ -306,7 +310,11 @@ impl<'a> TimedRun<'a> {
         let pass = phase::scope(if scores { Phase::Score } else { Phase::ForwardBackward }, || self.pass());
         let update = |()| match scores {
             true => Ok(()),
-            false => phase::scope(Phase::Optimizer, || self.policy.optimizer_step(1e-4, 1.0).map(drop)), // even if the step is skipped
+            false => phase::scope(Phase::Optimizer, || {
+                let outcome = self.policy.optimizer_step(1e-4, 1.0)?; // even if the step is skipped
+                self.first_grad_norm.get_or_insert(outcome.grad_norm);
+                Ok(())
+            }),
         };
         pass.and_then(update).map_err(explain_out_of_memory)
     }

@@ -13,7 +13,7 @@
 //! | `peer_memory` | memory of several GPUs that their processes all map |
 //! | `pinned` | host memory that is copied from and to while the host goes on |
 //! | `products` | matrix products through cuBLASLt |
-//! | `profile`, `stopwatch`, `launches` | the time of operations by family; of some of them, added up over a step; of every kernel |
+//! | `profile`, `launches` | the time of operations by family; of every kernel |
 //! | `kernels` | one safe function per kernel, over tensors |
 
 mod abilities;
@@ -37,7 +37,6 @@ mod pinned;
 mod placement;
 mod products;
 mod profile;
-mod stopwatch;
 mod stream;
 mod sustained;
 mod torch_stream;
@@ -59,7 +58,6 @@ pub use placement::{Placement, residual_kind};
 pub use products::{ExactVerdict, Products, Tuning};
 pub(crate) use profile::timed;
 pub use profile::{OpCost, OpFamily, profile};
-pub use stopwatch::Stopwatch;
 pub use stream::{CudaEvent, Stream};
 pub use sustained::Sustained;
 pub use torch_stream::{CurrentStream, TorchStream};

@@ -71,14 +71,14 @@ pub fn forward(
 /// The errors of [`forward`]; errors for gradients that do not fit.
 pub fn backward(
     [dq, dk, dv]: [&Tensor; 3], // [T, H, hd], [T, Hkv, hd] twice
-    heads: &Heads,
+    qkv: Option<&Tensor>,       // [T, Hkv, G + 2, hd], if there are norms
     norms: Option<HeadNormWeights<'_>>,
     rows: &RopeRows,
     grads: HeadGradients<'_>,
 ) -> Result<Tensor> {
     if kernels::serve(dq) {
         let work = || OpCost::pass(&[dq, dk, dv, dq, dk, dv]);
-        let run = || Ok(gpu_backward([dq, dk, dv], heads, norms, rows, grads)?.flatten(1, 3));
+        let run = || Ok(gpu_backward([dq, dk, dv], qkv, norms, rows, grads)?.flatten(1, 3));
         return timed("rotation, backward", work, run);
     }
     let [tokens, num_heads, head_dim] = dq.size()[..] else { panic!("queries [T, H, hd], not {:?}", dq.size()) };
@@ -89,7 +89,7 @@ pub fn backward(
     rope::backward_into(&dq.view([tokens, kv_heads, group, head_dim]), rows, &mut d_q)?;
     rope::backward_into(dk, rows, &mut d_k)?;
     d_v.f_copy_(dv)?;
-    if let (Some(qkv), Some(norms), Some([d_q_weight, d_k_weight])) = (&heads.qkv, norms, grads.norms) {
+    if let (Some(qkv), Some(norms), Some([d_q_weight, d_k_weight])) = (qkv, norms, grads.norms) {
         let [q, k, _] = parts(qkv);
         for (mut d, x, weight, d_weight) in [(d_q, q, norms.q, d_q_weight), (d_k, k, norms.k, d_k_weight)] {
             let (_, rstd) = rms_norm::forward(&x, weight, norms.eps)?;
@@ -105,15 +105,14 @@ pub fn backward(
 
 fn gpu_backward(
     [dq, dk, dv]: [&Tensor; 3],
-    heads: &Heads,
+    qkv: Option<&Tensor>,
     norms: Option<HeadNormWeights<'_>>,
     rows: &RopeRows,
     grads: HeadGradients<'_>,
 ) -> Result<Tensor> {
     let (cos, sin) = rows.tables();
     let [dq, dk, dv] = try_map([dq, dk, dv], |d| Ok(d.f_contiguous()?))?;
-    let gradient =
-        kernels::heads_backward(&dq, &dk, &dv, norms.and(heads.qkv.as_ref()), norms, cos, sin, grads.bias.is_some())?;
+    let gradient = kernels::heads_backward(&dq, &dk, &dv, norms.and(qkv), norms, cos, sin, grads.bias.is_some())?;
     if let (Some(partial), Some(d_bias)) = (&gradient.d_bias, grads.bias) {
         kernels::add_columns(partial, d_bias)?;
     }
@@ -259,7 +258,7 @@ mod tests {
             let before = sums.each_ref().map(Tensor::copy);
             let [d_bias, d_q_weight, d_k_weight] = &mut sums;
             let into = HeadGradients { bias: Some(d_bias), norms: norms.map(|_| [d_q_weight, d_k_weight]) };
-            let d_qkv = backward([&d[0], &d[1], &d[2]], &heads, norms, &rows, into).unwrap();
+            let d_qkv = backward([&d[0], &d[1], &d[2]], heads.qkv.as_ref(), norms, &rows, into).unwrap();
             assert_close(&d_qkv.view_as(&qkv), &grads[0]);
             for ((after, before), expected) in sums.iter().zip(&before).zip(&grads[1..]) {
                 assert_close(after, &(before + expected.flatten(0, -1)));

@@ -50,10 +50,9 @@ fn operations_out_of_memory_return_an_error() {
     of(
         "heads::backward",
         Box::new(|| {
-            let one = heads::forward(small(&[1, 1, 3, 8]), None, &rope)?;
             let d = x.view([ROWS, 1, 8]);
             let grads = HeadGradients { bias: None, norms: None };
-            heads::backward([&d, &d, &d], &one, None, &rope, grads).map(drop)
+            heads::backward([&d, &d, &d], None, None, &rope, grads).map(drop)
         }),
     );
     of("rope::forward", Box::new(|| rope::forward(&x.view([ROWS, 1, 8]), &rope).map(drop)));

@@ -23,6 +23,17 @@ pub enum ReduceOp {
     Min,
 }
 
+/// A tensor for another rank of a group, and the memory for the one that it sends in return.
+#[derive(Debug)]
+pub struct Trade {
+    /// The other rank, by its index in the group.
+    pub rank: usize,
+    /// The tensor to send.
+    pub sent: Tensor,
+    /// Where the other rank's tensor is written; it must not overlap any tensor that is sent.
+    pub received: Tensor,
+}
+
 /// A group of ranks. Every operation is collective: all ranks of the group must call it in the same order, with tensors of equal dtype and size that
 /// are contiguous and on [`Collective::device`].
 ///
@@ -79,6 +90,33 @@ pub trait Collective: Send + Sync + Debug {
     fn broadcast(&self, tensor: &mut Tensor, root: usize) -> Result<()>;
     /// Sends slice j of `input` to group rank j, which receives it in slice `rank` of its `output`. The two tensors must not overlap.
     fn all_to_all(&self, input: &Tensor, output: &mut Tensor) -> Result<()>;
+    /// Sends tensors to other ranks and receives theirs. The n-th trade with a rank meets that rank's n-th trade with this one: what one sends has the
+    /// size and dtype of what the other receives. A backend without point-to-point transfers sends equally many bytes to every rank.
+    fn trade(&self, trades: &[Trade]) -> Result<()> {
+        let bytes_of = |tensor: &Tensor| -> Result<Tensor> { Ok(tensor.f_view([-1])?.f_view_dtype(Kind::Uint8)?) };
+        let of_rank = |rank: usize| trades.iter().filter(move |trade| trade.rank == rank);
+        let sent_bytes = |rank| of_rank(rank).map(|trade| trade.sent.numel() * trade.sent.kind().elt_size_in_bytes());
+        let most = (0..self.size()).map(|rank| sent_bytes(rank).sum::<usize>()).max().unwrap_or(0);
+        let mut part = Tensor::from_slice(&[most as i64]).f_to_device(self.device())?;
+        self.all_reduce(&mut part, ReduceOp::Max)?;
+        let part = part.int64_value(&[0]);
+        let input = Tensor::f_zeros([self.size() as i64, part], (Kind::Uint8, self.device()))?;
+        let mut output = input.f_empty_like()?;
+        let mut ends = vec![0; self.size()];
+        for Trade { rank, sent, .. } in trades {
+            let sent = bytes_of(sent)?;
+            input.select(0, *rank as i64).narrow(0, ends[*rank], sent.numel() as i64).f_copy_(&sent)?;
+            ends[*rank] += sent.numel() as i64;
+        }
+        self.all_to_all(&input, &mut output)?;
+        ends.fill(0);
+        for Trade { rank, received, .. } in trades {
+            let mut received = bytes_of(received)?;
+            received.f_copy_(&output.select(0, *rank as i64).narrow(0, ends[*rank], received.numel() as i64))?;
+            ends[*rank] += received.numel() as i64;
+        }
+        Ok(())
+    }
     /// Writes the `input` of the previous rank of the group to `output`; rank 0 gets that of the last rank. The two tensors must not overlap. A
     /// backend without point-to-point transfers gathers all inputs.
     fn shift(&self, input: &Tensor, output: &mut Tensor) -> Result<()> {

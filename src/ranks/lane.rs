@@ -1,7 +1,8 @@
 //! Collectives that overlap computation.
 //!
 //! A unit's gradients are reduced during the next unit's backward, a sharded unit is gathered while the previous one computes, and new weights are
-//! sent during the next unit's AdamW step. The metric `timing_s/exposed_communication` is the time that computation nevertheless waited.
+//! sent during the next unit's AdamW step. The metric `timing_s/exposed_communication` is the time that computation nevertheless waited. Ranks that
+//! share micro-batches exchange heads during attention over other heads; `timing_s/exposed_exchange` counts the waits for these.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -18,15 +19,21 @@ use crate::error::Result;
 /// when [`Lane::run`] returns.
 #[derive(Debug)]
 pub struct Lane {
-    stream: Option<TorchStream>,
+    queue: Arc<LaneQueue>,
     state: Mutex<LaneState>,
+}
+
+/// What lanes with one stream share.
+#[derive(Debug, Default)]
+struct LaneQueue {
+    stream: Option<TorchStream>,
+    newest: Mutex<Option<Arc<CudaEvent>>>, // end of the work that libtorch has not joined yet
 }
 
 #[derive(Debug, Default)]
 struct LaneState {
-    newest: Option<Arc<CudaEvent>>, // end of the work that libtorch has not joined yet
     waits: VecDeque<(CudaEvent, Arc<CudaEvent>)>, // where libtorch started to wait, and for what
-    exposed: Duration,              // time of the waits already read
+    exposed: Duration,                            // time of the waits already read
 }
 
 /// Work under way, with the tensors that it uses. libtorch's allocator does not know of the work, so the tensors may not be freed, read or written
@@ -41,14 +48,23 @@ pub struct Work {
 
 impl Lane {
     /// A lane without a stream: work runs at once.
-    pub(super) fn immediate() -> Arc<Self> {
-        Arc::new(Self { stream: None, state: Mutex::default() })
+    pub(crate) fn immediate() -> Arc<Self> {
+        Self::with_queue(Arc::default())
     }
 
     /// A lane with a stream on GPU `ordinal`.
     pub(super) fn of_gpu(ordinal: usize) -> Result<Arc<Self>> {
-        let stream = TorchStream::urgent(&Context::retain(ordinal)?)?;
-        Ok(Arc::new(Self { stream: Some(stream), state: Mutex::default() }))
+        let stream = Some(TorchStream::urgent(&Context::retain(ordinal)?)?);
+        Ok(Self::with_queue(Arc::new(LaneQueue { stream, newest: Mutex::default() })))
+    }
+
+    fn with_queue(queue: Arc<LaneQueue>) -> Arc<Self> {
+        Arc::new(Self { queue, state: Mutex::default() })
+    }
+
+    /// A lane with the same stream that counts the waits for its own work, which this lane then does not count.
+    pub fn counted_apart(&self) -> Arc<Self> {
+        Self::with_queue(self.queue.clone())
     }
 
     /// Queues the libtorch operations and collectives in `work`; they start after everything that libtorch has queued so far. During `work` the lane
@@ -58,7 +74,7 @@ impl Lane {
     /// # Errors
     /// The errors of `work`; [`crate::Error::Cuda`].
     pub fn run(self: &Arc<Self>, held: Vec<Tensor>, work: impl FnOnce() -> Result<()>) -> Result<Work> {
-        let Some(stream) = &self.stream else {
+        let Some(stream) = &self.queue.stream else {
             let start = Instant::now();
             let outcome = work();
             self.lock().exposed += start.elapsed();
@@ -68,7 +84,7 @@ impl Lane {
         let outcome = work();
         let end = Arc::new(stream.record_timed()?);
         current.leave();
-        self.lock().newest = Some(end.clone());
+        *self.queue.newest() = Some(end.clone());
         let work = Work { lane: self.clone(), end: Some(end), _held: held };
         outcome.map(|()| work)
     }
@@ -78,7 +94,7 @@ impl Lane {
     /// # Errors
     /// [`crate::Error::Cuda`].
     pub fn join(&self) -> Result<()> {
-        let newest = self.lock().newest.take();
+        let newest = self.queue.newest().take();
         newest.map_or(Ok(()), |newest| self.wait(&newest))
     }
 
@@ -97,7 +113,7 @@ impl Lane {
     }
 
     fn wait(&self, end: &Arc<CudaEvent>) -> Result<()> {
-        let Some(stream) = &self.stream else { return Ok(()) };
+        let Some(stream) = &self.queue.stream else { return Ok(()) };
         let came = CudaEvent::record_libtorch(stream.context())?;
         end.hold_libtorch()?;
         let mut state = self.lock();
@@ -107,6 +123,12 @@ impl Lane {
 
     fn lock(&self) -> MutexGuard<'_, LaneState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl LaneQueue {
+    fn newest(&self) -> MutexGuard<'_, Option<Arc<CudaEvent>>> {
+        self.newest.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -138,5 +160,27 @@ impl Drop for Work {
     fn drop(&mut self) {
         // The next use of the GPU reports the error.
         let _ = self.end.take().map(|end| self.lane.wait(&end));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lane_counts_only_the_waits_for_its_own_work() {
+        let lane = Lane::immediate();
+        let (apart, piece) = (lane.counted_apart(), Duration::from_millis(2));
+        let sleep = || {
+            std::thread::sleep(piece);
+            Ok(())
+        };
+        apart.run(Vec::new(), sleep).unwrap().hold_libtorch().unwrap();
+        assert_eq!(lane.take_exposed().unwrap(), Duration::ZERO);
+        lane.run(Vec::new(), sleep).unwrap().hold_libtorch().unwrap();
+        for lane in [lane, apart] {
+            assert!(lane.take_exposed().unwrap() >= piece);
+            assert_eq!(lane.take_exposed().unwrap(), Duration::ZERO);
+        }
     }
 }

@@ -55,7 +55,7 @@ mod single;
 pub(crate) mod testing;
 mod world;
 
-pub use collective::{Collective, ReduceOp};
+pub use collective::{Collective, ReduceOp, Trade};
 #[doc(hidden)]
 pub use collective::{all_gather_bytes, all_gather_f64, all_gather_json, all_reduce_f64, any_rank, first_text};
 #[doc(hidden)]

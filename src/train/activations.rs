@@ -54,8 +54,7 @@ impl ActivationBytes {
         let (spec, sharers) = (&model.table.spec, model.sharers);
         let MicroBatchShape { shares_prompts, num_top, .. } = shape;
         let tokens = shape.tokens.div_ceil(sharers);
-        // If ranks share a micro-batch, all tokens of one rank's part may be scored.
-        let scored_tokens = if sharers == 1 { shape.scored_tokens } else { shape.scored_tokens.min(tokens) };
+        let scored_tokens = shape.scored_tokens.div_ceil(sharers);
         let layers: Vec<BlockSpec> = spec.layers.iter().map(|block| block.with_shared_rows(sharers)).collect();
         let format = model.format;
         let bytes = format.element_bytes(ElementBytes::new(model.kind, model.residual), model.lora.is_some());
@@ -65,7 +64,9 @@ impl ActivationBytes {
         let expanded = model.lora.as_ref().map_or(0, |lora| lora.num_expanded(spec).most);
         let drops = model.lora.as_ref().is_some_and(|lora| lora.dropout > 0.0);
         let logits = wide * head_chunk_tokens(spec.vocab_size, true).min(scored_tokens) * spec.vocab_size;
-        let all_rows = narrow * hidden * (scored_tokens + tokens);
+        // If ranks share a micro-batch, other ranks' gradients of a part's rows are received before they are added.
+        let received = if sharers > 1 { tokens } else { 0 };
+        let all_rows = narrow * hidden * (scored_tokens + tokens + received);
         let movable = |layer: usize| layers[layer].movable_bytes(bytes, keep).map(|of_token| of_token * tokens);
         let (mut saved, mut arriving, mut offloaded, mut kept) = (vec![0], vec![0], 0, 0);
         for (layer, block) in layers.iter().enumerate() {

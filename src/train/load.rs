@@ -111,7 +111,7 @@ impl Policy {
     ) -> Result<Self> {
         let sharding = Sharding::new(&table, mesh, options.stage)?;
         let (optimizer, weights) = Self::load_trained("policy_weights", table, &sharding, options, home, source)?;
-        Ok(Self::assemble(Network::new(weights, None, options.network, &mesh.sequence)?, optimizer, sharding, options))
+        Ok(Self::assemble(Network::new(weights, None, options.network, mesh)?, optimizer, sharding, options))
     }
 
     /// Creates a frozen model with adapters that train: only these have master weights, moments and gradients. `source` returns the model's units,
@@ -148,12 +148,7 @@ impl Policy {
         let (optimizer, weights) =
             Self::load_trained("adapter_weights", adapter_table, &sharding, options, home, adapter_source)?;
         let adapters = Adapters::new(weights, initial, lora, seed, mesh.world.rank());
-        Ok(Self::assemble(
-            Network::new(base, Some(adapters), options.network, &mesh.sequence)?,
-            optimizer,
-            sharding,
-            options,
-        ))
+        Ok(Self::assemble(Network::new(base, Some(adapters), options.network, mesh)?, optimizer, sharding, options))
     }
 
     fn load_trained(

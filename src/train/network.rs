@@ -3,7 +3,6 @@
 //!
 //! Shapes: T tokens, C scored tokens, D hidden, V vocabulary.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use tch::{Device, Kind, Tensor};
@@ -26,10 +25,10 @@ use crate::model::{
     BlockParams, EmbeddingParams, HeadSums, ModelSpec, ParamName, Ropes, SavedHead, TokenExchange, Unit, UnitLayout,
     Use, head_backward, head_forward, head_logits,
 };
+use crate::ops::embedding;
 use crate::ops::head::TopTokens;
 use crate::ops::linear::Onto;
-use crate::ops::{embedding, try_map};
-use crate::ranks::Collective;
+use crate::ranks::Mesh;
 
 /// The weights, and the passes over them.
 #[derive(Debug)]
@@ -56,12 +55,12 @@ impl Network {
         weights: Weights,
         adapters: Option<Adapters>,
         options: NetworkOptions,
-        sequence: &Arc<dyn Collective>,
+        mesh: &Mesh,
     ) -> Result<Self> {
         options.format.check_device(Use::Training, options.device)?;
-        weights.table().spec.validate_sequence_parallel(sequence.size())?;
+        weights.table().spec.validate_sequence_parallel(mesh.sequence.size())?;
         let ropes = weights.table().spec.ropes();
-        let exchange = TokenExchange::of(sequence)?;
+        let exchange = TokenExchange::of(&mesh.sequence, &mesh.lane);
         Ok(Self { weights, adapters, ropes, options, exchange, offload: None, num_top: 0, draft_weight: 1.0 })
     }
 
@@ -110,7 +109,7 @@ impl Network {
         pass.routes = self.routes(&pass, replays, false)?;
         let (hidden, _) = self.blocks_forward(&mut pass, None)?;
         let head = self.head(&[])?;
-        let scored = head_forward(&head.params, &head.table, &hidden, &pass.scoring, false)?;
+        let scored = head_forward(&head.params, &head.table, &part.to_head(&hidden)?, &pass.scoring, false)?;
         let (logprobs, entropy, top) = part.scores(&scored)?;
         Ok(Scores { logprobs, entropy, top, aux_loss: None, differing_experts: None })
     }
@@ -205,7 +204,10 @@ impl Network {
         let dhidden = if pass.micro_batch.is_empty() {
             self.no_gradient(hidden)?
         } else {
-            let scored = head_forward(&head.params, &head.table, hidden, &pass.scoring, true)?;
+            let rows = pass.part.to_head(hidden)?;
+            let num_rows = rows.size()[0];
+            let scored = head_forward(&head.params, &head.table, &rows, &pass.scoring, true)?;
+            drop(rows);
             let (logprobs, entropy, top) = pass.part.scores(&scored)?;
             let aux_loss = pass.routes.as_ref().map_or(Ok(None), |routes| routes.aux_loss(pass.part))?;
             let differing_experts = pass.routes.as_ref().map_or(Ok(None), |routes| routes.differing(pass.part))?;
@@ -213,14 +215,15 @@ impl Network {
             if let Some(routes) = &pass.routes {
                 routes.set_gradient(token_gradients.daux_loss)?;
             }
-            self.head_gradients(
+            let sums = open.as_mut().map(|(_, (head, onto), _)| (head, *onto));
+            pass.part.return_gradient(self.head_gradients(
                 pass,
                 &head,
-                hidden,
+                num_rows,
                 scored.saved,
                 token_gradients,
-                open.as_mut().map(|(_, (head, onto), _)| (head, *onto)),
-            )?
+                sums,
+            )?)?
         };
         if let Some((flat, _, gradients)) = open {
             gradients.end(Unit::Head, flat)?;
@@ -228,21 +231,22 @@ impl Network {
         Ok(dhidden)
     }
 
-    /// The gradient of the last block's output from the gradients of this rank's part of the scores.
+    /// The gradient of the head's input, which has `num_rows` rows, from the gradients of this rank's part of the scores.
     fn head_gradients(
         &self,
         pass: &Pass<'_>,
         head: &Head,
-        hidden: &Tensor,
+        num_rows: i64,
         saved: SavedHead,
         TokenGradients { dlogprobs, dentropy, dtop, .. }: TokenGradients,
         sums: Option<(&mut Head, Onto)>,
     ) -> Result<Tensor> {
         let part = pass.part;
         if part.is_empty() {
-            return self.no_gradient(hidden);
+            let size = [num_rows, self.spec().hidden_size as i64];
+            return Ok(Tensor::f_zeros(size, (self.options.kind, self.device()))?);
         }
-        let [dentropy, dtop] = try_map([dentropy, dtop], |d| d.map(|d| part.scored(&d)).transpose())?;
+        let [dentropy, dtop] = [dentropy, dtop].map(|d| d.map(|d| part.scored(&d)));
         let sums = sums.map(|(head, onto)| HeadSums {
             final_norm: &mut head.params.final_norm,
             table: Some(&mut head.table),
@@ -252,9 +256,9 @@ impl Network {
             &head.params,
             &head.table,
             &pass.scoring,
-            hidden.size()[0],
+            num_rows,
             saved,
-            &part.scored(&dlogprobs)?,
+            &part.scored(&dlogprobs),
             dentropy.as_ref(),
             dtop.as_ref(),
             sums,

@@ -269,7 +269,7 @@ impl Policy {
         self.sharding.lane.take_exposed()
     }
 
-    /// How long computation has waited for the exchange of heads since the last call, including its copies; `None` unless ranks share micro-batches.
+    /// How long computation has waited for the exchange of heads since the last call; `None` unless ranks share micro-batches.
     /// Waits for the device.
     ///
     /// # Errors

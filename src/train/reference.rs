@@ -62,7 +62,7 @@ impl Reference {
             Some(pool) => Weights::load_to_host(owner, table, sharding, place, pool, source)?,
             None => Weights::load(owner, table, sharding, place, source, |_, _| Ok(()))?,
         };
-        Ok(Self { network: Network::new(weights, None, options, &mesh.sequence)? })
+        Ok(Self { network: Network::new(weights, None, options, mesh)? })
     }
 
     /// Also scores the `num_top` most probable tokens of each distribution.

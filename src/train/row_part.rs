@@ -1,18 +1,24 @@
 //! This rank's part of a micro-batch's rows: all of them, unless ranks share micro-batches. Only this module splits a micro-batch.
 //!
 //! n ranks have T / n rows each, in order. Padding rows after the last one are never scored, so no gradient flows through them. The scores of all
-//! parts are gathered before the loss, which every rank computes completely; each rank uses the gradients of its own rows.
+//! parts are gathered before the loss, which every rank computes completely; each rank uses the gradients of its own scores.
+//!
+//! The rows before scored tokens may all be on a few ranks: those of a long prompt have none. For the head every rank therefore gets an equal share of
+//! them, C / n in order, and returns their gradients.
 //!
 //! A part has T' of T rows and C' of C scored tokens.
 
-use tch::Tensor;
+use std::ops::Range;
+
+use tch::{Kind, Tensor};
 
 use super::micro_batch::MicroBatch;
 use crate::error::Result;
 use crate::model::{ScoredTokens, TokenExchange};
 use crate::ops::attention::Bounds;
+use crate::ops::embedding;
 use crate::ops::head::TopScores;
-use crate::ranks::ReduceOp;
+use crate::ranks::{ReduceOp, Trade};
 use crate::torch;
 
 /// The rows of a micro-batch that this rank computes.
@@ -22,7 +28,7 @@ pub(super) struct RowPart {
     pub positions: Tensor, // [T']
     /// Sequence bounds over all rows, including padding.
     pub bounds: Bounds,
-    /// Within this part, the rows before the scored tokens.
+    /// The rows before the scored tokens, among those that [`RowPart::to_head`] returns.
     pub scored_rows: Tensor, // [C']
     pub targets: Tensor, // [C']
     /// Ids of the teacher's most probable tokens.
@@ -37,8 +43,12 @@ struct OtherParts {
     first: i64,
     num_rows: i64,
     num_scored: i64, // number of scored tokens (C)
-    /// Indexes of this part's tokens among all scored tokens.
-    scored: Tensor, // [C'] i64
+    /// Index of this part's first token among all scored tokens.
+    first_scored: i64,
+    /// For each rank, the rows of this part before the scored tokens of its part.
+    sent: Vec<Tensor>, // i64
+    /// For each rank, the indexes among this part's scored tokens of those whose rows that rank has.
+    received: Vec<Tensor>, // i64
 }
 
 impl RowPart {
@@ -55,20 +65,27 @@ impl RowPart {
         let size = exchange.size() as i64;
         let num_rows = (token_ids.size()[0] + size - 1) / size;
         let first = exchange.group().rank() as i64 * num_rows;
-        let own = |row: &i64| (first..first + num_rows).contains(row);
-        let scored = micro_batch.host_scored_rows.iter().zip(0i64..).filter(|(row, _)| own(row));
-        let (rows, scored): (Vec<i64>, Vec<i64>) = scored.map(|(row, at)| (row - first, at)).unzip();
-        let device = token_ids.device();
-        let scored = torch::tensor_on(&scored, device)?;
-        let num_scored = targets.size()[0];
-        let targets = targets.f_index_select(0, &scored)?;
-        let top_ids = top_ids.map(|ids| ids.f_index_select(0, &scored)).transpose()?;
-        let others = OtherParts { exchange: exchange.clone(), first, num_rows, num_scored, scored };
+        let (rank, device, num_scored) = (exchange.group().rank(), token_ids.device(), targets.size()[0]);
+        let share = |rank: usize| num_scored * rank as i64 / size..num_scored * (rank as i64 + 1) / size;
+        let rows_of = |scored: Range<i64>| &micro_batch.host_scored_rows[scored.start as usize..scored.end as usize];
+        let is_on = |rank: usize| move |row: i64| row / num_rows.max(1) == rank as i64;
+        let (mut sent, mut received) = (Vec::new(), Vec::new());
+        for other in 0..exchange.size() {
+            let here = rows_of(share(other)).iter().filter(|row| is_on(rank)(**row)).map(|row| row - first);
+            sent.push(torch::tensor_on(&here.collect::<Vec<i64>>(), device)?);
+            let there = rows_of(share(rank)).iter().zip(0..).filter(|(row, _)| is_on(other)(**row)).map(|(_, at)| at);
+            received.push(torch::tensor_on(&there.collect::<Vec<i64>>(), device)?);
+        }
+        let Range { start: first_scored, end } = share(rank);
+        let own = |whole: &Tensor| whole.narrow(0, first_scored, end - first_scored);
+        let (targets, top_ids) = (own(targets), top_ids.map(own));
+        let others =
+            OtherParts { exchange: exchange.clone(), first, num_rows, num_scored, first_scored, sent, received };
         Ok(Self {
             token_ids: others.rows(token_ids, 0.0)?,
             positions: others.rows(positions, 0.0)?,
             bounds: bounds.padded_to(num_rows * size),
-            scored_rows: torch::tensor_on(&rows, device)?,
+            scored_rows: Tensor::f_arange(end - first_scored, (Kind::Int64, device))?,
             targets,
             top_ids,
             others: Some(others),
@@ -90,22 +107,61 @@ impl RowPart {
         self.others.as_ref().map_or_else(|| Ok(whole.shallow_clone()), |others| others.rows(whole, padding))
     }
 
+    /// The rows for the head of this part, given those of this part: its share of the rows before scored tokens, from all parts. Collective.
+    pub(super) fn to_head(&self, rows: &Tensor /* [T', D] */) -> Result<Tensor /* [C', D] or [T', D] */> {
+        let Some(OtherParts { sent, received, .. }) = &self.others else { return Ok(rows.shallow_clone()) };
+        let sent = sent.iter().map(|index| Ok(rows.f_index_select(0, index)?)).collect::<Result<Vec<_>>>()?;
+        let all = Tensor::f_empty([self.targets.size()[0], rows.size()[1]], (rows.kind(), rows.device()))?;
+        for (index, part) in received.iter().zip(self.traded(sent, received)?) {
+            let _ = all.shallow_clone().f_index_copy_(0, index, &part)?;
+        }
+        Ok(all)
+    }
+
+    /// The gradient of this part's rows, given that of the rows that [`RowPart::to_head`] returned. Collective. [T', D]
+    pub(super) fn return_gradient(&self, d_rows: Tensor /* [C', D] or [T', D] */) -> Result<Tensor> {
+        let Some(OtherParts { num_rows, sent, received, .. }) = &self.others else { return Ok(d_rows) };
+        let given = received.iter().map(|index| Ok(d_rows.f_index_select(0, index)?)).collect::<Result<Vec<_>>>()?;
+        let mut sum = Tensor::f_zeros([*num_rows, d_rows.size()[1]], (d_rows.kind(), d_rows.device()))?;
+        drop(d_rows);
+        for (index, part) in sent.iter().zip(self.traded(given, sent)?).filter(|(index, _)| index.size()[0] > 0) {
+            embedding::accumulate(&part, index, &mut sum)?;
+        }
+        Ok(sum)
+    }
+
+    /// Sends each rank its tensor and returns those of all ranks, which have as many rows as `indexes`. Collective.
+    fn traded(&self, sent: Vec<Tensor>, indexes: &[Tensor]) -> Result<Vec<Tensor>> {
+        let group = self.others.as_ref().expect("ranks that share the micro-batch").exchange.group();
+        let (mut all, mut trades) = (Vec::new(), Vec::new());
+        for (rank, (sent, index)) in sent.into_iter().zip(indexes).enumerate() {
+            if rank == group.rank() {
+                all.push(sent);
+                continue;
+            }
+            let received = Tensor::f_empty([index.size()[0], sent.size()[1]], (sent.kind(), sent.device()))?;
+            all.push(received.shallow_clone());
+            trades.push(Trade { rank, sent, received });
+        }
+        group.trade(&trades)?;
+        Ok(all)
+    }
+
     /// This part's entries of a tensor over all scored tokens. [C', ..]
-    pub(super) fn scored(&self, whole: &Tensor /* [C, ..] */) -> Result<Tensor> {
+    pub(super) fn scored(&self, whole: &Tensor /* [C, ..] */) -> Tensor {
         match &self.others {
-            Some(others) => Ok(whole.f_index_select(0, &others.scored)?),
-            None => Ok(whole.shallow_clone()),
+            Some(others) => whole.narrow(0, others.first_scored, self.targets.size()[0]),
+            None => whole.shallow_clone(),
         }
     }
 
     /// Combines the entries of all parts into a tensor over all scored tokens. Collective. [C, ..]
     fn whole(&self, own: &Tensor /* [C', ..] */) -> Result<Tensor> {
-        let Some(OtherParts { exchange, num_scored, scored, .. }) = &self.others else {
-            return Ok(own.shallow_clone());
-        };
+        let Some(OtherParts { exchange, num_scored, .. }) = &self.others else { return Ok(own.shallow_clone()) };
         let mut size = own.size();
         size[0] = *num_scored;
-        let mut all = Tensor::f_zeros(size, (own.kind(), own.device()))?.f_index_copy_(0, scored, own)?;
+        let mut all = Tensor::f_zeros(size, (own.kind(), own.device()))?;
+        self.scored(&all).f_copy_(own)?;
         exchange.group().all_reduce(&mut all, ReduceOp::Sum)?; // only one rank has each, so nothing is rounded
         Ok(all)
     }

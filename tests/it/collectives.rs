@@ -4,7 +4,7 @@ use std::net::UdpSocket;
 use std::time::Duration;
 
 use colo_grpo::Error;
-use colo_grpo::internal::ranks::{Collective, ReduceOp, World, all_gather_bytes, all_reduce_f64};
+use colo_grpo::internal::ranks::{Collective, ReduceOp, Trade, World, all_gather_bytes, all_reduce_f64};
 use tch::{Device, Kind, Tensor};
 
 use crate::ranks;
@@ -57,6 +57,22 @@ fn every_operation(world: &World) {
         group.all_to_all(&values(rank, whole_len, kind), &mut exchanged).unwrap();
         let parts: Vec<_> = (0..size).map(|peer| own_slice(&values(peer, whole_len, kind))).collect();
         assert_eq!(exchanged, Tensor::cat(&parts, 0), "all_to_all {kind:?}");
+
+        // Two tensors with every other rank. The second has another length in each direction, and may be empty.
+        let first = |from: usize, to: usize| values(from * size + to, LEN, kind);
+        let second = |from: usize, to: usize| values(to * size + from, 3 * from as i64, kind);
+        let zeros = |len: i64| Tensor::zeros([len], (kind, device));
+        let others = || (0..size).filter(|&peer| peer != rank);
+        let trades = others().flat_map(|peer| {
+            let trade = |sent, received| Trade { rank: peer, sent, received };
+            [trade(first(rank, peer), zeros(LEN)), trade(second(rank, peer), zeros(3 * peer as i64))]
+        });
+        let trades: Vec<Trade> = trades.collect();
+        group.trade(&trades).unwrap();
+        for (peer, trades) in others().zip(trades.chunks(2)) {
+            assert_eq!(trades[0].received, first(peer, rank), "trade {kind:?}");
+            assert_eq!(trades[1].received, second(peer, rank), "trade {kind:?}");
+        }
 
         for root in 0..size {
             let mut tensor = values(rank, LEN, kind);

@@ -67,7 +67,7 @@ fn compare_heads(
         let [d_bias, d_q_weight, d_k_weight] = &mut sums;
         let into = HeadGradients { bias: Some(d_bias), norms: norms.map(|_| [d_q_weight, d_k_weight]) };
         let [dq, dk, dv] = d.each_ref().map(on);
-        let d_qkv = heads::backward([&dq, &dk, &dv], &heads, norms, &rows, into).unwrap();
+        let d_qkv = heads::backward([&dq, &dk, &dv], heads.qkv.as_ref(), norms, &rows, into).unwrap();
         let [d_bias, d_q_weight, d_k_weight] = sums;
         [heads.q, heads.k, heads.v, d_qkv, d_bias, d_q_weight, d_k_weight]
     };
@@ -235,7 +235,7 @@ fn gpu_training_kernels_run_near_memory_bandwidth() {
         let mut d_bias = Tensor::zeros([groups * (group + 2) * 128], (Kind::Float, GPU));
         report(model, "heads_backward", 2 * qkv_bytes, || {
             let into = HeadGradients { bias: Some(&mut d_bias), norms: None };
-            drop(heads::backward([&heads.q, &heads.k, &heads.v], &heads, None, &rows, into).unwrap());
+            drop(heads::backward([&heads.q, &heads.k, &heads.v], None, None, &rows, into).unwrap());
         });
         let mut gate_up = bf16(&[TOKENS, 2 * mlp]);
         report(model, "swiglu_forward", TOKENS * mlp * 6, || {

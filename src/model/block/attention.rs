@@ -5,8 +5,8 @@
 
 use tch::Tensor;
 
-use super::attention_parts::own_sinks;
 use super::context::BlockContext;
+use super::exchange::{Arriving, TokenExchange};
 use super::gate;
 use super::linear::part;
 use super::packed::{PackedMixer, SequenceMixer};
@@ -22,13 +22,24 @@ use crate::ops::{exact, linear};
 /// Activations of an attention forward that its backward reads.
 #[derive(Debug)]
 pub(super) struct AttentionOutput {
-    heads: Heads,
+    /// The projection, if the backward of the norms needs it.
+    qkv: Option<Tensor>, // [T, Hkv, G + 2, hd]
+    heads: SavedHeads,
     /// The gate of the output, before its sigmoid.
     gate: Option<Tensor>, // [T, H, hd]
     o: Tensor,                      // [T, H, hd]
     pub(super) lse: Option<Tensor>, // [T, H]
     /// The output before the norm that follows it, if there is one.
     output: Option<Tensor>, // [T, D]
+}
+
+/// Rotated queries and keys, and the values. [T, H, hd], [T, Hkv, hd] twice
+#[derive(Debug)]
+enum SavedHeads {
+    /// This rank's rows of all heads, if attention was computed before.
+    Rows([Tensor; 3]),
+    /// All rows of each part of this rank's heads.
+    Own(Vec<[Tensor; 3]>),
 }
 
 impl AttentionOutput {
@@ -49,18 +60,29 @@ impl AttentionSpec {
         (x, attended): (&Tensor, Option<Attended>), // [T, D]
         mixer: &dyn SequenceMixer,
     ) -> Result<(Tensor, AttentionOutput)> {
-        let (heads, gate) = self.project(ctx, w, &ctx.enter_rows(w, NORMS, x, &[Matrix::Qkv])?)?;
-        let heads = self.split(mixer.exchange(), heads)?;
-        let (o, lse) = match attended {
-            Some(Attended { o, lse }) => (o, Some(lse)),
+        let (Heads { q, k, v, qkv }, gate) = self.project(ctx, w, &ctx.enter_rows(w, NORMS, x, &[Matrix::Qkv])?)?;
+        let exchange = mixer.exchange();
+        let (heads, o, lse) = match attended {
+            Some(Attended { o, lse }) => (SavedHeads::Rows([q, k, v]), o, Some(lse)),
             None => {
-                let (o, lse) = self.attend(layer, w, mixer, &heads)?;
-                (self.join(mixer.exchange(), o, self.num_heads)?, lse)
+                let (mut own, mut sums) = (Vec::new(), Vec::new());
+                let rows = [(q, self.num_heads), (k, self.num_kv_heads), (v, self.num_kv_heads)];
+                let mut arriving = self.split(exchange, rows)?.into_iter();
+                let outputs = self.by_parts(exchange, [self.num_heads], |index| {
+                    let heads = arriving.next().expect("as many as parts").finish()?;
+                    let (o, lse) = self.attend(layer, w, mixer, (index, heads.each_ref()))?;
+                    own.push(heads);
+                    sums.extend(lse);
+                    Ok([o])
+                })?;
+                let lse = if sums.len() > 1 { Some(Tensor::f_cat(&sums, 1)?) } else { sums.pop() };
+                let [o] = outputs.finish()?;
+                (SavedHeads::Own(own), o, lse)
             }
         };
         let gated = gate::forward(&o, gate.as_ref())?;
         let (h, output) = ctx.leave(w, NORMS, w.linear(Matrix::O), &gated.f_flatten(1, 2)?.into(), x)?;
-        Ok((h, AttentionOutput { heads, gate, o, lse, output }))
+        Ok((h, AttentionOutput { qkv, heads, gate, o, lse, output }))
     }
 
     /// Returns dx, given the gradient of the residual stream after attention.
@@ -76,9 +98,10 @@ impl AttentionSpec {
         packed: &PackedMixer,
         grads: &mut BlockParams,
     ) -> Result<Tensor> {
-        let AttentionOutput { heads, gate, mut o, lse: Some(lse), output } = attended else {
+        let AttentionOutput { qkv, heads, gate, o, lse: Some(lse), output } = attended else {
             panic!("an attention without log-sum-exp")
         };
+        let exchange = packed.exchange();
         let d_output = ctx.leave_backward(w, NORMS, dh, output.as_ref(), grads)?;
         let into_o = gate::forward(&o, gate.as_ref())?.f_flatten(1, 2)?;
         let d_o = w.linear(Matrix::O).backward(&d_output, &into_o, grads.linear_mut(Matrix::O))?;
@@ -88,40 +111,67 @@ impl AttentionSpec {
         let mut d_o = d_o.view_as(&o);
         drop((d_output, output, into_o));
         let d_gate = gate.map(|gate| gate::backward(&mut d_o, &o, &gate)).transpose()?;
-        let exchange = packed.exchange();
-        if let Some(ranks) = exchange {
-            o = ranks.split(&o, self.queries(ranks))?;
-            d_o = ranks.split(&d_o, self.queries(ranks))?;
-        }
-        if let (Some(sinks), Some(d_sinks)) = (w.norm(ParamName::Sinks), grads.norm(ParamName::Sinks)) {
-            let [sinks, mut d_sinks] = [sinks, d_sinks].map(|all| own_sinks(exchange, all));
-            sinks::accumulate(&d_o, [&o, &lse], &sinks, &mut d_sinks)?;
-        }
-        let saved = SavedAttention { q: &heads.q, k: &heads.k, v: &heads.v, o: &o, lse: &lse };
-        let attention = || packed_backward(&d_o, saved, packed.layouts.of(self.window), self.scale);
-        let QkvGradients { dq, dk, dv } = timed("attention, backward", OpCost::default, attention)?;
-        drop((o, d_o));
-        let dq = self.join(exchange, dq, self.num_heads)?;
-        let [dk, dv] = [self.join(exchange, dk, self.num_kv_heads)?, self.join(exchange, dv, self.num_kv_heads)?];
-        let d_qkv = self.heads_backward(ctx, w, [dq, dk, dv], heads, grads)?;
-        let d_qkv = gate::join(d_qkv, d_gate, self.num_kv_heads)?;
+        let mut parts = self.split_saved(exchange, heads, [o, d_o])?;
+        let (sinks, mut first) = (w.norm(ParamName::Sinks).zip(grads.norm(ParamName::Sinks)), 0);
+        let numbers = [self.num_heads, self.num_kv_heads, self.num_kv_heads];
+        let d_heads = self.by_parts(exchange, numbers, |index| {
+            let [q, k, v, o, d_o] = parts.next().expect("as many as parts")?;
+            let own_lse = lse.narrow(1, first, o.size()[1]);
+            first += o.size()[1];
+            if let Some((sinks, d_sinks)) = sinks {
+                let [sinks, mut d_sinks] = [sinks, d_sinks].map(|all| self.own_sinks(exchange, index, all));
+                sinks::accumulate(&d_o, [&o, &own_lse], &sinks, &mut d_sinks)?;
+            }
+            let saved = SavedAttention { q: &q, k: &k, v: &v, o: &o, lse: &own_lse };
+            let attention = || packed_backward(&d_o, saved, packed.layouts.of(self.window), self.scale);
+            let QkvGradients { dq, dk, dv } = timed("attention, backward", OpCost::default, attention)?;
+            Ok([dq, dk, dv])
+        })?;
+        drop(parts);
         let (normed, rstd) = ctx.enter(w, NORMS, x)?;
+        let d_qkv = self.heads_backward(ctx, w, d_heads.finish()?, qkv.as_ref(), grads)?;
+        let d_qkv = gate::join(d_qkv, d_gate, self.num_kv_heads)?;
         let d_normed = w.linear(Matrix::Qkv).backward(&d_qkv, &normed, grads.linear_mut(Matrix::Qkv))?;
         ctx.enter_backward(w, NORMS, &d_normed, (x, dh), rstd.as_ref(), grads)
     }
 
-    /// Computes attention for this rank's heads, with their sinks.
+    /// Queries, keys, values, outputs and their gradients of each part of this rank's heads. [T, own heads, hd] each
+    fn split_saved(
+        self,
+        exchange: Option<&TokenExchange>,
+        heads: SavedHeads,
+        [o, d_o]: [Tensor; 2], // [T, H, hd]
+    ) -> Result<Box<dyn Iterator<Item = Result<[Tensor; 5]>>>> {
+        let (num_heads, num_kv_heads) = (self.num_heads, self.num_kv_heads);
+        let outputs = [(o, num_heads), (d_o, num_heads)];
+        Ok(match heads {
+            SavedHeads::Own(own) => {
+                let part = |([q, k, v], outputs): ([Tensor; 3], Arriving<2>)| {
+                    let [o, d_o] = outputs.finish()?;
+                    Ok([q, k, v, o, d_o])
+                };
+                Box::new(own.into_iter().zip(self.split(exchange, outputs)?).map(part))
+            }
+            SavedHeads::Rows([q, k, v]) => {
+                let [o, d_o] = outputs;
+                let all = [(q, num_heads), (k, num_kv_heads), (v, num_kv_heads), o, d_o];
+                Box::new(self.split(exchange, all)?.into_iter().map(Arriving::finish))
+            }
+        })
+    }
+
+    /// Computes attention for a part of this rank's heads, with their sinks.
     fn attend(
         self,
         layer: usize,
         w: &BlockParams,
         mixer: &dyn SequenceMixer,
-        heads: &Heads,
+        (index, heads): (usize, [&Tensor; 3]), // [T, H, hd], [T, Hkv, hd] twice
     ) -> Result<(Tensor, Option<Tensor>)> {
-        let (o, lse) = mixer.attention(layer, self, [&heads.q, &heads.k, &heads.v])?;
+        let (o, lse) = mixer.attention(layer, self, heads)?;
         let Some(all) = w.norm(ParamName::Sinks) else { return Ok((o, lse)) };
         let attended = Attended { o, lse: lse.expect("attention with sinks has its log-sum-exp") };
-        let Attended { o, lse } = sinks::join(attended, &own_sinks(mixer.exchange(), all))?;
+        let Attended { o, lse } = sinks::join(attended, &self.own_sinks(mixer.exchange(), index, all))?;
         Ok((o, Some(lse)))
     }
 
@@ -160,7 +210,7 @@ impl AttentionSpec {
         ctx: &BlockContext<'_>,
         w: &BlockParams,
         d_heads: [Tensor; 3], // [T, H, hd], [T, Hkv, hd] twice
-        heads: Heads,
+        qkv: Option<&Tensor>, // [T, Hkv, G + 2, hd]
         grads: &mut BlockParams,
     ) -> Result<Tensor> {
         let norms = norm_weights(ctx, w)?;
@@ -173,12 +223,12 @@ impl AttentionSpec {
         let [dq, dk, dv] = &d_heads;
         let (Some(QkNorm::All), Some(norms), Some([d_q, d_k])) = (self.qk_norm, norms, &mut d_norms) else {
             let into = HeadGradients { bias: d_bias, norms: d_norms.as_mut().map(|[q, k]| [q, k]) };
-            return heads::backward([dq, dk, dv], &heads, norms, ctx.ropes.of(self.rope), into);
+            return heads::backward([dq, dk, dv], qkv, norms, ctx.ropes.of(self.rope), into);
         };
         let into = HeadGradients { bias: None, norms: None };
-        let d_qkv = heads::backward([dq, dk, dv], &heads, None, ctx.ropes.of(self.rope), into)?;
+        let d_qkv = heads::backward([dq, dk, dv], None, None, ctx.ropes.of(self.rope), into)?;
         drop(d_heads);
-        let raw = heads.qkv.as_ref().expect("kept for its norm");
+        let raw = qkv.expect("kept for its norm");
         heads::norm_all_backward(&d_qkv.view_as(raw), raw, norms, [d_q, d_k])?;
         if let Some(d_bias) = d_bias {
             linear::accumulate_bias(&d_qkv, d_bias)?;

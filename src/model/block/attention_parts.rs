@@ -2,44 +2,75 @@
 
 use tch::Tensor;
 
-use super::exchange::TokenExchange;
+use super::exchange::{Arriving, TokenExchange};
 use super::linear::part;
 use crate::error::Result;
 use crate::model::spec::{AttentionSpec, SharedHeads};
-use crate::ops::heads::Heads;
 
 impl AttentionSpec {
-    /// Number of key/value heads that this rank computes with. Without sequence parallelism it is all of them.
+    /// Number of key/value heads that this rank computes with at once. Without sequence parallelism it is all of them.
     pub(super) fn own_kv_heads(self, exchange: Option<&TokenExchange>) -> usize {
-        exchange.map_or(self.num_kv_heads, |ranks| self.shared(ranks, self.num_kv_heads).own)
+        let own = exchange.map_or(self.num_kv_heads, |ranks| self.shared(ranks, self.num_kv_heads).own);
+        own / self.num_parts(exchange)
     }
 
-    pub(super) fn queries(self, ranks: &TokenExchange) -> SharedHeads {
-        self.shared(ranks, self.num_heads)
+    /// Number of parts in which this rank's heads are exchanged and computed: two for a long micro-batch, if each has whole key/value heads.
+    pub(super) fn num_parts(self, exchange: Option<&TokenExchange>) -> usize {
+        let halves =
+            |ranks: &TokenExchange| ranks.halves() && self.shared(ranks, self.num_kv_heads).own.is_multiple_of(2);
+        if exchange.is_some_and(halves) { 2 } else { 1 }
     }
 
-    pub(super) fn shared(self, ranks: &TokenExchange, num_heads: usize) -> SharedHeads {
+    fn shared(self, ranks: &TokenExchange, num_heads: usize) -> SharedHeads {
         SharedHeads::new(num_heads, self.head_dim, self.num_heads, ranks.size())
     }
 
-    /// Exchanges this rank's rows of all heads for all rows of this rank's heads. Without sequence parallelism returns `heads` unchanged.
-    pub(super) fn split(self, exchange: Option<&TokenExchange>, mut heads: Heads) -> Result<Heads> {
-        let Some(ranks) = exchange else { return Ok(heads) };
-        let keys = self.shared(ranks, self.num_kv_heads);
-        heads.q = ranks.split(&heads.q, self.queries(ranks))?;
-        heads.k = ranks.split(&heads.k, keys)?;
-        heads.v = ranks.split(&heads.v, keys)?;
-        Ok(heads)
+    /// Begins to exchange this rank's rows of all heads, whose number is given with each tensor, for all rows of this rank's heads, part by part. [T, own
+    /// heads, hd] each. Without sequence parallelism these are the same tensors.
+    pub(super) fn split<const N: usize>(
+        self,
+        exchange: Option<&TokenExchange>,
+        rows: [(Tensor, usize); N],
+    ) -> Result<Vec<Arriving<N>>> {
+        let Some(ranks) = exchange else { return Ok(vec![Arriving::there(rows.map(|(rows, _)| rows))]) };
+        let num_parts = self.num_parts(exchange);
+        let part = |index| {
+            let shared = |num_heads| self.shared(ranks, num_heads).part(index, num_parts);
+            ranks.split(rows.each_ref().map(|(rows, num_heads)| (rows, shared(*num_heads))))
+        };
+        (0..num_parts).map(part).collect()
     }
 
-    /// Exchanges all rows of this rank's heads for this rank's rows of all `num_heads` heads. [T, num_heads, hd] Without sequence parallelism returns
-    /// `own` unchanged.
-    pub(super) fn join(self, exchange: Option<&TokenExchange>, own: Tensor, num_heads: usize) -> Result<Tensor> {
-        exchange.map_or(Ok(own.shallow_clone()), |ranks| ranks.join(&own, self.shared(ranks, num_heads)))
+    /// Calls `compute` for each part of this rank's heads and begins to exchange all rows of its results for this rank's rows of all heads, whose
+    /// numbers are `num_heads`. [T / n, heads, hd] each
+    pub(super) fn by_parts<const N: usize>(
+        self,
+        exchange: Option<&TokenExchange>,
+        num_heads: [usize; N],
+        mut compute: impl FnMut(usize) -> Result<[Tensor; N]>,
+    ) -> Result<Arriving<N>> {
+        let Some(ranks) = exchange else { return compute(0).map(Arriving::there) };
+        let num_parts = self.num_parts(exchange);
+        let shared = num_heads.map(|num_heads| self.shared(ranks, num_heads));
+        let mut arriving = None;
+        for index in 0..num_parts {
+            let own = compute(index)?;
+            let mut shared = shared.iter().map(|shared| shared.part(index, num_parts));
+            let own = own.each_ref().map(|own| (own, shared.next().expect("one for each")));
+            arriving = Some(ranks.join(own, arriving)?);
+        }
+        Ok(arriving.expect("at least one part"))
     }
-}
 
-/// This rank's slice of the sinks or of their gradients. Without sequence parallelism it is all of them.
-pub(super) fn own_sinks(exchange: Option<&TokenExchange>, all: &Tensor /* [H] */) -> Tensor {
-    exchange.map_or_else(|| all.shallow_clone(), |ranks| part(all, 0, ranks.group().rank(), ranks.size()))
+    /// The slice of the sinks, or of their gradients, for a part of this rank's heads. Without sequence parallelism it is all of them.
+    pub(super) fn own_sinks(
+        self,
+        exchange: Option<&TokenExchange>,
+        index: usize,
+        all: &Tensor, /* [H] */
+    ) -> Tensor {
+        let own =
+            exchange.map_or_else(|| all.shallow_clone(), |ranks| part(all, 0, ranks.group().rank(), ranks.size()));
+        part(&own, 0, index, self.num_parts(exchange))
+    }
 }

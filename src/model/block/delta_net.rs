@@ -62,13 +62,16 @@ impl DeltaNetSpec {
         };
         let exchange = mixer.exchange().map(|ranks| DeltaExchange::new(self, ranks));
         let rows = match &exchange {
-            Some(exchange) => exchange.split(rows)?,
+            Some(exchange) => exchange.split(&rows)?,
             None => rows,
         };
         let (weights, options) = (own_weights(w, exchange.as_ref())?, self.options(ctx, exchange.as_ref()));
         let (o, chunks) = mixer.delta_net(layer, &rows, &weights, options, keeps_chunks)?;
         let o = match &exchange {
-            Some(exchange) => exchange.ranks.to_rows(&o, &[exchange.values])?,
+            Some(exchange) => {
+                let [o] = exchange.ranks.to_rows([(&o, &[exchange.values])], None)?.finish()?;
+                o
+            }
             None => o,
         };
         let (h, output) = ctx.leave(w, NORMS, w.linear(Matrix::DeltaOut), &o.shallow_clone().into(), x)?;
@@ -106,7 +109,8 @@ impl DeltaNetSpec {
             None => run(&d_o, &mut sums)?,
             Some(exchange) => {
                 let mut own = exchange.zeros(&sums)?;
-                let d_rows = run(&exchange.ranks.to_heads(&d_o, &[exchange.values])?, &mut own)?;
+                let [d_o] = exchange.ranks.to_heads([(&d_o, &[exchange.values])])?.finish()?;
+                let d_rows = run(&d_o, &mut own)?;
                 exchange.add(&own, &sums)?;
                 exchange.join(&d_rows, kind)?
             }
@@ -155,23 +159,21 @@ impl<'a> DeltaExchange<'a> {
         [self.keys, self.keys, self.values]
     }
 
-    fn split(&self, mut rows: DeltaRows) -> Result<DeltaRows> {
-        rows.qkv = self.ranks.to_heads(&rows.qkv, &self.channels())?;
-        rows.z = self.ranks.to_heads(&rows.z, &[self.values])?;
-        rows.b = self.ranks.to_heads(&rows.b, &[self.gates])?;
-        rows.a = self.ranks.to_heads(&rows.a, &[self.gates])?;
-        Ok(rows)
+    fn split(&self, rows: &DeltaRows) -> Result<DeltaRows> {
+        let DeltaRows { qkv, z, b, a } = rows;
+        let (channels, values, gates) = (self.channels(), [self.values], [self.gates]);
+        let parts = [(qkv, &channels[..]), (z, &values), (b, &gates), (a, &gates)];
+        let [qkv, z, b, a] = self.ranks.to_heads(parts)?.finish()?;
+        Ok(DeltaRows { qkv, z, b, a })
     }
 
     /// Sends gradients back to the ranks that own the rows, in the type `kind`.
     fn join(&self, d: &DeltaRows, kind: Kind) -> Result<DeltaRows> {
-        let join = |t: &Tensor, sections: &[SharedHeads]| self.ranks.to_rows(&t.f_to_kind(kind)?, sections);
-        Ok(DeltaRows {
-            qkv: join(&d.qkv, &self.channels())?,
-            z: join(&d.z, &[self.values])?,
-            b: join(&d.b, &[self.gates])?,
-            a: join(&d.a, &[self.gates])?,
-        })
+        let [qkv, z, b, a] = try_map([&d.qkv, &d.z, &d.b, &d.a], |d| Ok::<_, Error>(d.f_to_kind(kind)?))?;
+        let (channels, values, gates) = (self.channels(), [self.values], [self.gates]);
+        let parts = [(&qkv, &channels[..]), (&z, &values), (&b, &gates), (&a, &gates)];
+        let [qkv, z, b, a] = self.ranks.to_rows(parts, None)?.finish()?;
+        Ok(DeltaRows { qkv, z, b, a })
     }
 
     fn own_weights(&self, whole: &DeltaWeights) -> Result<DeltaWeights> {

@@ -11,6 +11,7 @@
 
 mod attention;
 mod attention_parts;
+mod columns;
 mod context;
 mod delta_net;
 mod dense;

@@ -73,6 +73,7 @@ impl PackedMixer {
 
     /// A mixer for a micro-batch whose rows are split over the ranks of `exchange`; `bounds` cover all rows.
     pub fn shared(spec: &ModelSpec, bounds: &Bounds, device: Device, exchange: Option<TokenExchange>) -> Self {
+        let exchange = exchange.map(|ranks| ranks.for_tokens(bounds.num_tokens()));
         let kv_heads = spec.attention().own_kv_heads(exchange.as_ref());
         let layouts = ByWindow::new(spec.windows(), |window| PackedLayout::of(bounds, kv_heads, window, device));
         let width = spec.delta_net().map(|delta_net| delta_net.heads.conv_width);

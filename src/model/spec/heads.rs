@@ -9,6 +9,10 @@ pub(in crate::model) struct SharedHeads {
     pub own: usize,
     /// Elements of a head.
     pub width: usize,
+    /// Number of heads on each rank before these, if these are a part of its heads.
+    before: usize,
+    /// Number of heads on each rank in all parts.
+    of_rank: usize,
 }
 
 /// A run of heads that are consecutive both on a rank and in the model.
@@ -31,14 +35,20 @@ impl SharedHeads {
             (false, true) => 1,
             (false, false) => of_rank, // one for each query head
         };
-        Self { total, own, width }
+        Self { total, own, width, before: 0, of_rank: own }
+    }
+
+    /// One of `num_parts` equal parts of every rank's heads.
+    pub(in crate::model) fn part(self, index: usize, num_parts: usize) -> Self {
+        let own = self.own / num_parts;
+        Self { own, before: self.before + index * own, ..self }
     }
 
     /// The heads on `rank`, as runs of consecutive heads.
     pub(in crate::model) fn runs(self, rank: usize, num_ranks: usize) -> Vec<HeadRun> {
         let mut runs: Vec<HeadRun> = Vec::new();
         for slot in 0..self.own {
-            let head = (rank * self.own + slot) * self.total / (num_ranks * self.own);
+            let head = (rank * self.of_rank + self.before + slot) * self.total / (num_ranks * self.of_rank);
             match runs.last_mut() {
                 Some(run) if run.head + run.len == head => run.len += 1,
                 _ => runs.push(HeadRun { slot, head, len: 1 }),
@@ -49,6 +59,6 @@ impl SharedHeads {
 
     /// Whether some heads are on more than one rank.
     pub(in crate::model) fn repeats(self, num_ranks: usize) -> bool {
-        self.own * num_ranks > self.total
+        self.of_rank * num_ranks > self.total
     }
 }

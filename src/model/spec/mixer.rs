@@ -128,11 +128,14 @@ impl Mixer {
         }
     }
 
-    /// Peak bytes per token of temporaries during forward. With sequence parallelism three copies of attention's output exist: split by heads, as
-    /// received from all ranks, and split by rows.
+    /// Peak bytes per token of temporaries during forward. With sequence parallelism three copies exist of queries, keys and values before attention,
+    /// and of its output after it: split by rows, split by heads, and between the two.
     pub(in crate::model) fn forward_bytes(self, bytes: ElementBytes, shares_rows: bool) -> usize {
         match self {
-            Self::Attention(attention) if shares_rows => 2 * bytes.narrow * attention.widths()[0],
+            Self::Attention(attention) if shares_rows => {
+                let [queries, keys] = attention.widths();
+                bytes.narrow * (2 * queries).max(queries + 4 * keys)
+            }
             Self::Attention(_) => 0,
             Self::DeltaNet(delta_net) => delta_net.forward_bytes(bytes),
         }

@@ -13,7 +13,7 @@ use crate::cuda::PeerMemory;
 use crate::error::{Error, Result};
 use crate::phase;
 use crate::ranks::checks;
-use crate::ranks::collective::{Collective, ReduceOp};
+use crate::ranks::collective::{Collective, ReduceOp, Trade};
 use crate::ranks::control::{ControlPlane, Deadline, RankGroup};
 use crate::ranks::lane::Lane;
 use crate::ranks::peers::Peers;
@@ -215,6 +215,29 @@ impl Collective for NcclGroup {
                 let (from, to) = (input.address.add(rank * bytes), output.address.add(rank * bytes));
                 sys::ncclSend(from.cast(), bytes, BYTE, rank as i32, comm, stream);
                 sys::ncclRecv(to.cast(), bytes, BYTE, rank as i32, comm, stream);
+            }
+            sys::ncclGroupEnd()
+        })
+    }
+
+    fn trade(&self, trades: &[Trade]) -> Result<()> {
+        let mut all = Vec::new();
+        for Trade { rank, sent, received } in trades {
+            checks::root("trade", *rank, self.size())?;
+            let [sent, received] = [sent, received].map(|tensor| checks::memory("trade", tensor, self.device()));
+            all.push((*rank as i32, sent?, received?));
+        }
+        let bytes = all.iter().map(|(_, sent, _)| sent.bytes).sum();
+        self.queue("trade", bytes, |comm, stream| unsafe {
+            // SAFETY: see above the impl. Errors of single calls come out of the last.
+            sys::ncclGroupStart();
+            for (rank, sent, received) in all {
+                if sent.bytes > 0 {
+                    sys::ncclSend(sent.address.cast(), sent.bytes, BYTE, rank, comm, stream);
+                }
+                if received.bytes > 0 {
+                    sys::ncclRecv(received.address.cast(), received.bytes, BYTE, rank, comm, stream);
+                }
             }
             sys::ncclGroupEnd()
         })

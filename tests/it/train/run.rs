@@ -44,6 +44,8 @@ pub struct Run {
     pub factors: bool,
     /// Whether two of three layers have windows and sinks, and all have a norm over all heads and an output gate.
     pub windows: bool,
+    /// Number of key/value heads; there are four query heads.
+    pub num_kv_heads: usize,
     /// Weight of the load balancing loss.
     pub aux_loss_coef: f64,
     pub recompute: GradientCheckpointing,
@@ -75,6 +77,7 @@ impl Run {
             draft_head: false,
             factors: false,
             windows: false,
+            num_kv_heads: 2,
             aux_loss_coef: 0.0,
             recompute,
             budget: BUDGET,
@@ -90,7 +93,7 @@ impl Run {
 
     /// The model's shape. With 8-bit moments it is wider: all of its matrices except `O` have 4,096 elements.
     fn spec(&self) -> ModelSpec {
-        let mut narrow = spec(self.tied);
+        let mut narrow = spec(self.tied).map_attention(|_, attention| attention.num_kv_heads = self.num_kv_heads);
         let hidden = narrow.hidden_size;
         if self.experts {
             let experts = ExpertsSpec {

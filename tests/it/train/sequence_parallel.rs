@@ -88,6 +88,9 @@ fn every_mixer(mesh: &Mesh) {
             Run { share_prompts: true, budget: 1000, recompute, factors: true, ..run },
             Run { windows: true, ..run },
             Run { windows: true, recompute: GradientCheckpointing::Selective, ..run },
+            // Two ranks exchange these heads in two parts.
+            Run { num_kv_heads: 4, recompute, ..run },
+            Run { num_kv_heads: 4, windows: true, recompute: GradientCheckpointing::KeepAttention, ..run },
             Run { budget: 1000, ..experts },
             Run { share_prompts: true, recompute, ..experts },
             delta_nets,
@@ -173,7 +176,8 @@ fn kept_attention_equals_full_recomputation_bit_for_bit() {
         for mesh in [World::single().mesh(1, 1).unwrap(), mesh(&world, 2, 2)] {
             for kind in [Kind::Float, Kind::BFloat16] {
                 let run = Run { share_prompts: true, budget: 1000, ..Run::new(0, kind) };
-                for run in [run, Run { windows: true, share_prompts: false, ..run }, Run { delta_nets: true, ..run }] {
+                let windows = Run { windows: true, share_prompts: false, ..run };
+                for run in [run, windows, Run { num_kv_heads: 4, ..run }, Run { delta_nets: true, ..run }] {
                     let trained = |recompute| {
                         let run = Run { recompute, ..run };
                         steps(&run, &mut run.policy(&mesh), &mesh, &run.micro_batches(&mesh))
