@@ -71,6 +71,7 @@ sources! {
     PLAN_ATTENTION = "plan_attention.cu",
     PRODUCT = "product.cu",
     QK_NORM = "qk_norm.cu",
+    RINGED_ATTENTION = "ringed_attention.cu",
     RMS_NORM = "rms_norm.cu",
     ROPE_WRITE_KV = "rope_write_kv.cu",
     ROUTE = "route.cu",
@@ -84,13 +85,15 @@ sources! {
 }
 
 /// Headers that the sources include. CUDA's own headers, such as that for bf16, are not part of the compiler's package.
-const HEADERS: [(&CStr, &str); 25] = [
+const HEADERS: [(&CStr, &str); 27] = [
     (c"adamw.cuh", include_str!("../kernels/adamw.cuh")),
     (c"async.cuh", include_str!("../kernels/async.cuh")),
     (c"attention.cuh", include_str!("../kernels/attention.cuh")),
+    (c"attention_column.cuh", include_str!("../kernels/attention_column.cuh")),
     (c"attention_fp8.cuh", include_str!("../kernels/attention_fp8.cuh")),
     (c"attention_item.cuh", include_str!("../kernels/attention_item.cuh")),
     (c"attention_merge.cuh", include_str!("../kernels/attention_merge.cuh")),
+    (c"attention_ring.cuh", include_str!("../kernels/attention_ring.cuh")),
     (c"attention_warp.cuh", include_str!("../kernels/attention_warp.cuh")),
     (c"clamped.cuh", include_str!("../kernels/clamped.cuh")),
     (c"cluster.cuh", include_str!("../kernels/cluster.cuh")),
