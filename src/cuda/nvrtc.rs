@@ -72,6 +72,7 @@ sources! {
     PRODUCT_FP8 = "product_fp8.cu",
     PRODUCT_INT8 = "product_int8.cu",
     QK_NORM = "qk_norm.cu",
+    RINGED_ATTENTION = "ringed_attention.cu",
     RMS_NORM = "rms_norm.cu",
     ROPE_WRITE_KV = "rope_write_kv.cu",
     ROUTE = "route.cu",
@@ -85,13 +86,15 @@ sources! {
 }
 
 /// Headers that the sources include. CUDA's own headers, such as that for bf16, are not part of the compiler's package.
-const HEADERS: [(&CStr, &str); 26] = [
+const HEADERS: [(&CStr, &str); 28] = [
     (c"adamw.cuh", include_str!("../kernels/adamw.cuh")),
     (c"async.cuh", include_str!("../kernels/async.cuh")),
     (c"attention.cuh", include_str!("../kernels/attention.cuh")),
+    (c"attention_column.cuh", include_str!("../kernels/attention_column.cuh")),
     (c"attention_fp8.cuh", include_str!("../kernels/attention_fp8.cuh")),
     (c"attention_item.cuh", include_str!("../kernels/attention_item.cuh")),
     (c"attention_merge.cuh", include_str!("../kernels/attention_merge.cuh")),
+    (c"attention_ring.cuh", include_str!("../kernels/attention_ring.cuh")),
     (c"attention_warp.cuh", include_str!("../kernels/attention_warp.cuh")),
     (c"clamped.cuh", include_str!("../kernels/clamped.cuh")),
     (c"cluster.cuh", include_str!("../kernels/cluster.cuh")),

@@ -76,8 +76,8 @@ __device__ __forceinline__ Part<N> merge(const Partial<HD>* partials, int count,
 }
 
 // Merges the warps' results of an own part, in shared memory.
-template <int HD, int N>
-__device__ __forceinline__ Part<N> merge_warps(const float (&outs)[WARPS][COLUMNS][HD + 8],
+template <int N, int PITCH>
+__device__ __forceinline__ Part<N> merge_warps(const float (&outs)[WARPS][COLUMNS][PITCH],
                                                const float (&peaks)[WARPS][COLUMNS],
                                                const float (&sums)[WARPS][COLUMNS], int head, int column) {
     Part<N> all;

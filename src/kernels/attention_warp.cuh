@@ -37,6 +37,11 @@ __device__ __forceinline__ uint4 load_once(const void* from) {
     return out;
 }
 
+// A chunk of a unit's row in a ring: TMA copies 128 bytes of every row at once, and mixes their chunks by the row.
+__device__ __forceinline__ const uint4& ring_chunk(const unsigned char* unit, int row, int chunk) {
+    return *reinterpret_cast<const uint4*>(unit + chunk / 8 * (UNIT * 128) + row * 128 + (chunk % 8 ^ row % 8) * 16);
+}
+
 // XOR pattern for the position of a 16-byte chunk within a row in shared memory, so that loads of neither multiplication have bank conflicts.
 __device__ __forceinline__ int mix(int row) { return (row & 6) ^ (row & 1) << 2; }
 
@@ -107,12 +112,18 @@ __device__ __forceinline__ void raise(float (&out)[M][PAIRS][4], float (&peak)[M
     }
 }
 
+// Steps of U units of which a warp has every `stride`th from `first` on.
+template <int U>
+__device__ __forceinline__ int steps_of(int base, int end, int first, int stride) {
+    const int units = (end - base + UNIT - 1) / UNIT;
+    return units > first ? (units - first + U * stride - 1) / (U * stride) : 0;
+}
+
 // Processes the units at `place` from token `begin` on; a warp's loads of the next ones are in flight while it computes. `after` is called after each
 // step, with the number of steps so far.
 template <int M, int U, class Work, class E, class P, class After>
 __device__ __forceinline__ void attend_units(Work& work, const Cache<E>& cache, P place, int begin, const After& after) {
-    const int end = place.end, first = place.first, stride = place.stride, units = (end - place.base + UNIT - 1) / UNIT;
-    const int steps = units > first ? (units - first + U * stride - 1) / (U * stride) : 0;
+    const int end = place.end, steps = steps_of<U>(place.base, end, place.first, place.stride);
     if (steps == 0) return;
     long long now[U];
 #pragma unroll
@@ -204,6 +215,22 @@ struct Warp {
                 else
                     values[u][h][k] = uint4{0, 0, 0, 0};
             }
+        }
+    }
+
+    // Loads keys and values from a unit in a ring.
+    __device__ __forceinline__ void take_keys(int u, const unsigned char* unit) {
+#pragma unroll
+        for (int j = 0; j < HD / 32; ++j)
+#pragma unroll
+            for (int t = 0; t < 2; ++t) keys[u][j][t] = ring_chunk(unit, lane / 4 + 8 * t, 4 * j + lane % 4);
+    }
+    __device__ __forceinline__ void take_values(int u, const unsigned char* unit, int count) {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            const int token = lane % 4 * 2 + k / 2 * 8 + k % 2;
+#pragma unroll
+            for (int h = 0; h < HALVES; ++h) values[u][h][k] = token < count ? ring_chunk(unit, token, 8 * h + lane / 4) : uint4{0, 0, 0, 0};
         }
     }
 

@@ -242,28 +242,55 @@ fn gpu_paged_attention_equals_the_cpus() {
                 // With sinks pieces of this split are not joined, and no prefixes shared.
                 let with_sinks = split != Some(SPLIT_TOKENS);
                 for has_sinks in [false, true].into_iter().filter(|&has| !has || with_sinks) {
-                    compare_attention((shape, has_sinks), kind, bound, sharing, split);
+                    let sizes = (37, if is_small() { 150 } else { 700 });
+                    compare_attention((shape, has_sinks), sizes, kind, bound, sharing, split);
                 }
             }
         }
     }
 }
 
+/// Every block takes several short contexts, in many of which some of its warps have no tokens.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_paged_attention_of_many_short_contexts_equals_the_cpus() {
+    kernels::prepare(0, 1).unwrap();
+    for (head_dim, longest) in [(128, 40), (128, 200), (64, 90)] {
+        let shape = AttentionShape {
+            num_heads: 14,
+            num_kv_heads: 2,
+            head_dim,
+            block_size: 32,
+            sliding_window: None,
+            scale: 0.2,
+        };
+        for sharing in [0, 5] {
+            compare_attention(
+                (shape, false),
+                (if is_small() { 40 } else { 500 }, longest),
+                Kind::BFloat16,
+                5e-3,
+                sharing,
+                None,
+            );
+        }
+    }
+}
+
 fn compare_attention(
     (shape, has_sinks): (AttentionShape, bool),
+    (rows, longest): (i64, i64),
     kind: Kind,
     bound: f64,
     sharing: i64,
     split: Option<usize>,
 ) {
-    const ROWS: i64 = 37;
-    let longest = if is_small() { 150 } else { 700 };
     let [heads, kv_heads, dim, block_size] =
         [shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.block_size].map(|size| size as i64);
-    let contexts = Contexts::random(ROWS, longest, block_size, sharing);
+    let contexts = Contexts::random(rows, longest, block_size, sharing);
     let cache_shape = [contexts.num_blocks, kv_heads, block_size, dim];
-    let (q, k, v) = (rand(&[ROWS, heads, dim], kind), rand(&cache_shape, kind), rand(&cache_shape, kind));
-    let tables = Tensor::from_slice(&contexts.tables).view([ROWS, contexts.max_blocks]);
+    let (q, k, v) = (rand(&[rows, heads, dim], kind), rand(&cache_shape, kind), rand(&cache_shape, kind));
+    let tables = Tensor::from_slice(&contexts.tables).view([rows, contexts.max_blocks]);
     let layout = PagedLayout::new(
         &tables.clamp_min(0),
         &Tensor::from_slice(&contexts.lens),
@@ -286,10 +313,10 @@ fn compare_attention(
     let [k, v] = [k, v].map(|cache| gpu(&poison_unused(cache, &contexts, block_size)));
     let (groups, shared) = (ints(&contexts.groups), ints(&contexts.shared));
     let prefixes = (sharing > 0).then_some(SharedPrefixes { groups: &groups, num_shared_blocks: &shared });
-    let plan = |rows: usize| AttentionPlan::new(shape, (kind, GPU), rows, contexts.max_blocks as usize, split).unwrap();
-    let whole = plan(ROWS as usize).joining();
+    let plan = |most: usize| AttentionPlan::new(shape, (kind, GPU), most, contexts.max_blocks as usize, split).unwrap();
+    let whole = plan(rows as usize).joining();
     let what = format!("{shape:?} {kind:?}, groups of {sharing}, split {split:?}, sinks {has_sinks}");
-    let mut o = poison(&[ROWS, heads, dim], kind);
+    let mut o = poison(&[rows, heads, dim], kind);
     for _ in 0..2 {
         let before = o.copy();
         whole.update(&lens, prefixes).unwrap();
@@ -298,6 +325,16 @@ fn compare_attention(
         let error = relative_error(&o, &expected);
         assert!(error < bound, "{what}: {error:e}");
         assert!(before.isnan().any().int64_value(&[]) == 1 || before.equal(&o), "{what}: not the same twice");
+    }
+    let ringed = plan(rows as usize).through_rings();
+    if split.is_none() && kind == Kind::BFloat16 {
+        let mut own = poison(&[rows, heads, dim], kind);
+        for _ in 0..2 {
+            ringed.update(&lens, prefixes).unwrap();
+            let cache = KvBlocks::plain(&k, &v);
+            kernels::paged_attention(&ringed, &q, cache, &tables, &lens, sinks.as_ref(), &mut own).unwrap();
+            assert!(own.equal(&o), "{what}: rings change bits");
+        }
     }
     if split.is_some() {
         // With a fixed split a row alone has the same bits; those of the second group share a whole one.

@@ -135,7 +135,7 @@ use crate::error::Result;
 use crate::types::Place;
 
 /// Every .cu file with the names of its kernels. Wrappers that compose a kernel's name must only produce names in this list.
-pub(super) const KERNELS: [(&KernelSource, &[&str]); 50] = [
+pub(super) const KERNELS: [(&KernelSource, &[&str]); 51] = [
     (adamw::SOURCE, adamw::NAMES),
     (adamw8bit::SOURCE, adamw8bit::NAMES),
     (adapt::SOURCE, adapt::NAMES),
@@ -171,6 +171,7 @@ pub(super) const KERNELS: [(&KernelSource, &[&str]); 50] = [
     (next_tokens::SOURCE, next_tokens::NAMES),
     (paged_attention::SOURCE, paged_attention::NAMES),
     (paged_attention::ANY, paged_attention::ANY_NAMES),
+    (paged_attention::RINGED, paged_attention::RINGED_NAMES),
     (paged_attention::PLAN, paged_attention::PLAN_NAMES),
     (product::SOURCE, product::NAMES),
     (product::FP8, product::FP8_NAMES),

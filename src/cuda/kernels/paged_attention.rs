@@ -1,6 +1,7 @@
 //! Decode attention over the paged KV cache.
 #![allow(unsafe_code)]
 
+mod buffers;
 #[cfg(test)]
 mod tests;
 
@@ -8,12 +9,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use tch::{Device, Kind, Tensor};
 
+use self::buffers::{TensorCoreBuffers, partials};
+use super::boxes::rows_boxes;
 use super::kv_blocks::KvBlocks;
 use super::launch::{
     Argument, address, address_or_null, code_name, invalid, is_aligned, kind_name, launch_early, ordinal,
 };
 use super::tiled_attention::RowTile;
-use crate::cuda::Context;
 use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 
@@ -37,6 +39,13 @@ pub(super) const NAMES: &[&str] = &[
     "paged_attention_bf16_64_int8_sinks",
     "paged_attention_bf16_128_int8_sinks",
 ];
+pub(super) const RINGED: &KernelSource = &nvrtc::RINGED_ATTENTION;
+pub(super) const RINGED_NAMES: &[&str] = &[
+    "ringed_attention_bf16_64",
+    "ringed_attention_bf16_128",
+    "ringed_attention_bf16_64_sinks",
+    "ringed_attention_bf16_128_sinks",
+];
 pub(super) const PLAN: &KernelSource = &nvrtc::PLAN_ATTENTION;
 pub(super) const PLAN_NAMES: &[&str] = &["plan_attention"];
 pub(super) const ANY: &KernelSource = &nvrtc::PAGED_ATTENTION_ANY;
@@ -46,8 +55,9 @@ pub(super) const ANY_NAMES: &[&str] =
 /// Threads per block, and the largest head width of the fallback kernel.
 const THREADS: usize = 128;
 const MOST_COLUMNS: usize = 4 * THREADS;
-/// Blocks that one multiprocessor can run at once, limited by registers.
-const BLOCKS_PER_PROCESSOR: usize = 2;
+/// Bytes of shared memory of a block of `ringed_attention`, and the tokens that it copies at once.
+const RINGED_BYTES: usize = 81_920;
+const UNIT_TOKENS: usize = 16;
 /// Threads of the `plan_attention` kernel.
 const PLANNERS: u32 = 256;
 /// Head widths of the tensor-core kernel. For the last one, shared prefixes are not read jointly, and 8-bit caches and sinks are not supported.
@@ -55,8 +65,6 @@ const FAST_DIMS: [usize; 3] = [64, 128, 256];
 const WIDE_DIM: usize = 256;
 /// Query heads that one work item processes.
 const ITEM_HEADS: usize = 8;
-/// 32-bit words of a work item.
-const ITEM_WORDS: usize = 12;
 
 /// The shape of one layer's attention on one rank.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -95,24 +103,8 @@ pub struct AttentionPlan {
     split_tokens: usize,
     buffers: Option<TensorCoreBuffers>,
     joins: bool,
+    is_ringed: bool,
     has_prefixes: AtomicBool, // of the last update; with a fixed split they need a larger kernel
-}
-
-/// Buffers of the tensor-core kernel; `None` if the fallback kernel is used.
-#[derive(Debug)]
-struct TensorCoreBuffers {
-    /// Number of thread blocks that process items.
-    num_blocks: usize,
-    /// Key/value heads times chunks of up to [`ITEM_HEADS`] query heads.
-    columns: usize,
-    /// Maximum number of partial results per column.
-    capacity: usize,
-    header: Tensor,   // [4] i32
-    items: Tensor,    // [at least capacity + max_rows, 12] i32
-    pieces: Tensor,   // [max_rows, 2] i32
-    scratch: Tensor,  // [4, max_rows] i32
-    arrived: Tensor,  // [max_rows, columns] i32, zero between launches
-    partials: Tensor, // [capacity, columns, 8 (hd + 2)] f32
 }
 
 /// How an attention kernel's work is divided among thread blocks.
@@ -158,7 +150,8 @@ impl AttentionPlan {
         let buffers =
             is_fast.then(|| TensorCoreBuffers::new(&shape, device, max_rows, split_tokens, context)).transpose()?;
         let (split_tokens, has_prefixes) = (split_tokens.unwrap_or(0), AtomicBool::new(false));
-        Ok(Self { shape, num_hidden: 0, kind, max_rows, split_tokens, buffers, joins: false, has_prefixes })
+        let (num_hidden, joins, is_ringed) = (0, false, false);
+        Ok(Self { shape, num_hidden, kind, max_rows, split_tokens, buffers, joins, is_ringed, has_prefixes })
     }
 
     /// Hides `num_hidden` keys at the beginning of every context. Every context has more keys, and there is no window.
@@ -170,6 +163,12 @@ impl AttentionPlan {
     /// sinks or a cache with scales.
     pub fn joining(self) -> Self {
         Self { joins: self.has_fixed_kernels(), ..self }
+    }
+
+    /// Reads bfloat16 caches through rings in shared memory where a kernel for that exists, with the same bits. This is faster between GEMMs that use
+    /// nearly all of a multiprocessor's cache as shared memory, as those of experts do, and slower elsewhere (docs/benchmarks/fp8.md).
+    pub fn through_rings(self) -> Self {
+        Self { is_ringed: self.buffers.as_ref().is_some_and(|buffers| buffers.can_ring), ..self }
     }
 
     fn has_fixed_kernels(&self) -> bool {
@@ -270,57 +269,6 @@ fn least_shared_tokens(rows: usize, is_fixed: bool, columns: usize, num_blocks: 
     if rows * columns >= least_items { 640 * num_blocks / columns } else { usize::MAX }
 }
 
-impl TensorCoreBuffers {
-    fn new(
-        shape: &AttentionShape,
-        device: Device,
-        max_rows: usize,
-        split_tokens: Option<usize>,
-        context: usize,
-    ) -> Result<Self> {
-        let Device::Cuda(gpu) = device else { return Err(invalid("attention_plan", "a GPU", device)) };
-        let num_blocks = BLOCKS_PER_PROCESSOR * Context::retain(gpu)?.num_processors()?;
-        let partial = partials(shape, max_rows, split_tokens, context);
-        let [capacity, columns, _] = partial;
-        let zeros = |shape: &[usize]| {
-            let shape: Vec<i64> = shape.iter().map(|&size| size as i64).collect();
-            Tensor::f_zeros(shape, (Kind::Int, device))
-        };
-        Ok(Self {
-            num_blocks,
-            columns,
-            capacity,
-            header: zeros(&[4])?,
-            // Every block reads one item before it knows how many there are.
-            items: zeros(&[(capacity + max_rows).max(num_blocks), ITEM_WORDS])?,
-            pieces: zeros(&[max_rows, 2])?,
-            scratch: zeros(&[4, max_rows])?,
-            arrived: zeros(&[max_rows, columns])?,
-            partials: Tensor::f_empty(partial.map(|size| size as i64), (Kind::Float, device))?,
-        })
-    }
-
-    fn tensors(&self) -> [&Tensor; 6] {
-        [&self.header, &self.items, &self.pieces, &self.scratch, &self.arrived, &self.partials]
-    }
-
-    fn addresses(&self, gpu: usize) -> Result<[Argument; 6]> {
-        let mut addresses = [Argument::NULL; 6];
-        for (at, tensor) in addresses.iter_mut().zip(self.tensors()) {
-            *at = address("attention_plan", tensor, tensor.kind(), tensor.numel(), gpu)?;
-        }
-        Ok(addresses)
-    }
-}
-
-/// Returns (capacity, columns, numbers per partial result). Without a fixed split the plan adapts to the capacity, about four pieces per row and more
-/// for few rows; a fixed split needs enough for the longest contexts.
-fn partials(shape: &AttentionShape, max_rows: usize, split_tokens: Option<usize>, context: usize) -> [usize; 3] {
-    let capacity = split_tokens.map_or(4 * max_rows + 1024, |split| max_rows.saturating_mul(context.div_ceil(split)));
-    let columns = shape.num_kv_heads * (shape.num_heads / shape.num_kv_heads).div_ceil(ITEM_HEADS);
-    [capacity, columns, ITEM_HEADS * (shape.head_dim + 2)]
-}
-
 /// Computes o = softmax(scale q k^T) v for one new token per row over its context, whose last entry is the token itself; zeros for rows without a
 /// sequence. Each query head may have a sink: a logit that takes part in the softmax with the value 0. The plan must have been updated with these
 /// context lengths. Allocates nothing.
@@ -382,10 +330,18 @@ pub fn paged_attention(
     let [header, items, pieces, _, arrived, partials] = buffers.addresses(gpu)?;
     let block_shift = block_size.trailing_zeros() as usize;
     let sizes = [num_kv_heads, num_heads / num_kv_heads, block_shift, max_blocks].map(count);
-    let mut arguments =
-        [&[q_at, k_at, v_at, tables, o_at, header, items, pieces, arrived, partials][..], &scales_at, &sizes, &[scale]]
-            .concat();
+    let step = [q_at, k_at, v_at, tables, o_at, header, items, pieces, arrived, partials];
+    let mut arguments = [&step[..], &scales_at, &sizes, &[scale]].concat();
     arguments.extend(sinks.map(|_| sinks_at));
+    let blocks = buffers.num_blocks as u32;
+    if plan.is_ringed && code.is_none() {
+        let boxes = |cache: &Tensor| rows_boxes(&cache.view([-1, head_dim as i64]), UNIT_TOKENS);
+        let arguments = [&[boxes(k_cache)?, boxes(v_cache)?][..], &arguments].concat();
+        let name = format!("ringed_attention_bf16_{head_dim}{}", if sinks.is_some() { "_sinks" } else { "" });
+        let grid = (blocks, THREADS as u32, RINGED_BYTES as u32);
+        // SAFETY: as below; the boxes are rows of the caches.
+        return unsafe { launch_early(RINGED, &name, gpu, grid, &arguments) };
+    }
     let cache = code.map_or_else(String::new, |code| format!("_{code}"));
     let suffix = match sinks {
         Some(_) => "_sinks",
@@ -393,7 +349,7 @@ pub fn paged_attention(
         None if plan.has_prefixes.load(Ordering::Relaxed) => "_fixed_shared",
         None => "_fixed",
     };
-    let grid = (buffers.num_blocks as u32, THREADS as u32, 0);
+    let (name, grid) = (format!("paged_attention_bf16_{head_dim}{cache}{suffix}"), (blocks, THREADS as u32, 0));
     // SAFETY: the kernel's parameters in order; items of the plan are of these rows; blocks of contexts are the caller's.
-    unsafe { launch_early(SOURCE, &format!("paged_attention_bf16_{head_dim}{cache}{suffix}"), gpu, grid, &arguments) }
+    unsafe { launch_early(SOURCE, &name, gpu, grid, &arguments) }
 }

@@ -26,10 +26,12 @@ impl AttentionPlans {
     ) -> Result<Self> {
         let shares_prefixes = !options.strict
             || options.cache_kind() == options.kind && spec.attention_specs().all(|attention| !attention.sinks);
+        let has_experts = spec.layers.iter().any(|block| block.has_experts());
         let plan = |sight| {
             let (shape, split) = (shape(spec, options, tp_size, sight), split_tokens(options));
             let plan = AttentionPlan::new(shape, (options.kind, device), max_rows, max_blocks, split)?;
-            Ok(if shares_prefixes { plan.joining() } else { plan })
+            let plan = if shares_prefixes { plan.joining() } else { plan };
+            Ok(if has_experts { plan.through_rings() } else { plan })
         };
         Ok(Self { of_sights: Distinct::try_new(spec.sights(), plan)?, shares_prefixes })
     }

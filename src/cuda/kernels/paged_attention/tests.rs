@@ -6,6 +6,7 @@ fn rust_constants_match_the_kernel_source() {
     assert_declared(PLAN, &[("PLANNERS", PLANNERS as usize)]);
     assert_declared(ANY, &[("THREADS", THREADS), ("MOST", MOST_COLUMNS / THREADS)]);
     assert_declared(SOURCE, &[("COLUMNS", ITEM_HEADS), ("WARPS", THREADS / 32)]);
+    assert_declared(RINGED, &[("SHARED_BYTES", RINGED_BYTES), ("UNIT", UNIT_TOKENS)]);
 }
 
 #[test]
