@@ -74,6 +74,7 @@ def table(runs):
 
 def axes(title, longest, highest, left, top):
     """The frame of a panel, and where a second and a reward are in it."""
+    highest = max(highest, 0.02)  # of runs without a reward
     x = lambda second: left + LEFT + second / longest * (WIDTH - LEFT - 16)
     y = lambda reward: top + TOP + (1 - reward / highest) * (HEIGHT - TOP - BOTTOM)
     parts = [f'<text x="{left + LEFT}" y="{top + 18}" font-weight="bold">{title}</text>',
