@@ -1,26 +1,33 @@
 #!/usr/bin/env python3
-"""Held-out reward of the demo against tokens sampled, in two variants with three seeds each. Python's standard library only.
+"""Held-out reward of the demo against tokens sampled, in several variants with three seeds each. Python's standard library only.
 
-    scripts/demo_curve.py replacing target/release/colo-grpo runs/replacing [key=value ..]   # six runs, one after the other
+    scripts/demo_curve.py replacing target/release/colo-grpo runs/replacing [key=value ..]   # its runs, one after the other
     scripts/demo_curve.py replacing runs/replacing                                           # draws what is there again
 
 Comparisons: replacing (groups without a signal replaced, and not), fp8 (weights and cache of the engine in FP8, and not),
-fp8-training (the trainer's products in FP8, and not; the engine's too in both), fp8-all (weights' gradients in FP8, too, and not). Writes curve.svg
-and summary.md to the folder and prints the summary. Runs that are complete are not made again. `max_steps` and other keys of the demo may
-follow. NPROC (2) is the number of processes of a run; with 1 add tensor_parallel_size=1 per_device_train_batch_size=256. CONFIG
+fp8-training (the trainer's products in FP8, and not; the engine's too in both), fp8-all (weights' gradients in FP8, too, and not), hybrid (gated
+delta nets: weights, cache and states in float32; in FP8 with states of bfloat16; in int8 with such states; in FP8 with a trainer in FP8). Writes
+curve.svg, points.jsonl and summary.md to the folder and prints the summary; a folder that has points.jsonl alone is drawn, too. Runs that are
+complete are not made again. `max_steps` and other keys of the demo may follow. JOBS (1) is how many runs are made at once, and NPROC (2) the number
+of processes of a run; with 1 add tensor_parallel_size=1 per_device_train_batch_size=256. CONFIG
 (configs/tiny-cpu.toml) is the demo: that of experts, configs/tiny-moe.toml, and of gated delta nets, configs/tiny-hybrid.toml, start from models that
 docs/experts.md and docs/qwen3_5.md make.
 """
-import html, json, os, pathlib, statistics, subprocess, sys
+import concurrent.futures, html, json, os, pathlib, statistics, subprocess, sys
 
 SEEDS = (1, 2, 3)
-COLORS = ("#efb118", "#4269d0")
+COLORS = ("#efb118", "#4269d0", "#3ca951", "#ff725c")
+BFLOAT16_STATES = "mamba_ssm_cache_dtype=bfloat16"
 # Folders of the variants, with their keys.
 COMPARISONS = {
     "replacing": {"none": ["dynamic_sampling=none"], "replace": ["dynamic_sampling=replace"]},
     "fp8-training": {"float32": ["mixed_precision=none", "rollout_quantization=fp8"], "fp8": ["mixed_precision=fp8", "rollout_quantization=fp8"]},
     "fp8-all": {"fp8": ["mixed_precision=fp8", "rollout_quantization=fp8"], "fp8_all": ["mixed_precision=fp8_all", "rollout_quantization=fp8"]},
     "fp8": {"float32": ["rollout_quantization=none", "kv_cache_dtype=auto"], "fp8": ["rollout_quantization=fp8", "kv_cache_dtype=fp8"]},
+    "hybrid": {"float32": ["rollout_quantization=none", "kv_cache_dtype=auto"],
+               "fp8": ["rollout_quantization=fp8", "kv_cache_dtype=fp8", BFLOAT16_STATES],
+               "int8": ["rollout_quantization=int8", "kv_cache_dtype=int8", BFLOAT16_STATES],
+               "fp8-trained": ["rollout_quantization=fp8", "kv_cache_dtype=fp8", BFLOAT16_STATES, "mixed_precision=fp8"]},
 }
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 860, 360, 48, 16, 40, 44
 
@@ -38,10 +45,17 @@ def curve(folder):
     tokens, points = 0.0, []
     for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
         if "eval_reward" in line:
-            points.append((tokens, line["eval_reward"]))
+            points.append((round(tokens), round(line["eval_reward"], 5)))
         elif "perf/generation_tokens_per_second" in line:
             tokens += line["perf/generation_tokens_per_second"] * line["timing_s/generate"]
     return points
+
+
+def distances(folder):
+    """The mean difference between the log-probabilities of sampler and trainer at the first step and the last, in nats."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    found = [line["sampling/sampling_logp_difference/mean"] for line in lines if "sampling/sampling_logp_difference/mean" in line]
+    return [float(f"{value:.3g}") for value in (found[0], found[-1])] if found else []
 
 
 def reward_at(points, tokens):
@@ -52,9 +66,14 @@ def reward_at(points, tokens):
     return None
 
 
+def label(variants, variant):
+    """Of two variants their keys; of more their names."""
+    return " ".join(variants[variant]) if len(variants) < 3 else variant
+
+
 def summary(curves, variants):
     shortest = min(points[-1][0] for of_seed in curves.values() for points in of_seed.values())
-    lines = ["| tokens sampled | " + " | ".join(" ".join(variants[variant]) for variant in curves) + " |",
+    lines = ["| tokens sampled | " + " | ".join(label(variants, variant) for variant in curves) + " |",
              "|---|" + "---|" * len(curves)]
     for share in (0.25, 0.5, 0.75, 1.0):
         cells = []
@@ -64,6 +83,16 @@ def summary(curves, variants):
             cells.append(f"{statistics.mean(rewards):.3f}{spread}")
         lines.append(f"| {shortest * share:,.0f} | " + " | ".join(cells) + " |")
     return "Held-out reward, mean over seeds (least to greatest):\n\n" + "\n".join(lines) + "\n"
+
+
+def apart(found):
+    """What sampler and trainer differ by, a line for each variant that says so."""
+    lines = []
+    for variant, of_seed in found.items():
+        if all(of_seed.values()):
+            first, last = zip(*of_seed.values())
+            lines.append(f"- {variant}: {min(first):.2g} to {max(first):.2g} nats at the first step, {min(last):.2g} to {max(last):.2g} at the last")
+    return "\nMean difference of sampler and trainer:\n\n" + "\n".join(lines) + "\n" if lines else ""
 
 
 def picture(curves, variants):
@@ -77,9 +106,10 @@ def picture(curves, variants):
     for part in range(5):
         body.append(f'<text x="{x(last * part / 4):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{last * part / 4:,.0f}</text>')
     for at, (variant, of_seed) in enumerate(curves.items()):
-        color, label = COLORS[at], " ".join(variants[variant])
-        body.append(f'<rect x="{LEFT + 340 * at}" y="{TOP - 24}" width="11" height="11" fill="{color}"/>'
-                    f'<text x="{LEFT + 340 * at + 16}" y="{TOP - 14}">{html.escape(label)}</text>')
+        color = COLORS[at]
+        left = LEFT + (340 if len(curves) < 3 else 180) * at
+        body.append(f'<rect x="{left}" y="{TOP - 24}" width="11" height="11" fill="{color}"/>'
+                    f'<text x="{left + 16}" y="{TOP - 14}">{html.escape(label(variants, variant))}</text>')
         for points in of_seed.values():
             path = " ".join(f"{x(tokens):.1f},{y(reward):.1f}" for tokens, reward in points)
             body.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.6" stroke-opacity="0.8"/>')
@@ -95,17 +125,24 @@ def main():
     variants = COMPARISONS[arguments[0]]
     if len(arguments) > 2:
         program, root, keys = arguments[1], pathlib.Path(arguments[2]), arguments[3:]
-        for seed in SEEDS:
-            for variant, own in variants.items():
-                train(program, root, variant, seed, own + keys)
+        with concurrent.futures.ThreadPoolExecutor(int(os.environ.get("JOBS", "1"))) as pool:
+            list(pool.map(lambda job: train(program, root, *job), [(variant, seed, own + keys) for seed in SEEDS for variant, own in variants.items()]))
     else:
         root = pathlib.Path(arguments[1])
-    found = {variant: {seed: root / f"{variant}-{seed}" for seed in SEEDS} for variant in variants}
-    curves = {variant: {seed: curve(folder) for seed, folder in folders.items() if (folder / "final").is_dir()}
-              for variant, folders in found.items()}
+    curves, differences = {variant: {} for variant in variants}, {variant: {} for variant in variants}
+    kept = root / "points.jsonl"
+    for line in map(json.loads, kept.read_text().splitlines() if kept.is_file() else []):
+        curves[line["variant"]][line["seed"]], differences[line["variant"]][line["seed"]] = line["points"], line["nats"]
+    for variant in variants:
+        for seed in SEEDS:
+            folder = root / f"{variant}-{seed}"
+            if (folder / "final").is_dir():
+                curves[variant][seed], differences[variant][seed] = curve(folder), distances(folder)
     if not all(curves.values()):
         sys.exit(f"{root}: no complete run of each of {', '.join(variants)}; name the program before the folder to make them")
-    text = summary(curves, variants)
+    text = summary(curves, variants) + apart(differences)
+    kept.write_text("".join(json.dumps({"variant": variant, "seed": seed, "points": points, "nats": differences[variant][seed]}) + "\n"
+                            for variant, of_seed in curves.items() for seed, points in of_seed.items()))
     (root / "curve.svg").write_text(picture(curves, variants))
     (root / "summary.md").write_text(text)
     print(text)

@@ -27,10 +27,15 @@ VARIANTS = {
     "8-bit": (1, "optim=adamw_8bit"),
     "exact": (1, "exact=true"),
     "muon": (1, "optim=muon"),
+    "muon-faster": (1, "optim=muon", "learning_rate=1e-4"),
     "replaced": (1, "dynamic_sampling=replace"),
     "qlora": (1, "lora.r=32", "quantization=nf4", "learning_rate=3e-4"),
+    "int8": (1, "rollout_quantization=int8", "kv_cache_dtype=int8"),
+    "drafts": (1, "speculation=auto"),
+    "two": (2,),
     "async": (2, "mode=split", "split.rollout_gpus=1", "split.async_steps=1"),
 }
+OUT_OF_ROWS = 3  # exit code of a run that replaces groups and finds no more of them: its steps count all the same
 
 
 class Runs:
@@ -61,6 +66,7 @@ class Runs:
     def prepare(self, name, task):
         """Models and rows, where they are not there yet."""
         program, python = self.options.program, sys.executable
+        ranks = min(2, max(1, len(self.gpus())))
         steps = []
         if name == "words":
             steps = [(task["task"] + "/train.jsonl", [python, "scripts/make_word_problems.py", self.out / task["task"]]),
@@ -70,14 +76,15 @@ class Runs:
             steps = [(task["task"] + "/train.jsonl", [python, "scripts/make_countdown.py", self.out / task["task"], "--traces", traces]),
                      ("countdown/random/config.json", [program, "init", "--config-json", task.get("shape", "configs/countdown/config.json"),
                                                        "--tokenizer", self.out / task["task"] / "tokenizer", "--output", self.out / "countdown/random"]),
-                     (task["model"] + "/config.json", [program, "sft", "--config", "configs/countdown/sft.toml", f"device={self.device}",
+                     (task["model"] + "/config.json", [program, "sft", *(["--nproc", ranks] if ranks > 1 else []), "--config", "configs/countdown/sft.toml",
+                                                       f"device={self.device}", f"per_device_train_batch_size={128 // ranks}",
                                                        f"model_name_or_path={self.out}/countdown/random", f"train_file={self.out}/{task['task']}/sft.jsonl",
                                                        f"output_dir={self.out}/countdown/sft", *task.get("sft", "").split()])]
         for index, (made, command) in enumerate(steps):
             if not (self.out / made).exists():
                 (self.out / made).parent.parent.mkdir(parents=True, exist_ok=True)
                 print(f"{name}: {made} ..", flush=True)
-                if code := self.call(f"{name}-prepare-{index}", command, gpus=self.gpus()[:1]):
+                if code := self.call(f"{name}-prepare-{index}", command, gpus=self.gpus()[:ranks]):
                     sys.exit(f"learning: {name}: {made}: exit code {code}: " + (self.out / f"{name}-prepare-{index}.log").read_text()[-2000:])
         rows = (self.out / task["task"] / "train.jsonl").read_text().splitlines()
         for seed in self.options.seeds:
@@ -101,12 +108,11 @@ class Runs:
 
     def ours(self, name, variant, seed, gpus):
         task, run = self.tasks[name], f"{name}-ours{'-' + variant if variant else ''}-{seed}"
-        output, keys = self.out / run, VARIANTS[variant][1:] if variant else ()
-        two = variant == "async"
-        command = [self.options.program, *(["--nproc", 2] if two else []), "--config", task["config"], f"device={self.device}",
+        output, (ranks, *keys) = self.out / run, VARIANTS[variant] if variant else (1,)
+        command = [self.options.program, *(["--nproc", ranks] if ranks > 1 else []), "--config", task["config"], f"device={self.device}",
                    f"model_name_or_path={self.out / task['model']}", f"train_file={self.out}/{task['task']}/train-{seed}.jsonl", "eval_file=none",
                    "eval_steps=none", f"output_dir={output}", "shuffle_dataset=false", f"seed={seed}", f"max_steps={task['steps']}",
-                   f"per_device_train_batch_size={task['prompts'] * task['group'] // (1 + two)}", f"num_generations={task['group']}",
+                   f"per_device_train_batch_size={task['prompts'] * task['group'] // ranks}", f"num_generations={task['group']}",
                    f"max_completion_length={task['max_completion_length']}", f"max_model_length={task['context']}",
                    f"learning_rate={task['learning_rate']}", f"warmup_steps={task['warmup_steps']}", "report_to=[]", *keys]
         shutil.rmtree(output, ignore_errors=True)
@@ -120,15 +126,26 @@ class Runs:
             self.say(run, "start", task=name, who="colo-grpo", variant=variant, seed=seed, card=self.card(), versions=self.version(), steps=task["steps"],
                      start_s=round(begun - started, 2), command=shown)
             for line in lines:
-                self.say(run, "step", step=line["step"], seconds=round(line["time"] - begun, 3), reward=round(line["reward"], 5),
-                         length=line["completions/mean_length"], learning_rate=line["learning_rate"], num_tokens=line["num_tokens"],
+                # With groups replaced, `reward` is that of the trained ones alone.
+                self.say(run, "step", step=line["step"], seconds=round(line["time"] - begun, 3),
+                         reward=round(line.get("dynamic_sampling/reward", line["reward"]), 5), length=line["completions/mean_length"],
+                         learning_rate=line["learning_rate"], num_tokens=line["num_tokens"], groups=line.get("dynamic_sampling/generated_groups"),
+                         drafts=line.get("speculation/draft_tokens"), accepted=line.get("speculation/accepted_tokens"), mean_difference=line.get("sampling/sampling_logp_difference/mean"),
                          difference=line.get("sampling/sampling_logp_difference/max"))
+        if code == OUT_OF_ROWS and variant == "replaced" and lines:
+            self.say(run, "end", late=False, out_of_rows=True)
+            print(f"{run}: no more rows after {len(lines)} steps", flush=True)
+            return
         if code:
             self.say(run, "failed", code=code, tail=(self.out / f"{run}.log").read_text()[-1500:])
             print(f"{run}: exit code {code}", flush=True)
             return
         self.say(run, "end", late=False)
-        self.judge(name, run, output / "final", gpus)
+        if self.judged(seed):
+            self.judge(name, run, output / "final", gpus)
+
+    def judged(self, seed):
+        return self.options.judged is None or seed in self.options.judged
 
     def trl(self, name, seeds, gpus):
         task, run = self.tasks[name], f"{name}-trl"
@@ -163,11 +180,11 @@ class Runs:
 
     def version(self):
         said = subprocess.run([self.options.program, "--version"], capture_output=True, text=True).stdout.split()
-        commit = subprocess.run(["git", "rev-parse", "--short=8", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
+        commit = os.environ.get("COMMIT") or subprocess.run(["git", "rev-parse", "--short=8", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
         return {"colo-grpo": f"{said[-1]} {commit}".strip()}
 
     def jobs(self):
-        """What is to be made, with the seconds that it is expected to take: the longest first, those of two GPUs last."""
+        """What is to be made, with the seconds that it is expected to take: TRL first, of ours every variant with the first seed, those of two GPUs last."""
         made = {(line["run"], line.get("card")) for line in map(json.loads, read(self.options.collect))} if self.options.collect else set()
         card, wanted = self.card(), []
         todo = lambda run: (run, card) not in made
@@ -181,10 +198,10 @@ class Runs:
             if "start" in self.options.who:
                 wanted.append((15, 1, lambda gpus, name=name, task=task: self.judge(name, f"{name}-start", self.out / task["model"], gpus)))
             variants = ([""] if "ours" in self.options.who else []) + (self.options.variants if "variants" in self.options.who else [])
-            for variant in variants:
-                for seed in seeds:
+            for seed in seeds:  # so that where time is short every variant has its first seeds
+                for variant in variants:
                     if todo(f"{name}-ours{'-' + variant if variant else ''}-{seed}"):
-                        wanted.append((ours, VARIANTS[variant][0] if variant else 1,
+                        wanted.append((ours if self.judged(seed) else ours * 0.6, VARIANTS[variant][0] if variant else 1,
                                        lambda gpus, name=name, variant=variant, seed=seed: self.ours(name, variant, seed, gpus)))
         return wanted
 
@@ -232,12 +249,15 @@ def collect(events, target):
         if kind == "start":
             runs[run] = {"run": run, **event, "seconds": [], "rewards": [], "lengths": []}
         elif kind == "step":
-            for name, value in (("seconds", event["seconds"]), ("rewards", event["reward"]), ("lengths", round(event["length"] or 0, 1))):
-                runs[run][name].append(value)
+            for name, value in (("seconds", event["seconds"]), ("rewards", event["reward"]), ("lengths", round(event["length"] or 0, 1)),
+                                ("groups", event.get("groups")), ("drafts", event.get("drafts")), ("accepted", event.get("accepted")),
+                                ("differences", event.get("mean_difference") and round(event["mean_difference"], 5))):
+                if value is not None:
+                    runs[run].setdefault(name, []).append(value)
         elif kind == "held_out":
             runs.setdefault(run, {"run": run})["held_out"] = round(event["reward"], 4)
-        elif kind == "end" and event.get("late"):
-            runs[run]["late"] = True
+        elif kind == "end":
+            runs[run].update({name: True for name in ("late", "out_of_rows") if event.get(name)})
         elif kind == "failed":  # no measurement: it is to be made again
             runs.pop(run, None)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -252,6 +272,7 @@ def main():
     parser.add_argument("--who", nargs="*", choices=("start", "ours", "trl", "variants"), default=["start", "ours", "trl", "variants"])
     parser.add_argument("--variants", nargs="*", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--seeds", nargs="*", type=int, default=[1, 2, 3])
+    parser.add_argument("--judged", nargs="*", type=int, help="seeds whose models are evaluated on held-out rows: all unless some are named")
     parser.add_argument("--seconds", type=float, default=500, help="after which nothing begins")
     parser.add_argument("--program", type=pathlib.Path, default=ROOT / "target/release/colo-grpo")
     parser.add_argument("--trl-python", default=sys.executable, help="the interpreter that has TRL, and vLLM")

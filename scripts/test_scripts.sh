@@ -142,6 +142,13 @@ for name in ("none-1", "replace-1"):
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 PY
 [[ $(scripts/demo_curve.py replacing "$work/replacing") =~ "| 20 | 0.400 | 0.400 |" ]] || fail "demo_curve.py"
+rm -r "$work/replacing"/*-1
+[[ $(scripts/demo_curve.py replacing "$work/replacing") =~ "| 20 | 0.400 | 0.400 |" ]] || fail "demo_curve.py does not draw the points that it keeps"
+mkdir "$work/learning"
+"$python" scripts/learning_curves.py docs/learning/runs.jsonl "$work/learning" >/dev/null || fail "learning_curves.py"
+for picture in learning learning-variants; do
+    cmp "$work/learning/$picture.svg" "docs/$picture.svg" || fail "docs/$picture.svg is not drawn from docs/learning/runs.jsonl"
+done
 # The README's recipe with two names replaced: the stand-in's rows are GSM8K's in form, its tokenizer and template are read, the recipe's
 # own rewards find the answer in a row's text, and what was trained is a model.
 "$python" scripts/make_stand_in.py "$work/stand-in" --train 64 --test 8 >/dev/null || fail "make_stand_in.py"
