@@ -90,8 +90,8 @@ pub mod serve {
 }
 pub mod torch {
     pub use crate::torch::{
-        Store, byte_vec, device_memory, f32_vec, i64_vec, keep_block, lacks_block, release_memory, reset_peak_memory,
-        set_deterministic,
+        Store, Varlen, byte_vec, device_memory, f32_vec, flash_forward, i64_vec, keep_block, lacks_block,
+        release_memory, reset_peak_memory, set_deterministic,
     };
 }
 pub mod train {

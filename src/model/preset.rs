@@ -12,7 +12,7 @@ use crate::ops::router::{RouterOptions, RouterScores};
 use crate::ops::swiglu::Activation;
 
 /// Names that [`ModelSpec::preset`] knows.
-pub const PRESETS: [&str; 32] = [
+pub const PRESETS: [&str; 33] = [
     "micro",
     "tiny",
     "tiny-moe",
@@ -43,6 +43,7 @@ pub const PRESETS: [&str; 32] = [
     "glm-4-9b",
     "glm-4.5-air",
     "phi-4",
+    "ministral-8b",
     "mistral-small-24b",
     "gpt-oss-20b",
 ];
@@ -96,10 +97,9 @@ impl ModelSpec {
                 let ids = (Some(100_257), vec![100_265]);
                 ModelSpec { family: Family::Phi3, max_position_embeddings: 16_384, ..with_ids(spec, ids) }
             }
-            "mistral-small-24b" => {
-                let spec = llama([131_072, 5_120, 32_768, 40, 32, 8, 128], 1e8);
-                ModelSpec { family: Family::Mistral, ..with_ids(spec, (Some(1), vec![2])) }
-            }
+            // A window in all layers, as long as the context.
+            "ministral-8b" => mistral([131_072, 4_096, 12_288, 36, 32, 8, 128], Some(32_768)),
+            "mistral-small-24b" => mistral([131_072, 5_120, 32_768, 40, 32, 8, 128], None),
             "gpt-oss-20b" => gpt_oss([201_088, 2_880, 2_880, 24, 64, 8, 64], [32, 4]),
             _ => return None,
         };
@@ -283,6 +283,11 @@ fn llama(sizes: [usize; 7], theta: f64) -> ModelSpec {
     let rope = RopeSpec { theta, scaling: None, partial_rotary_factor: 1.0 };
     let spec = llama3(sizes, false, 1.0).map_attention(|_, attention| attention.rope = Some(rope));
     ModelSpec { max_position_embeddings: 32_768, ..spec }
+}
+
+fn mistral(sizes: [usize; 7], window: Option<usize>) -> ModelSpec {
+    let spec = llama(sizes, 1e8).map_attention(|_, attention| attention.window = window);
+    ModelSpec { family: Family::Mistral, ..with_ids(spec, (Some(1), vec![2])) }
 }
 
 fn with_ids(spec: ModelSpec, (bos_token_id, eos_token_ids): (Option<u32>, Vec<u32>)) -> ModelSpec {

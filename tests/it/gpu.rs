@@ -8,7 +8,7 @@ use colo_grpo::internal::config::{EngineShape, GradientCheckpointing, KvCacheDty
 use colo_grpo::internal::data::{Dataset, DatasetOptions, Tokenizer};
 use colo_grpo::internal::model::{ModelSpec, ParamTable, Plain, Stages, UnitLayout, WeightFiles};
 use colo_grpo::internal::ops::attention::{
-    Attended, Bounds, PackedLayout, QkvGradients, SavedAttention, SharedBounds, packed_backward, packed_forward,
+    Attended, Bounds, PackedLayout, QkvGradients, SavedAttention, SharedBounds, packed_backward, packed_forward, sinks,
 };
 use colo_grpo::internal::ranks::{Backend, Mesh, World};
 use colo_grpo::internal::rollout::{Engine, EngineOptions, EngineRanks, SpeculationOptions};
@@ -25,13 +25,15 @@ use crate::ranks;
 /// The demo's model after warm-up: its distributions are neither flat nor nearly certain.
 const MODEL: &str = "configs/arithmetic/model";
 
+/// Multiplier of attention scores.
+const SCALE: f64 = 0.2;
+
 /// Separate sequences and shared prompts with any lengths (flash), with one length (cuDNN) and with long and short ones (both). cuDNN's kernels
 /// are used from the second call on.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_attention_equals_the_cpus() {
     let gpu = World::single_on(Backend::Nccl).unwrap().device();
-    let separate = |lens: &[i64]| Bounds::Separate(cu_seqlens(0, lens));
     let shared = |prompts: &[i64], completions: &[&[i64]]| {
         let prompts = cu_seqlens(0, prompts);
         let first = prompts[prompts.len() - 1];
@@ -40,40 +42,92 @@ fn gpu_attention_equals_the_cpus() {
         Bounds::Shared(SharedBounds { prompts, groups, completions })
     };
     let cases = [
-        (separate(&[5, 0, 40, 3, 1, 333]), 7, 2, None, 64),
-        (separate(&[1]), 2, 2, None, 32),
-        (separate(&[700, 20]), 1, 4, Some(50), 128),
-        (separate(&[64, 129]), 4, 2, None, 40),
-        (separate(&[300, 300, 300]), 7, 2, None, 128),
-        (separate(&[700]), 7, 2, None, 128),
-        (shared(&[40, 200], &[&[5, 300, 1], &[70, 7]]), 7, 2, None, 128),
-        (shared(&[200, 200], &[&[150, 150, 150], &[150, 150, 150]]), 6, 2, None, 128),
-        (separate(&[40, 1800, 5, 300, 2000, 1900]), 7, 4, None, 128),
-        (shared(&[40, 200], &[&[1800, 30], &[7, 1900]]), 7, 4, None, 64),
-        (separate(&[300, 300, 300]), 4, 4, None, 256),
-        (separate(&[40, 3100, 5, 300, 3500]), 4, 4, None, 256),
-        (shared(&[200, 200], &[&[150, 150, 150], &[150, 150, 150]]), 4, 2, None, 256),
+        (separate(&[5, 0, 40, 3, 1, 333]), 7, 2, 64),
+        (separate(&[1]), 2, 2, 32),
+        (separate(&[64, 129]), 4, 2, 40),
+        (separate(&[300, 300, 300]), 7, 2, 128),
+        (separate(&[700]), 7, 2, 128),
+        (shared(&[40, 200], &[&[5, 300, 1], &[70, 7]]), 7, 2, 128),
+        (shared(&[200, 200], &[&[150, 150, 150], &[150, 150, 150]]), 6, 2, 128),
+        (separate(&[40, 1800, 5, 300, 2000, 1900]), 7, 4, 128),
+        (shared(&[40, 200], &[&[1800, 30], &[7, 1900]]), 7, 4, 64),
+        (separate(&[300, 300, 300]), 4, 4, 256),
+        (separate(&[40, 3100, 5, 300, 3500]), 4, 4, 256),
+        (shared(&[200, 200], &[&[150, 150, 150], &[150, 150, 150]]), 4, 2, 256),
     ];
-    for (bounds, group, heads, window, head_dim) in &cases {
-        let rand = |heads: i64| Tensor::randn([bounds.num_tokens(), heads, *head_dim], (Kind::BFloat16, Device::Cpu));
-        let inputs = [rand(heads * group), rand(*heads), rand(*heads), rand(heads * group)];
-        let run = |device, kind| {
-            let [q, k, v, d_o] = inputs.each_ref().map(|tensor| tensor.to_kind(kind).to_device(device));
-            let layout = PackedLayout::of(bounds, *heads as usize, *window, device);
-            let Attended { o, lse } = packed_forward(&q, &k, &v, &layout, 0.2).unwrap();
-            let QkvGradients { dq, dk, dv } =
-                packed_backward(&d_o, SavedAttention { q: &q, k: &k, v: &v, o: &o, lse: &lse }, &layout, 0.2).unwrap();
-            [o, lse, dq, dk, dv].map(|tensor| tensor.to_device(Device::Cpu).to_kind(Kind::Double))
-        };
-        let expected = run(Device::Cpu, Kind::Float);
-        for got in [run(gpu, Kind::BFloat16), run(gpu, Kind::BFloat16)] {
-            for ((got, expected), what) in got.iter().zip(&expected).zip(["o", "lse", "dq", "dk", "dv"]) {
-                assert_eq!(got.size(), expected.size(), "{what}");
-                // A single token's dq and dk are zero: measured against the gradient that comes in.
-                let norm = |tensor: &Tensor| tensor.to_kind(Kind::Double).norm().double_value(&[]);
-                let error = norm(&(got - expected)) / norm(expected).max(norm(&inputs[3]));
-                assert!(error < 0.01, "{what} of {bounds:?}, window {window:?}: off by {error}");
+    for (bounds, group, num_kv_heads, head_dim) in cases {
+        compare_attention(
+            gpu,
+            &bounds,
+            &AttentionCase { group, num_kv_heads, head_dim, window: None, has_sinks: false },
+        );
+    }
+}
+
+/// Windows that cut no sequence, some and all, and attention sinks, with the head widths of gpt-oss, of Mistral and of Gemma 3.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_attention_with_windows_and_sinks_equals_the_cpus() {
+    let gpu = World::single_on(Backend::Nccl).unwrap().device();
+    let lens: [&[i64]; 3] = [&[5, 0, 40, 3, 1, 333, 700], &[300, 300, 300], &[40, 1500, 129]];
+    for (group, num_kv_heads, head_dim) in [(8, 2, 64), (1, 4, 128), (4, 2, 128), (2, 4, 256)] {
+        for window in [None, Some(1), Some(64), Some(128), Some(5000)] {
+            for has_sinks in [false, true] {
+                let case = AttentionCase { group, num_kv_heads, head_dim, window, has_sinks };
+                lens.iter().for_each(|lens| compare_attention(gpu, &separate(lens), &case));
             }
+        }
+    }
+}
+
+fn separate(lens: &[i64]) -> Bounds {
+    Bounds::Separate(cu_seqlens(0, lens))
+}
+
+/// An attention with `group` query heads per key/value head.
+#[derive(Debug)]
+struct AttentionCase {
+    group: i64,
+    num_kv_heads: i64,
+    head_dim: i64,
+    window: Option<usize>,
+    has_sinks: bool,
+}
+
+/// Compares forward and backward in bfloat16 on a GPU, twice, with float32 on the CPU.
+fn compare_attention(gpu: Device, bounds: &Bounds, case: &AttentionCase) {
+    let &AttentionCase { group, num_kv_heads, head_dim, window, has_sinks } = case;
+    let num_heads = num_kv_heads * group;
+    let options = (Kind::BFloat16, Device::Cpu);
+    let rand = |heads: i64| Tensor::randn([bounds.num_tokens(), heads, head_dim], options);
+    let inputs = [rand(num_heads), rand(num_kv_heads), rand(num_kv_heads), rand(num_heads)];
+    let own_sinks = has_sinks.then(|| Tensor::randn([num_heads], options));
+    let run = |device, kind| {
+        let on = |tensor: &Tensor| tensor.to_kind(kind).to_device(device);
+        let ([q, k, v, d_o], own_sinks) = (inputs.each_ref().map(on), own_sinks.as_ref().map(on));
+        let layout = PackedLayout::of(bounds, num_kv_heads as usize, window, device);
+        let attended = packed_forward(&q, &k, &v, &layout, SCALE).unwrap();
+        let Attended { o, lse } = match &own_sinks {
+            Some(own) => sinks::join(attended, own).unwrap(),
+            None => attended,
+        };
+        let QkvGradients { dq, dk, dv } =
+            packed_backward(&d_o, SavedAttention { q: &q, k: &k, v: &v, o: &o, lse: &lse }, &layout, SCALE).unwrap();
+        let mut d_sinks = Tensor::zeros([num_heads], (Kind::Float, device));
+        if let Some(own) = &own_sinks {
+            sinks::accumulate(&d_o, [&o, &lse], own, &mut d_sinks).unwrap();
+        }
+        [o, lse, dq, dk, dv, d_sinks].map(|tensor| tensor.to_device(Device::Cpu).to_kind(Kind::Double))
+    };
+    let expected = run(Device::Cpu, Kind::Float);
+    for got in [run(gpu, Kind::BFloat16), run(gpu, Kind::BFloat16)] {
+        for ((got, expected), what) in got.iter().zip(&expected).zip(["o", "lse", "dq", "dk", "dv", "d_sinks"]) {
+            assert_eq!(got.size(), expected.size(), "{what}");
+            let norm = |tensor: &Tensor| tensor.to_kind(Kind::Double).norm().double_value(&[]);
+            // A single token's dq and dk are zero: measured against the gradient that comes in.
+            let least = if has_sinks && what == "d_sinks" { 0.0 } else { norm(&inputs[3]) };
+            let error = norm(&(got - expected)) / norm(expected).max(least);
+            assert!(error < 0.01, "{what} of {bounds:?}, {case:?}: off by {error}");
         }
     }
 }

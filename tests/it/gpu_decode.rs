@@ -9,6 +9,7 @@ use colo_grpo::internal::ops::heads::{self, HeadNormWeights};
 use colo_grpo::internal::ops::rms_norm;
 use colo_grpo::internal::ops::rope::{self, Rope};
 use colo_grpo::internal::ops::swiglu::{Activation, GateUp};
+use colo_grpo::internal::torch::{Varlen, flash_forward};
 use tch::{Device, Kind, Tensor};
 
 use crate::on_gpu::{GPU, double, gpu, ints, is_small, poison, rand, random_ints, random_permutation, relative_error};
@@ -361,4 +362,66 @@ fn poison_unused(cache: Tensor, contexts: &Contexts, block_size: i64) -> Tensor 
         }
     }
     poisoned
+}
+
+/// The attention of prompts in bfloat16: whole prompts, and rests of prompts whose first tokens are in the cache, with every window.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_prompt_attention_with_windows_equals_the_cpus() {
+    const KIND: Kind = Kind::BFloat16;
+    // Tokens of each prompt, and how many of them are new.
+    for runs in [&[(300, 300), (1, 1), (70, 70)][..], &[(300, 172), (717, 17), (1, 1), (501, 1), (64, 63)]] {
+        for (kv_heads, group, dim) in [(2, 8, 64), (2, 4, 128), (4, 2, 256)] {
+            for window in [None, Some(1), Some(64), Some(300)] {
+                let scale = (dim as f64).powf(-0.5);
+                let (contexts, new): (Vec<i64>, Vec<i64>) = runs.iter().copied().unzip();
+                let bounds = |lens: &[i64]| {
+                    let sums = lens.iter().scan(0, |sum, len| {
+                        *sum += len;
+                        Some(*sum)
+                    });
+                    [0].into_iter().chain(sums).collect::<Vec<_>>()
+                };
+                let (of_queries, of_keys) = (bounds(&new), bounds(&contexts));
+                let (num_queries, num_keys) = (of_queries[runs.len()], of_keys[runs.len()]);
+                let q = rand(&[num_queries, kv_heads * group, dim], KIND);
+                let [k, v] = [(); 2].map(|()| rand(&[num_keys, kv_heads, dim], KIND));
+                let varlen = Varlen {
+                    cu_seqlens_q: ints(&of_queries),
+                    cu_seqlens_k: ints(&of_keys),
+                    max_len_q: new.iter().max().copied().unwrap(),
+                    max_len_k: contexts.iter().max().copied().unwrap(),
+                    causal: true,
+                    window,
+                };
+                let got = flash_forward(&gpu(&q), &gpu(&k), &gpu(&v), &varlen, scale).unwrap().o;
+                for (run, &(len, rows)) in runs.iter().enumerate() {
+                    let own = |t: &Tensor| t.narrow(0, of_queries[run], rows);
+                    let [k, v] = [&k, &v].map(|t| double(&t.narrow(0, of_keys[run], len)));
+                    let expected = last_rows_attended(&double(&own(&q)), [&k, &v], window, scale);
+                    let error = relative_error(&own(&got), &expected);
+                    assert!(
+                        error < 1e-2,
+                        "{rows} of {len} tokens, {kv_heads} x {group} x {dim}, {window:?}: {error:e}"
+                    );
+                }
+            }
+        }
+    }
+}
+
+/// Causal attention of the last tokens of a sequence over at most `window` tokens. [S, H, hd]
+fn last_rows_attended(
+    q: &Tensor,           // [S, H, hd]
+    [k, v]: [&Tensor; 2], // [L, Hkv, hd]
+    window: Option<i64>,
+    scale: f64,
+) -> Tensor {
+    let (rows, len, group) = (q.size()[0], k.size()[0], q.size()[1] / k.size()[1]);
+    let [k, v] = [k, v].map(|t| t.repeat_interleave_self_int(group, 1, None).transpose(0, 1)); // [H, L, hd]
+    let at = Tensor::arange_start(len - rows, len, (Kind::Int64, Device::Cpu)).unsqueeze(1);
+    let keys = Tensor::arange(len, (Kind::Int64, Device::Cpu));
+    let hidden = keys.gt_tensor(&at).logical_or(&keys.le_tensor(&(&at - window.unwrap_or(len))));
+    let scores = (q.transpose(0, 1).matmul(&k.transpose(1, 2)) * scale).masked_fill(&hidden, f64::NEG_INFINITY);
+    scores.softmax(-1, None::<Kind>).matmul(&v).transpose(0, 1)
 }

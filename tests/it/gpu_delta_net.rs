@@ -273,7 +273,7 @@ fn gpu_heads_with_gates_equal_the_cpus() {
     }
 }
 
-/// Attention with heads of 256 columns in bfloat16 on tensor cores, in chunks and all at once.
+/// Attention with heads of 256 columns in bfloat16 on tensor cores, in chunks and all at once, with windows and without.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_attention_of_wide_heads_equals_the_cpus() {
@@ -281,7 +281,9 @@ fn gpu_attention_of_wide_heads_equals_the_cpus() {
     kernels::prepare(0, 1).unwrap();
     for (kv_heads, group) in [(4, 4), (1, 12)] {
         for lens in [vec![1, 17, 300, 0, 64, 1000, 33], vec![97; 70], vec![5000]] {
-            for split in [None, Some(256)] {
+            for (split, window) in
+                [None, Some(256)].into_iter().flat_map(|split| [None, Some(1), Some(70), Some(300)].map(|w| (split, w)))
+            {
                 let (rows, longest) = (lens.len() as i64, lens.iter().max().copied().unwrap_or(0));
                 let width = (longest as usize).div_ceil(BLOCK);
                 let mut blocks = random_permutation(rows * width as i64 + 1).into_iter();
@@ -292,7 +294,7 @@ fn gpu_attention_of_wide_heads_equals_the_cpus() {
                     num_kv_heads: kv_heads,
                     head_dim: 256,
                     block_size: BLOCK,
-                    sliding_window: None,
+                    sliding_window: window,
                     scale: 256f64.powf(-0.5),
                 };
                 let cache = [rows * width as i64 + 1, kv_heads as i64, BLOCK as i64, 256];
@@ -319,12 +321,12 @@ fn gpu_attention_of_wide_heads_equals_the_cpus() {
                 let present = Tensor::from_slice(&present);
                 let of_present = |tensor: &Tensor| tensor.index_select(0, &present);
                 let present_lens = of_present(&Tensor::from_slice(&lens));
-                let layout = PagedLayout::new(&of_present(&tables), &present_lens, BLOCK, kv_heads, None).unwrap();
+                let layout = PagedLayout::new(&of_present(&tables), &present_lens, BLOCK, kv_heads, window).unwrap();
                 let (k, v) = (double(&k), double(&v));
                 let expected = paged_decode(&of_present(&double(&q)), &k, &v, &layout, shape.scale, false).unwrap().0;
                 let got = o.to_device(Device::Cpu);
                 let error = relative_error(&of_present(&got), &expected);
-                assert!(error < 5e-3, "{kv_heads} x {group}, {lens:?}, {split:?}: {error:e}");
+                assert!(error < 5e-3, "{kv_heads} x {group}, {lens:?}, {split:?}, window {window:?}: {error:e}");
                 let absent = lens.iter().position(|&len| len == 0);
                 assert!(absent.is_none_or(|row| got.get(row as i64).count_nonzero(None::<i64>).int64_value(&[]) == 0));
             }

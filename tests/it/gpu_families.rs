@@ -144,3 +144,33 @@ fn gpu_sampled_logprobs_of_gpt_oss_and_glm_are_the_trainers() {
         sampled_as_trained(&Model::of(spec), &format!("{name}, 2 layers"), [1.5, 1.5]);
     }
 }
+
+/// The other families with two layers: GLM-4 with norms on both sides and rotated pairs, Phi-4, Mistral Small 3, and Ministral, whose window is
+/// as long as its context.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_sampled_logprobs_of_dense_families_are_the_trainers() {
+    for name in ["glm-4-9b", "phi-4", "mistral-small-24b", "ministral-8b"] {
+        let spec = ModelSpec::preset(name).unwrap().with_num_layers(2);
+        sampled_as_trained(&Model::of(spec), &format!("{name}, 2 layers"), [1.5, 1.5]);
+    }
+}
+
+/// Windows of 64 tokens and contexts of up to 1,020: Gemma 3 with five windowed layers of six and heads of 256; Ministral and Qwen2 with a window in
+/// one of two layers; Mistral with windows in all.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_sampled_logprobs_with_short_windows_are_the_trainers() {
+    const WINDOW: usize = 64;
+    let cases: [(&str, usize, fn(usize) -> bool); 4] = [
+        ("gemma-3-1b", 6, |layer| layer != 5),
+        ("ministral-8b", 2, |layer| layer == 1),
+        ("qwen2.5-0.5b", 2, |layer| layer == 1),
+        ("mistral-small-24b", 2, |_| true),
+    ];
+    for (name, num_layers, has_window) in cases {
+        let spec = ModelSpec::preset(name).unwrap().with_num_layers(num_layers);
+        let spec = spec.map_attention(|layer, attention| attention.window = has_window(layer).then_some(WINDOW));
+        sampled_as_trained(&Model::of(spec), &format!("{name}, {num_layers} layers, window {WINDOW}"), [1.5, 1.5]);
+    }
+}

@@ -75,7 +75,10 @@ fn published_models_have_their_published_sizes() {
         ("gemma-3-12b", 11_766_034_176),
         ("gemma-3-27b", 27_009_346_304),
         ("glm-4-9b", 9_400_279_040),
+        // Without the multi-token prediction layer. Each of the 5,760 corrections of scores is stored in three parts.
+        ("glm-4.5-air", 106_852_251_264 + 2 * 5_760),
         ("phi-4", 14_659_507_200),
+        ("ministral-8b", 8_019_808_256),
         ("mistral-small-24b", 23_572_403_200),
         ("gpt-oss-20b", 20_914_757_184),
         ("tiny", 796_800),

@@ -17,7 +17,7 @@ use std::sync::Arc;
 
 use colo_grpo::Error;
 use colo_grpo::internal::model::ModelSpec;
-use colo_grpo::internal::ranks::{SingleRank, World};
+use colo_grpo::internal::ranks::{Collective, SingleRank, World};
 use colo_grpo::internal::rollout::{Engine, EngineOptions, RolloutEngine};
 use colo_grpo::internal::types::{FinishReason, Prompt, RolloutGroup, SamplingParams};
 use tch::Kind;
@@ -27,66 +27,92 @@ pub use self::setup::{options, prompts, token_ids, words};
 pub use self::structure::tokenizer as bytes;
 use crate::ranks;
 
+/// Models with greedy tokens of transformers (scripts/golden.py).
+const GOLDENS: [&str; 30] = [
+    "qwen2_tied",
+    "qwen2_untied",
+    "qwen2_yarn",
+    "qwen3",
+    "llama3",
+    "mistral",
+    "olmo2",
+    "smollm3",
+    "smollm3_window",
+    "granite",
+    "gemma3",
+    "gemma3_vision",
+    "qwen2_window",
+    "glm",
+    "glm4",
+    "glm4_moe",
+    "gpt_oss",
+    "gpt_oss_mxfp4",
+    "phi3",
+    "phi3_window",
+    "ministral",
+    "mistral3_vision",
+    "qwen2_moe",
+    "qwen2_moe_mixed",
+    "qwen3_moe",
+    "qwen3_moe_mixed",
+    "qwen3_5",
+    "qwen3_5_vision",
+    "qwen3_5_moe",
+    "qwen3_next",
+];
+
 #[test]
 fn greedy_rollouts_equal_transformers() {
-    for name in [
-        "qwen2_tied",
-        "qwen2_untied",
-        "qwen2_yarn",
-        "qwen3",
-        "llama3",
-        "mistral",
-        "olmo2",
-        "smollm3",
-        "smollm3_window",
-        "granite",
-        "gemma3",
-        "gemma3_vision",
-        "qwen2_window",
-        "glm",
-        "glm4",
-        "glm4_moe",
-        "gpt_oss",
-        "gpt_oss_mxfp4",
-        "phi3",
-        "phi3_window",
-        "ministral",
-        "mistral3_vision",
-        "qwen2_moe",
-        "qwen2_moe_mixed",
-        "qwen3_moe",
-        "qwen3_moe_mixed",
-        "qwen3_5",
-        "qwen3_5_vision",
-        "qwen3_5_moe",
-        "qwen3_next",
-    ] {
-        let model = Model::golden(name);
-        let text = std::fs::read_to_string(golden(name).join("golden.json")).unwrap();
-        let numbers: serde_json::Value = serde_json::from_str(&text).unwrap();
-        let lists = |key: &str| -> Vec<Vec<u32>> { serde_json::from_value(numbers[key].clone()).unwrap() };
-        let expected = lists("greedy");
-        let prompts: Vec<Prompt> =
-            lists("input_ids").into_iter().enumerate().map(|(id, ids)| prompt(id as u64, ids)).collect();
-        let chunked = EngineOptions { block_size: 4, max_num_batched_tokens: 7, ..options() };
-        for options in [options(), chunked] {
-            let (groups, _) = model.generate(options, &prompts, &SamplingParams { num_generations: 2, ..greedy() });
-            for (group, expected) in groups.iter().zip(&expected) {
-                for completion in &group.completions {
-                    assert_eq!(&completion.token_ids, expected, "{name}, prompt {}", group.prompt.id);
-                    let routed = model.routed_experts(&[&group.prompt.token_ids[..], expected].concat());
-                    assert_eq!(completion.routed_experts, routed, "{name}, prompt {}", group.prompt.id);
-                    assert_eq!(completion.finish_reason, Some(FinishReason::Length));
-                }
+    for name in GOLDENS {
+        equals_transformers(&Model::golden(name), name, &alone());
+    }
+}
+
+#[test]
+fn greedy_rollouts_of_two_ranks_equal_transformers() {
+    ranks::run(2, "rollout::greedy_rollouts_of_two_ranks_equal_transformers", |world: World| {
+        for name in GOLDENS {
+            let model = Model::golden(name);
+            // Three key/value heads.
+            assert_eq!(model.spec.validate_tp(2).is_err(), name == "qwen2_untied", "{name}");
+            if name != "qwen2_untied" {
+                equals_transformers(&model, name, &world.group());
             }
         }
-        if numbers["long_greedy"].is_array() {
-            let expected: Vec<u32> = serde_json::from_value(numbers["long_greedy"].clone()).unwrap();
-            let options = EngineOptions { max_model_length: 256, ..options() };
-            let params = SamplingParams { max_completion_length: expected.len(), ..greedy() };
-            let (groups, _) = model.generate(options, &prompts[..1], &params);
-            assert_eq!(groups[0].completions[0].token_ids, expected, "{name}");
+    });
+}
+
+/// Compares greedy tokens with those of transformers. Each rank passes a part of the prompts.
+fn equals_transformers(model: &Model, name: &str, tp: &Arc<dyn Collective>) {
+    let text = std::fs::read_to_string(golden(name).join("golden.json")).unwrap();
+    let numbers: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let lists = |key: &str| -> Vec<Vec<u32>> { serde_json::from_value(numbers[key].clone()).unwrap() };
+    let expected = lists("greedy");
+    let prompts: Vec<Prompt> =
+        lists("input_ids").into_iter().enumerate().map(|(id, ids)| prompt(id as u64, ids)).collect();
+    let own = tp.rank() * prompts.len() / tp.size()..(tp.rank() + 1) * prompts.len() / tp.size();
+    let chunked = EngineOptions { block_size: 4, max_num_batched_tokens: 7, ..options() };
+    for options in [options(), chunked] {
+        let params = SamplingParams { num_generations: 2, ..greedy() };
+        let (groups, _) = model.generate_on(tp.clone(), options, &prompts[own.clone()], &params);
+        assert_eq!(groups.len(), own.len());
+        for (group, expected) in groups.iter().zip(expected.iter().skip(own.start)) {
+            for completion in &group.completions {
+                assert_eq!(&completion.token_ids, expected, "{name}, prompt {}", group.prompt.id);
+                let routed = model.routed_experts(&[&group.prompt.token_ids[..], expected].concat());
+                assert_eq!(completion.routed_experts, routed, "{name}, prompt {}", group.prompt.id);
+                assert_eq!(completion.finish_reason, Some(FinishReason::Length));
+            }
         }
+    }
+    if numbers["long_greedy"].is_array() {
+        let expected: Vec<u32> = serde_json::from_value(numbers["long_greedy"].clone()).unwrap();
+        let options = EngineOptions { max_model_length: 256, ..options() };
+        let params = SamplingParams { max_completion_length: expected.len(), ..greedy() };
+        let first = if tp.rank() == 0 { &prompts[..1] } else { &[] };
+        let (groups, _) = model.generate_on(tp.clone(), options, first, &params);
+        assert_eq!(groups.len(), first.len());
+        groups.iter().for_each(|group| assert_eq!(group.completions[0].token_ids, expected, "{name}"));
     }
 }
 

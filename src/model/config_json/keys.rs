@@ -48,6 +48,7 @@ pub(crate) const ROPE_KEYS: KeyTable = KeyTable {
         original_max_position_embeddings partial_rotary_factor rope_theta rope_type truncate type",
     harmless: "finetuned mrope_interleaved mrope_section",
     refused: &[
+        ("llama_4_scaling_beta", &[], "queries scaled by their position (Ministral 3) are not supported"),
         ("long_factor", &[], LONG_ROPE),
         ("long_mscale", &[], LONG_ROPE),
         ("short_factor", &[], LONG_ROPE),

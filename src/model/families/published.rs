@@ -62,6 +62,11 @@ fn published_config_json_files_match_the_presets() {
         "max_position_embeddings": 32768, "model_type": "mistral", "num_attention_heads": 32, "num_hidden_layers": 40,
         "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 100000000.0, "sliding_window": null, "tie_word_embeddings": false,
         "torch_dtype": "bfloat16", "use_cache": true, "vocab_size": 131072});
+    let ministral = json!({"architectures": ["MistralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+        "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 12288,
+        "max_position_embeddings": 32768, "model_type": "mistral", "num_attention_heads": 32, "num_hidden_layers": 36,
+        "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 100000000.0, "sliding_window": 32768, "tie_word_embeddings": false,
+        "torch_dtype": "bfloat16", "use_cache": true, "vocab_size": 131072});
     for (name, config) in [
         ("gemma-3-1b", gemma_1b),
         ("gemma-3-4b", gemma_4b),
@@ -70,6 +75,7 @@ fn published_config_json_files_match_the_presets() {
         ("glm-4.5-air", air),
         ("phi-4", phi),
         ("mistral-small-24b", mistral),
+        ("ministral-8b", ministral),
     ] {
         let (preset, found) = (ModelSpec::preset(name).unwrap(), read(&config));
         let eos_token_ids = preset.eos_token_ids.clone();
@@ -80,8 +86,10 @@ fn published_config_json_files_match_the_presets() {
 
 #[test]
 fn unsupported_features_of_known_families_are_refused_by_key() {
-    let [gemma, phi, glm, gpt_oss] = ["gemma-3-1b", "phi-4", "glm-4-9b", "gpt-oss-20b"]
+    let [gemma, phi, glm, gpt_oss, ministral] = ["gemma-3-1b", "phi-4", "glm-4-9b", "gpt-oss-20b", "ministral-8b"]
         .map(|name| ModelSpec::preset(name).unwrap().to_config_json());
+    let ministral_3 = json!({"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
+        "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1});
     let longrope = json!({"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]});
     for (config, key, value, message) in [
         (
@@ -99,6 +107,7 @@ fn unsupported_features_of_known_families_are_refused_by_key() {
             "hidden_activation is \"gelu\": expected \"silu\" or \"gelu_pytorch_tanh\"",
         ),
         (&phi, "rope_scaling", longrope, "LongRoPE"),
+        (&ministral, "rope_parameters", ministral_3, "llama_4_scaling_beta is 0.1: expected no such key, or null"),
         (&phi, "resid_pdrop", json!(0.1), "dropout of sublayer outputs is not supported"),
         (
             &glm,
