@@ -13,6 +13,10 @@ pub const MODEL: &str = "configs/arithmetic/model";
 pub const SMALL_RUN: &str = "--config configs/tiny-cpu.toml tensor_parallel_size=1 per_device_train_batch_size=8 \
     num_generations=4 max_steps=1 eval_steps=none eval_file=none max_train_samples=256";
 
+/// Arguments of a run whose rewards differ between completions of any model.
+pub const VARIED_REWARDS: &str =
+    "reward_funcs=[\"get_repetition_penalty_reward\"] reward_weights=[1.0] reward.repetition_n_grams=1";
+
 /// Result of a run of the program.
 pub struct Ended {
     pub code: Option<i32>,
@@ -106,6 +110,17 @@ pub fn copy_of_model(to: &Path) -> PathBuf {
         std::fs::copy(file.path(), to.join(file.file_name())).unwrap();
     }
     to.to_owned()
+}
+
+/// Makes `folder` a copy of the model `name` in tests/golden, with the demo's tokenizer. The model has more ids than the tokenizer.
+pub fn golden_model(folder: &Path, name: &str) -> PathBuf {
+    std::fs::create_dir_all(folder).unwrap();
+    let golden = Path::new("tests/golden").join(name).read_dir().unwrap().map(|file| file.unwrap().path());
+    let tokenizer = ["tokenizer.json", "tokenizer_config.json"].map(|file| Path::new(MODEL).join(file));
+    for file in golden.chain(tokenizer) {
+        std::fs::copy(&file, folder.join(file.file_name().unwrap())).unwrap();
+    }
+    folder.to_owned()
 }
 
 /// Writes a random model with the shape in the file `shape`, changed by `keys`.

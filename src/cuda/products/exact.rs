@@ -18,11 +18,12 @@ use cudarc::cublaslt::sys;
 use tch::{Kind, Tensor};
 
 use super::descriptors::Descriptors;
+use super::members::{self, MemberTrials, TrialRows};
 use super::order::describe;
 use super::problem::{Problem, invalid};
 use super::{Products, algorithms, fixed, parts};
 use crate::cuda::{cache, kernels};
-use crate::error::{Error, Result};
+use crate::error::Result;
 
 /// Rows that the reference computes at once, as it needs them in float32.
 const REFERENCE_ROWS: i64 = 256;
@@ -52,11 +53,36 @@ struct HostileTrial<'a> {
     parts: i64,
 }
 
-/// The rows that a trial compares: all, or only the first and the last.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum TrialRows {
-    All,
-    Ends,
+/// Trials of the algorithms of a GEMM: its bucket's candidates, on hostile operands for the rows at hand.
+struct GemmTrials<'a> {
+    products: &'a Products,
+    descriptors: &'a Descriptors,
+    bucket: Problem,
+    operands: [&'a Tensor; 3], // a, b, out
+    trial: HostileTrial<'a>,
+}
+
+impl MemberTrials for GemmTrials<'_> {
+    fn name(&self) -> String {
+        self.bucket.name()
+    }
+
+    fn place(&self) -> Result<String> {
+        self.products.key()
+    }
+
+    fn tried(&self) -> Result<Vec<sys::cublasLtMatmulAlgo_t>> {
+        self.products.tried(&self.bucket, self.descriptors)
+    }
+
+    fn is_member(&self, algorithm: &sys::cublasLtMatmulAlgo_t, which: TrialRows) -> Result<bool> {
+        self.products.is_member(&self.trial, self.descriptors, algorithm, which)
+    }
+
+    fn fastest(&self, members: &[sys::cublasLtMatmulAlgo_t]) -> Result<Option<sys::cublasLtMatmulAlgo_t>> {
+        let [a, b, out] = self.operands;
+        self.products.fastest_of(&self.bucket, self.descriptors, members, (a, b, out))
+    }
 }
 
 impl<'a> HostileTrial<'a> {
@@ -160,63 +186,11 @@ impl Products {
         let bucket = fixed::bucket(part);
         let (path, path_of_bucket) = (path(part, "part")?, path(&bucket, "bucket")?);
         let accepted = |algorithm: &_| descriptors.accept(self.handle, algorithm);
-        if let Some(algorithm) = algorithms::kept(&path, accepted)? {
-            return Ok(algorithm);
-        }
-        self.refuse_capture(part)?;
-        let trial = HostileTrial::new(part, (a, b), bias, out)?;
-        let of_bucket = match algorithms::kept(&path_of_bucket, accepted)? {
-            Some(found) if self.is_member(&trial, descriptors, &found, TrialRows::All)? => Some(found),
-            _ => None,
-        };
-        let (algorithm, is_new) = match of_bucket {
-            Some(found) => (found, false),
-            None => (self.fastest_member(&bucket, descriptors, &trial, (a, b, out))?, true),
-        };
-        let bytes: Vec<u8> = algorithm.data.iter().flat_map(|word| word.to_le_bytes()).collect();
-        if is_new {
-            cache::keep(
-                &path_of_bucket,
-                &bytes,
-                &format!("the GEMM {} has to be tested against the exact reference", part.name()),
-            );
-        }
-        cache::keep(&path, &bytes, &format!("the GEMM {} has to be tested against the exact reference", part.name()));
-        Ok(algorithms::kept(&path, accepted)?.unwrap_or(algorithm))
-    }
-
-    /// The fastest member of the class, or the first for large GEMMs, which are not timed.
-    fn fastest_member(
-        &self,
-        bucket: &Problem,
-        descriptors: &Descriptors,
-        trial: &HostileTrial<'_>,
-        (a, b, out): (&Tensor, &Tensor, &Tensor),
-    ) -> Result<sys::cublasLtMatmulAlgo_t> {
-        let mut members = Vec::new();
-        let tried = self.tried(bucket, descriptors)?;
-        for algorithm in &tried {
-            if self.is_member(trial, descriptors, algorithm, TrialRows::Ends)? {
-                members.push(*algorithm);
-            }
-        }
-        loop {
-            let Some(&first) = members.first() else {
-                return Err(Error::Unequal {
-                    message: format!(
-                        "none of cuBLASLt's {} algorithms for the GEMM {} gives the same bits as the reference ({})",
-                        tried.len(),
-                        bucket.name(),
-                        self.key()?
-                    ),
-                });
-            };
-            let fastest = self.fastest_of(bucket, descriptors, &members, (a, b, out))?.unwrap_or(first);
-            if self.is_member(trial, descriptors, &fastest, TrialRows::All)? {
-                return Ok(fastest);
-            }
-            members.retain(|member| member.data != fastest.data);
-        }
+        members::kept_or_found([&path, &path_of_bucket], accepted, || {
+            self.refuse_capture(part)?;
+            let trial = HostileTrial::new(part, (a, b), bias, out)?;
+            Ok(GemmTrials { products: self, descriptors, bucket, operands: [a, b, out], trial })
+        })
     }
 
     /// Tries every candidate algorithm for a GEMM, the most promising first, and reports whether each is exact.

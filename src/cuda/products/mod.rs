@@ -9,6 +9,7 @@ mod algorithms;
 mod descriptors;
 mod exact;
 mod fixed;
+mod members;
 mod order;
 mod own;
 mod parts;
