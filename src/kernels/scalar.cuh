@@ -49,8 +49,8 @@ __device__ __forceinline__ void wait_for_inputs() {
 }
 
 // Lets the next kernel be scheduled before this one's inputs are ready, which hides the launches of several small kernels in a row. What the next
-// kernel reads before its own wait must then have been written before a kernel that has itself waited, not just before this one. Only FP8 kernels of
-// a step use this, as no kernel of a step writes their weights. Does nothing where `wait_for_inputs` does nothing.
+// kernel reads before its own wait must then have been written before a kernel that has itself waited, not just before this one. Only GEMMs with
+// few rows and small 8-bit kernels of a step use this, as no kernel of a step writes their weights. Does nothing where `wait_for_inputs` does nothing.
 __device__ __forceinline__ void let_next_begin() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -119,7 +119,8 @@ pub(super) unsafe fn launch(
 }
 
 /// Launches a kernel like [`launch`], but lets it start while the preceding kernel still runs (programmatic dependent launch). Until it calls
-/// `wait_for_inputs`, it must write nothing, and must read only memory that the preceding kernel does not write.
+/// `wait_for_inputs`, it must write nothing, and must read only memory that the preceding kernel does not write. If that one calls `let_next_begin`,
+/// the same holds for the kernels before it, back to the last one that let the next start after its own wait.
 ///
 /// # Safety
 /// The conditions of [`launch`] hold.

@@ -200,8 +200,8 @@ fn gpu_two_ranks_with_sequence_parallelism_equal_one() {
 /// GPU kernels in bfloat16, compared with ranks that have their own micro-batches: seven query heads per key head, and key heads of gated delta nets.
 #[test]
 #[ignore = "needs two GPUs"]
-fn gpu_kernels_support_sequence_parallelism() {
-    let name = "train::sequence_parallel::gpu_kernels_support_sequence_parallelism";
+fn gpu_two_ranks_share_micro_batches_by_kernels() {
+    let name = "train::sequence_parallel::gpu_two_ranks_share_micro_batches_by_kernels";
     ranks::run_on_gpus(2, name, |world: World| {
         let own = world.mesh(1, 2).unwrap();
         let shared = own.clone().with_sequence_groups(&world, 2, 2).unwrap();
