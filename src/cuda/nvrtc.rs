@@ -66,6 +66,7 @@ sources! {
     NF4 = "nf4.cu",
     NORM = "norm.cu",
     NORMAL = "normal.cu",
+    NORM_ROUTE = "norm_route.cu",
     PAGED_ATTENTION = "paged_attention.cu",
     PAGED_ATTENTION_ANY = "paged_attention_any.cu",
     PLAN_ATTENTION = "plan_attention.cu",
@@ -85,7 +86,7 @@ sources! {
 }
 
 /// Headers that the sources include. CUDA's own headers, such as that for bf16, are not part of the compiler's package.
-const HEADERS: [(&CStr, &str); 27] = [
+const HEADERS: [(&CStr, &str); 28] = [
     (c"adamw.cuh", include_str!("../kernels/adamw.cuh")),
     (c"async.cuh", include_str!("../kernels/async.cuh")),
     (c"attention.cuh", include_str!("../kernels/attention.cuh")),
@@ -109,6 +110,7 @@ const HEADERS: [(&CStr, &str); 27] = [
     (c"product.cuh", include_str!("../kernels/product.cuh")),
     (c"rounded_rows.cuh", include_str!("../kernels/rounded_rows.cuh")),
     (c"route.cuh", include_str!("../kernels/route.cuh")),
+    (c"route_logits.cuh", include_str!("../kernels/route_logits.cuh")),
     (c"sample.cuh", include_str!("../kernels/sample.cuh")),
     (c"scalar.cuh", include_str!("../kernels/scalar.cuh")),
     (c"tile_output.cuh", include_str!("../kernels/tile_output.cuh")),

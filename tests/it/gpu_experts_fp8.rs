@@ -3,9 +3,10 @@
 //! tests the GEMMs of training.
 
 use colo_grpo::internal::cuda::kernels::{
-    self, ExpertAdapter, ExpertTile, LowRows, RouteOptions, RoutedTokens, ScaledRows, experts_down_fp8,
-    experts_gate_up_fp8, experts_low, fp8_rows, route, streamed_down_serves, streamed_experts_down,
-    streamed_experts_gate_up, streamed_gate_up_serves,
+    self, ExpertAdapter, ExpertTile, LowRows, NormOptions, RouteOptions, RouteScores, RoutedTokens, RouterNorm,
+    ScaledRows, add_rms_norm_fp8, experts_down_fp8, experts_gate_up_fp8, experts_low, fp8_rows, norm_route_fp8,
+    norm_route_serves, route, streamed_down_serves, streamed_experts_down, streamed_experts_gate_up,
+    streamed_gate_up_serves,
 };
 use colo_grpo::internal::ops::fp8;
 use colo_grpo::internal::ops::grouped::Dispatch;
@@ -121,6 +122,52 @@ fn gpu_fp8_experts_are_independent_of_the_batch_bit_for_bit() {
     let expected = by_choice(700);
     for tokens in [1, 2, 15, 16, 17, 100, 333] {
         assert!(by_choice(tokens).equal(&expected.narrow(0, 0, 4 * tokens)), "{tokens} tokens");
+    }
+}
+
+/// The norm within the router's kernel gives the bits of both kernels, for residual streams of both types and any number of tokens.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_norm_in_the_router_equals_the_norm_before_it() {
+    kernels::prepare(0, 1).unwrap();
+    for (tokens, experts, k, kind) in [
+        (1, 128, 8, Kind::BFloat16),
+        (17, 60, 4, Kind::BFloat16),
+        (256, 128, 8, Kind::BFloat16),
+        (256, 128, 8, Kind::Float),
+        (40, 512, 10, Kind::BFloat16),
+        (300, 512, 10, Kind::Float),
+    ] {
+        let case = case([tokens, 2048, 32, experts, k], 0..experts as usize, Kind::BFloat16);
+        let shape = [tokens, 2048];
+        let (x, delta) = (gpu(&rand(&shape, kind)), gpu(&(rand(&shape, Kind::BFloat16) * 0.7)));
+        let weight = gpu(&rand(&[2048], Kind::BFloat16));
+        let router = gpu(&(rand(&[experts, 2048], Kind::BFloat16) * 0.1));
+        assert!(norm_route_serves(&weight, RouteScores::Softmax).unwrap());
+        let options = RouteOptions { normalised: true, stride: k as usize, ..RouteOptions::default() };
+        for zero_centred in [false, true] {
+            let norm = NormOptions { eps: 1e-6, zero_centred };
+            let results = [false, true].map(|is_fused| {
+                let (mut x, mut y) = (x.copy(), poison(&shape, Kind::BFloat16));
+                let values = Tensor::zeros(shape, (Kind::Float8e4m3fn, GPU));
+                let to = ScaledRows { values, scales: poison(&[tokens], Kind::Float) };
+                let routed = case.routed(32);
+                if is_fused {
+                    let of_norm = to.shallow_clone();
+                    let before =
+                        RouterNorm { x: &mut x, delta: &delta, weight: &weight, y: Some(&mut y), to: of_norm, norm };
+                    norm_route_fp8(before, &router, &routed, &options).unwrap();
+                } else {
+                    add_rms_norm_fp8(&mut x, Some(&delta), &weight, Some(&mut y), &to, norm).unwrap();
+                    route(&y, &router, &routed, &options).unwrap();
+                }
+                let RoutedTokens { experts, weights, order, tiles, counters, .. } = routed;
+                [x, y, to.values.view_dtype(Kind::Uint8), to.scales, experts, weights, order, tiles, counters]
+            });
+            for (index, (apart, fused)) in results[0].iter().zip(&results[1]).enumerate() {
+                assert!(apart.equal(fused), "{case:?} {kind:?} {zero_centred}: result {index}");
+            }
+        }
     }
 }
 

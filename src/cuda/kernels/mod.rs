@@ -37,6 +37,7 @@ mod narrow_product;
 mod next_tokens;
 mod nf4;
 mod norm;
+mod norm_route;
 mod normal;
 mod paged_attention;
 mod product;
@@ -100,6 +101,7 @@ pub use narrow_product::MOST_ROWS as NARROW_ROWS;
 pub use next_tokens::next_tokens;
 pub use nf4::{Nf4Codes, nf4_dequantize};
 pub use norm::sums_of_squares;
+pub use norm_route::{RouterNorm, norm_route_fp8, norm_route_serves};
 pub use normal::{dropout, fill_normal};
 pub use paged_attention::{AttentionBlocks, AttentionPlan, AttentionShape, SharedPrefixes, paged_attention};
 pub(super) use product::product_key;
@@ -135,7 +137,7 @@ use crate::error::Result;
 use crate::types::Place;
 
 /// Every .cu file with the names of its kernels. Wrappers that compose a kernel's name must only produce names in this list.
-pub(super) const KERNELS: [(&KernelSource, &[&str]); 50] = [
+pub(super) const KERNELS: [(&KernelSource, &[&str]); 51] = [
     (adamw::SOURCE, adamw::NAMES),
     (adamw8bit::SOURCE, adamw8bit::NAMES),
     (adapt::SOURCE, adapt::NAMES),
@@ -168,6 +170,7 @@ pub(super) const KERNELS: [(&KernelSource, &[&str]); 50] = [
     (narrow_product::SOURCE, narrow_product::NAMES),
     (nf4::SOURCE, nf4::NAMES),
     (norm::SOURCE, norm::NAMES),
+    (norm_route::SOURCE, norm_route::NAMES),
     (normal::SOURCE, normal::NAMES),
     (next_tokens::SOURCE, next_tokens::NAMES),
     (paged_attention::SOURCE, paged_attention::NAMES),

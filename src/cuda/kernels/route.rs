@@ -28,10 +28,10 @@ pub(super) const NAMES: &[&str] = &[
 ];
 
 const OP: &str = "route";
-const THREADS: u32 = 256;
+pub(super) const THREADS: u32 = 256;
 /// Tokens per cluster of blocks, and number of blocks per cluster, which split the columns.
 const ROWS: usize = 16;
-const PARTS: usize = 8;
+pub(super) const PARTS: usize = 8;
 /// 32-bit words of a tile.
 pub(super) const TILE_WORDS: usize = 4;
 /// Fewest rows of a full tile.
@@ -162,70 +162,97 @@ pub fn route(
     to: &RoutedTokens,
     options: &RouteOptions,
 ) -> Result<()> {
-    let (&[rows, dim], &[experts, _], &[_, choices]) = (&x.size()[..], &w.size()[..], &to.experts.size()[..]) else {
-        return Err(invalid(OP, "matrices", (x.size(), w.size(), to.experts.size())));
-    };
     let (gpu, kind) = (ordinal(OP, x)?, x.kind());
-    let [tokens, hidden, num_experts, per_token] = [rows, dim, experts, choices].map(|size| size as usize);
-    let sizes = RouteSizes::new(tokens, num_experts, per_token);
-    let fits = tokens > 0
-        && [x, w].into_iter().all(is_aligned)
-        && num_experts <= MOST_EXPERTS
-        && (1..=MOST_EXPERTS_PER_TOKEN.min(num_experts)).contains(&per_token)
-        && hidden.is_multiple_of(8)
-        && to.num_experts == num_experts
-        && to.own.end <= num_experts
-        && to.tile_rows >= LEAST_TILE_ROWS
-        && to.logits.numel() >= sizes.logits
-        && to.counters.numel() >= sizes.counters
-        && to.tiles.numel() >= sizes.tiles * TILE_WORDS;
-    if !fits {
-        return Err(invalid(
-            OP,
-            format!(
-                "tokens that begin at multiples of 16 bytes, at most {MOST_EXPERTS} experts and buffers for {sizes:?}"
-            ),
-            (x.size(), w.size(), to),
-        ));
+    let &[rows, dim] = &x.size()[..] else { return Err(invalid(OP, "a matrix", x.size())) };
+    if !is_aligned(x) {
+        return Err(invalid(OP, "rows that begin at multiples of 16 bytes", x.data_ptr()));
     }
-    let span = options.stride * (tokens - 1) + per_token;
-    let noted = |tensor: Option<&Tensor>| -> Result<Argument> {
-        match tensor {
-            Some(tensor) if tensor.numel() < span => Err(invalid(OP, format!("{span} experts"), tensor.size())),
-            tensor => address_or_null(OP, tensor, Kind::Int16, tensor.map_or(0, Tensor::numel), gpu),
-        }
-    };
-    let flat = |tensor: &Tensor, kind: Kind| address(OP, tensor, kind, tensor.numel(), gpu);
-    let (variant, of_scores) = options.scores.arguments(kind, num_experts, gpu)?;
-    let arguments = [
-        address(OP, x, kind, tokens * hidden, gpu)?,
-        address(OP, w, kind, num_experts * hidden, gpu)?,
-        noted(options.recorded)?,
-        address_or_null(OP, options.slots, Kind::Int, tokens, gpu)?,
-        flat(&to.logits, Kind::Float)?,
-        address(OP, &to.experts, Kind::Int, tokens * per_token, gpu)?,
-        address(OP, &to.weights, Kind::Float, tokens * per_token, gpu)?,
-        noted(options.record)?,
-        address(OP, &to.order, Kind::Int, tokens * per_token, gpu)?,
-        flat(&to.tiles, Kind::Int)?,
-        flat(&to.counters, Kind::Int)?,
-        Argument::Count(options.stride as i64),
-        Argument::Count(rows),
-        Argument::Count(dim),
-        Argument::Count(experts),
-        Argument::Count(choices),
-        Argument::Count(to.own.start as i64),
-        Argument::Count(to.own.len() as i64),
-        Argument::Count(to.tile_rows as i64),
-        Argument::Count(options.normalised.into()),
-    ];
-    let most = if num_experts <= 128 { 128 } else { MOST_EXPERTS };
-    let blocks = tokens.div_ceil(ROWS) * PARTS;
-    let name = format!("route_{variant}{}_{most}", kind_name(OP, x)?);
-    let arguments = [&arguments[..], &of_scores].concat();
+    let launch = RouteLaunch::new(OP, [rows, dim], (w, kind), to, options, gpu)?;
+    let x = address(OP, x, kind, (rows * dim) as usize, gpu)?;
+    let name = format!("route_{}{}_{}", launch.variant, kind_name(OP, w)?, launch.most);
+    let arguments = [&[x][..], &launch.arguments].concat();
     // SAFETY: the kernel's parameters in order; all it writes has the room that was checked, and counters are zero before and after. The work
     // before does not write w, which is read before that has ended: the caller's promise.
-    unsafe { launch_early(SOURCE, &name, gpu, (blocks as u32, THREADS, 0), &arguments) }
+    unsafe { launch_early(SOURCE, &name, gpu, (launch.blocks, THREADS, 0), &arguments) }
+}
+
+/// A router's launch, except for its rows.
+pub(super) struct RouteLaunch {
+    /// The part of the kernel's name for its scores.
+    variant: &'static str,
+    /// Most experts of the kernel.
+    pub(super) most: usize,
+    pub(super) blocks: u32,
+    /// All arguments after the rows.
+    pub(super) arguments: Vec<Argument>,
+}
+
+impl RouteLaunch {
+    /// Checks everything but the rows [T, D].
+    pub(super) fn new(
+        op: &'static str,
+        [rows, dim]: [i64; 2],
+        (w, kind): (&Tensor, Kind), // [E, D]
+        to: &RoutedTokens,
+        options: &RouteOptions,
+        gpu: usize,
+    ) -> Result<Self> {
+        let (&[experts, _], &[_, choices]) = (&w.size()[..], &to.experts.size()[..]) else {
+            return Err(invalid(op, "matrices", (w.size(), to.experts.size())));
+        };
+        let [tokens, hidden, num_experts, per_token] = [rows, dim, experts, choices].map(|size| size as usize);
+        let sizes = RouteSizes::new(tokens, num_experts, per_token);
+        let fits = tokens > 0
+            && is_aligned(w)
+            && num_experts <= MOST_EXPERTS
+            && (1..=MOST_EXPERTS_PER_TOKEN.min(num_experts)).contains(&per_token)
+            && hidden.is_multiple_of(8)
+            && to.num_experts == num_experts
+            && to.own.end <= num_experts
+            && to.tile_rows >= LEAST_TILE_ROWS
+            && to.logits.numel() >= sizes.logits
+            && to.counters.numel() >= sizes.counters
+            && to.tiles.numel() >= sizes.tiles * TILE_WORDS;
+        if !fits {
+            let expected = format!(
+                "weights that begin at a multiple of 16 bytes, at most {MOST_EXPERTS} experts and buffers for {sizes:?}"
+            );
+            return Err(invalid(op, expected, (w.size(), to)));
+        }
+        let span = options.stride * (tokens - 1) + per_token;
+        let noted = |tensor: Option<&Tensor>| -> Result<Argument> {
+            match tensor {
+                Some(tensor) if tensor.numel() < span => Err(invalid(op, format!("{span} experts"), tensor.size())),
+                tensor => address_or_null(op, tensor, Kind::Int16, tensor.map_or(0, Tensor::numel), gpu),
+            }
+        };
+        let flat = |tensor: &Tensor, kind: Kind| address(op, tensor, kind, tensor.numel(), gpu);
+        let (variant, of_scores) = options.scores.arguments(kind, num_experts, gpu)?;
+        let arguments = [
+            address(op, w, kind, num_experts * hidden, gpu)?,
+            noted(options.recorded)?,
+            address_or_null(op, options.slots, Kind::Int, tokens, gpu)?,
+            flat(&to.logits, Kind::Float)?,
+            address(op, &to.experts, Kind::Int, tokens * per_token, gpu)?,
+            address(op, &to.weights, Kind::Float, tokens * per_token, gpu)?,
+            noted(options.record)?,
+            address(op, &to.order, Kind::Int, tokens * per_token, gpu)?,
+            flat(&to.tiles, Kind::Int)?,
+            flat(&to.counters, Kind::Int)?,
+            Argument::Count(options.stride as i64),
+            Argument::Count(rows),
+            Argument::Count(dim),
+            Argument::Count(experts),
+            Argument::Count(choices),
+            Argument::Count(to.own.start as i64),
+            Argument::Count(to.own.len() as i64),
+            Argument::Count(to.tile_rows as i64),
+            Argument::Count(options.normalised.into()),
+        ];
+        let most = if num_experts <= 128 { 128 } else { MOST_EXPERTS };
+        let blocks = (tokens.div_ceil(ROWS) * PARTS) as u32;
+        Ok(Self { variant, most, blocks, arguments: [&arguments[..], &of_scores].concat() })
+    }
 }
 
 #[cfg(test)]

@@ -3,26 +3,30 @@
 //!
 //! R rows of a step, k experts of a token, D hidden, I an expert's width on this rank.
 
-use tch::{Device, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use super::network::{DecoderNetwork, StepTokens};
 use super::op::DecoderOp;
 use crate::cuda::kernels::{
-    self, ExpertAdapter, ExpertTile, LowRows, RouteOptions, RouteScores, RoutedTokens, SharedExpertRows,
+    self, ExpertAdapter, ExpertTile, LowRows, RouteOptions, RouteScores, RoutedTokens, RouterNorm, SharedExpertRows,
 };
 use crate::error::Result;
-use crate::model::{BlockParams, ExpertStep, ExpertsSpec, Linear, Lora, Matrix, ParamName, StepExperts};
+use crate::model::{
+    BlockParams, ExpertStep, ExpertsSpec, Linear, Lora, MIXER_NORMS, MLP_NORMS, Matrix, Mlp, ParamName, StepExperts,
+};
 use crate::ops::router::RouterScores;
 use crate::ops::swiglu::Activation;
 
 impl DecoderNetwork<'_> {
     /// Writes to `out` the weighted sum of the chosen experts' outputs, for this rank's part of the experts.
+    ///
+    /// With a `sum`, the residual stream and the output of the mixer, the router first computes their sum and its norm (see
+    /// [`DecoderNetwork::norms_in_router`]).
     pub(super) fn experts(
         &self,
-        layer: usize,
-        spec: ExpertsSpec,
+        (layer, spec): (usize, ExpertsSpec),
         w: &BlockParams,
-        normed: &Tensor, // [T, D]
+        (sum, normed): (Option<(&mut Tensor, &Tensor)>, &mut Tensor), // [T, D]
         tokens: &StepTokens,
         out: &Tensor, // [T, D]
     ) -> Result<()> {
@@ -52,7 +56,17 @@ impl DecoderNetwork<'_> {
             stride: buffers.per_token,
         };
         let router = w.router().expect("experts have a router");
-        DecoderOp::Router.run(|| kernels::route(normed, router, &routed, &options))?;
+        match sum {
+            Some((x, delta)) => {
+                let weight = w.norm(MLP_NORMS.pre).expect("the norm that is computed here");
+                let to = self.rows(normed)?.rounded.expect("FP8 quantizes rows");
+                let y = (self.low.is_some() || spec.shared.is_some()).then_some(&mut *normed);
+                let norm = RouterNorm { x, delta, weight, y, to, norm: self.spec.norm() };
+                DecoderOp::Router.run(|| kernels::norm_route_fp8(norm, router, &routed, &options))?;
+            }
+            None => DecoderOp::Router.run(|| kernels::route(normed, router, &routed, &options))?,
+        }
+        let normed = &*normed;
         let of_rows = |all: &Tensor| all.narrow(0, 0, rows * k as i64);
         let (act, rows) = (of_rows(&buffers.act), of_rows(&buffers.out));
         let [gate_up, down] = [Matrix::GateUp, Matrix::Down].map(|matrix| w.linear(matrix));
@@ -69,6 +83,16 @@ impl DecoderNetwork<'_> {
         let of_shared =
             shared.as_ref().map(|rows| SharedExpertRows { rows, x: normed, gate: w.norm(ParamName::SharedGate) });
         DecoderOp::Combine.run(|| kernels::experts_combine(&rows, &routed, of_shared, out))
+    }
+
+    /// Whether a layer's router computes the norm of its rows, too.
+    pub(super) fn norms_in_router(&self, mlp: Mlp, w: &BlockParams) -> Result<bool> {
+        let (Mlp::Experts(spec), Some(pre), None) = (mlp, w.norm(MLP_NORMS.pre), w.norm(MIXER_NORMS.post)) else {
+            return Ok(false);
+        };
+        let is_alone = self.tp.size() == 1 && self.sums.is_none();
+        let is_fp8 = self.format().rounds() && self.format().sections(&[1, 1])[0].1 == Kind::Float8e4m3fn;
+        Ok(is_alone && is_fp8 && kernels::norm_route_serves(pre, scores(spec, w))?)
     }
 
     /// Computes x A^T of the LoRA adapters beside a matrix of experts.

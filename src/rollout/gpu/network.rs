@@ -79,7 +79,7 @@ impl DecoderNetwork<'_> {
     /// Final hidden states, after the norm. [T, D] The first stage starts from token ids, later stages from the buffer `x`. On all stages but the
     /// last, `x` then holds the input of the next stage.
     ///
-    /// `kernels::product`, `gate_up`, `adapt`, `experts_low` and `route` read weights while the previous operation still runs. This is safe because
+    /// `kernels::product`, `gate_up`, `adapt`, `experts_low`, `route` and `norm_route_fp8` read weights while the previous operation still runs. This is safe because
     /// no operation before them writes weights. The policy's weights are complete before the step begins, since the engine's stream waits for its
     /// caller's. A block that `prepare` writes is first followed by a norm, which waits for `prepare`. An operation that a benchmark times alone
     /// lacks this norm, but its output is not used. Kernels of a quantized format let the next kernel start before they have waited themselves. That
@@ -113,13 +113,22 @@ impl DecoderNetwork<'_> {
             self.round(&attended, format)?;
             self.linear(DecoderOp::O, &attended, w.linear(last), &parts[0])?;
             let norms = (w.norm(MIXER_NORMS.post), w.norm(MLP_NORMS.pre));
-            self.leave((0, block.residual_scale), &mut parts, &mut x, norms, (&mut normed, format))?;
+            let in_router = self.norms_in_router(block.mlp, w)?;
+            if in_router {
+                DecoderOp::Norm.run(|| scale(&mut parts[0], block.residual_scale))?;
+            } else {
+                self.leave((0, block.residual_scale), &mut parts, &mut x, norms, (&mut normed, format))?;
+            }
             match block.mlp {
                 Mlp::Dense(dense) => {
                     self.gate_up(dense.activation, w.linear(Matrix::GateUp), &normed, &gate_up, &mut act)?;
                     self.linear(DecoderOp::Down, &act, w.linear(Matrix::Down), &parts[1])?;
                 }
-                Mlp::Experts(experts) => self.experts(layer, experts, w, &normed, tokens, &parts[1])?,
+                Mlp::Experts(experts) => {
+                    // With one rank both parts are one buffer, which the router reads before the experts write it.
+                    let sum = in_router.then_some((&mut x, &parts[0]));
+                    self.experts((layer, experts), w, (sum, &mut normed), tokens, &parts[1])?;
+                }
             }
             let next = match self.weights.blocks.get(layer + 1) {
                 Some(next) => {
