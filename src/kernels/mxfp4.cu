@@ -34,7 +34,8 @@ __device__ __forceinline__ void multiply_step(float (&sums)[ROWS / 2], unsigned 
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
         unsigned a[4];
-        weights_of(w[k], factor_of(factors, k / 2 * 2), factor_of(factors, k / 2 * 2 + 1), a);
+        if (k < 2) weights_of<0>(w[k], Factors(factors), a);
+        else weights_of<1>(w[k], Factors(factors), a);
 #pragma unroll
         for (int j = 0; j < ROWS / 8; j += 2) {
             if (j * 8 >= count) break;

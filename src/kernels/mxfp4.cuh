@@ -36,22 +36,32 @@ __device__ __forceinline__ unsigned placed(const unsigned (&a)[2], const unsigne
     return halves[0] | halves[1] << 16;
 }
 
-__device__ __forceinline__ unsigned multiply_pairs(unsigned x, unsigned y) {
+// The factors of a thread's features in a unit: in the low half those of the first 32 columns, in the high half those of the others.
+struct Factors {
+    unsigned even, odd;
+
+    __device__ __forceinline__ explicit Factors(unsigned bytes) : even(bytes << 7 & 0x7f807f80u), odd(bytes >> 1 & 0x7f807f80u) {}
+};
+
+// Multiplies two numbers with the factor of a half of the columns. The instruction itself takes a half of its operand twice.
+template <int HALF>
+__device__ __forceinline__ unsigned scaled(unsigned numbers, unsigned factors) {
     unsigned both;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(both) : "r"(x), "r"(y), "r"(0x80008000u));
+    asm("{\n.reg .b16 half<2>;\n.reg .b32 factor;\nmov.b32 {half0, half1}, %2;\nmov.b32 factor, {half%4, half%4};\n"
+        "fma.rn.bf16x2 %0, %1, factor, %3;\n}"
+        : "=r"(both)
+        : "r"(numbers), "r"(factors), "r"(0x80008000u), "n"(HALF));
     return both;
 }
 
-// The weights of a word, x 2^-32, as the left operand of a multiplication with 16 columns.
-__device__ __forceinline__ void weights_of(unsigned w, unsigned even, unsigned odd, unsigned* to) {
-    to[0] = multiply_pairs(w & PLACES, even);
-    to[1] = multiply_pairs((w << 3) & PLACES, odd);
-    to[2] = multiply_pairs((w << 6 ^ w << 1) & PLACES, even);
-    to[3] = multiply_pairs((w >> 3 ^ w << 2) & PLACES, odd);
+// The weights of a word, x 2^-32, as the left operand of a multiplication with 16 columns of a half.
+template <int HALF>
+__device__ __forceinline__ void weights_of(unsigned w, const Factors& factors, unsigned* to) {
+    to[0] = scaled<HALF>(w & PLACES, factors.even);
+    to[1] = scaled<HALF>((w << 3) & PLACES, factors.odd);
+    to[2] = scaled<HALF>((w << 6 ^ w << 1) & PLACES, factors.even);
+    to[3] = scaled<HALF>((w >> 3 ^ w << 2) & PLACES, factors.odd);
 }
-
-// The factor of byte `which`, twice.
-__device__ __forceinline__ unsigned factor_of(unsigned bytes, int which) { return __byte_perm(bytes, 0, 0x4040 + which * 0x0101) << 7; }
 
 // gate_up: act = silu(gate) * up of a token's row, in sorted order, or with biases the clamped SwiGLU; features g0 u0 g1 u1 .. down: a sorted row of
 // act, plus biases, written to the position of its choice.

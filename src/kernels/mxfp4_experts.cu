@@ -1,11 +1,18 @@
 // GEMMs with experts' weights in MXFP4 on Hopper, for rows that route.cu has sorted into tiles of up to 64 or 128: gate and up with SwiGLU of a token's
 // row, in sorted order; down of a sorted row, to the position of its choice.
 //
-// As many blocks as run at once divide all features of all tiles evenly, in order. Each of four warpgroups multiplies a unit of 64 features with the
-// tile's rows: it converts codes to bfloat16 in its registers, which are the left operand of wgmma, while the previous ones are multiplied. A fifth
-// warpgroup fills stages of up to SUB steps of 64 columns: a thread copies weights, two warps gather rows, and a thread shows the rows to wgmma.
+// As many blocks as run at once divide the units (64 features) of all tiles evenly, in order. A block multiplies up to four units of a tile at a time,
+// one in each of four warpgroups, over all of K; a fifth warpgroup copies.
+//
+// The path of a weight: a thread (`feed_weights`) copies codes to a stage in shared memory, up to SUB steps of 64 columns at once. The barrier `full`
+// counts their bytes. A thread of a multiplying warpgroup reads its 16 bytes of a step, converts them to bfloat16 in registers (mxfp4.cuh), and these
+// registers are the left operand of wgmma: weights are never written back to shared memory. The path of a row: two warps (`feed_rows`) gather the
+// tile's rows to the same stage, swizzled, and arrive at `copied`; a thread (`publish_rows`) then shows them to wgmma, which reads its right operand
+// from shared memory through another proxy, and arrives at `full`. When all products that read a stage are complete, the warps arrive at `empty`.
+// Sums stay in registers until K is done, in one order, whatever the tile and the other rows; `write` stores them.
+//
 // A block's most likely first weights are copied before the preceding kernel has ended, on the assumption that every expert has one tile, and
-// dropped if that is wrong. Sums go over K in one order, whatever the tile and the other rows.
+// dropped if that is wrong.
 //
 // Weights are read before the preceding kernel has ended; it must not write them, and must itself have waited for any kernel that does.
 #include "async.cuh"
@@ -40,20 +47,23 @@ MULTIPLY_WEIGHTS(64, 32, 32, 33, 34, 35, 36)
 MULTIPLY_WEIGHTS(96, 48, 48, 49, 50, 51, 52)
 MULTIPLY_WEIGHTS(128, 64, 64, 65, 66, 67, 68)
 
-// The rest of a block's share of the units in all tiles, in groups of up to GROUPS units of one tile, which take about the same time whatever their
-// number of units.
+// The rest of a block's share of the units in all tiles. It takes up to GROUPS units of one tile at a time.
 struct Share {
-    int units, per_tile, group, end;
+    int units, unit, end;
 
-    __device__ __forceinline__ Share(const Product& of, int tiles) : units(of.units()), per_tile((units + GROUPS - 1) / GROUPS) {
-        const long long all = static_cast<long long>(tiles) * per_tile;
-        group = static_cast<int>(blockIdx.x * all / gridDim.x), end = static_cast<int>((blockIdx.x + 1) * all / gridDim.x);
+    __device__ __forceinline__ Share(const Product& of, int tiles) : units(of.units()) {
+        const long long all = static_cast<long long>(tiles) * units;
+        unit = static_cast<int>(blockIdx.x * all / gridDim.x), end = static_cast<int>((blockIdx.x + 1) * all / gridDim.x);
     }
-    __device__ __forceinline__ bool has() const { return group < end; }
-    __device__ __forceinline__ int tile() const { return group / per_tile; }
-    __device__ __forceinline__ int column() const { return group % per_tile * GROUPS; }
-    __device__ __forceinline__ int width() const { return min(GROUPS, units - column()); }
-    __device__ __forceinline__ void next() { ++group; }
+    __device__ __forceinline__ bool has() const { return unit < end; }
+    __device__ __forceinline__ int tile() const { return unit / units; }
+    __device__ __forceinline__ int column() const { return unit % units; }
+    // Times whose numbers of units differ by one at most.
+    __device__ __forceinline__ int width() const {
+        const int left = min(units - column(), end - unit), times = (left + GROUPS - 1) / GROUPS;
+        return (left + times - 1) / times;
+    }
+    __device__ __forceinline__ void next() { unit += width(); }
 };
 
 // The stages, each of up to SUB steps, and which of them is next.
@@ -203,18 +213,18 @@ __device__ __forceinline__ void publish_rows(const Product& of, P pipe) {
 
 // This thread's codes of a step, and its exponents.
 struct Codes {
-    unsigned w[4], factors;
+    unsigned w[4], exponents;
 
-    __device__ __forceinline__ void load(unsigned at) {
-        const unsigned thread = threadIdx.x % GROUP;
-        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "r"(at + thread * 16) : "memory");
-        asm volatile("ld.shared.b32 %0, [%1];" : "=r"(factors) : "r"(at + UNIT_CODES + thread / 4 * 4) : "memory");
+    // `at`: this thread's codes; `exponents_at`: the exponents of its features.
+    __device__ __forceinline__ void load(unsigned at, unsigned exponents_at) {
+        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "r"(at) : "memory");
+        asm volatile("ld.shared.b32 %0, [%1];" : "=r"(exponents) : "r"(exponents_at) : "memory");
     }
-    // Half of the columns.
-    __device__ __forceinline__ void weights(int half, unsigned (&a)[8]) const {
-        const unsigned even = factor_of(factors, half * 2), odd = factor_of(factors, half * 2 + 1);
-        weights_of(w[half * 2], even, odd, a);
-        weights_of(w[half * 2 + 1], even, odd, a + 4);
+    template <int HALF>
+    __device__ __forceinline__ void weights(unsigned (&a)[8]) const {
+        const Factors factors(exponents);
+        weights_of<HALF>(w[HALF * 2], factors, a);
+        weights_of<HALF>(w[HALF * 2 + 1], factors, a + 4);
     }
 };
 
@@ -231,46 +241,69 @@ __device__ __forceinline__ void queue(float (&d)[SUMS], unsigned b, const unsign
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Multiplies one unit of features with a tile's rows. While one half of a step is multiplied, the other half's codes are converted.
-template <bool DOWN, bool BIASED, int N, typename P>
-__device__ __forceinline__ void multiply_unit(const Product& of, P& pipe, const Tile& tile, int feature, int group) {
+// The multiplication of one unit of features with N rows of a tile. While one half of a step is multiplied, the other half's codes are converted.
+template <int N, typename P>
+struct Multiplication {
     float d[N / 2] = {};
-    const bool gives = threadIdx.x % 32 == 0;
-    const int parts = P::parts(of);
-    const unsigned rows = static_cast<unsigned>(descriptor(pipe.x)), own = group * P::SUB * UNIT_BYTES;
-    unsigned first[8], second[8];
-    int before = -1;
     Codes codes;
-    wait(pipe.full + 8 * pipe.stage, pipe.parity);
-    codes.load(pipe.w_at() + own);
-    for (int part = 0; part < parts; ++part) {
-        const int width = P::width(of, part);
-        const unsigned w = pipe.w_at() + own;
-        const unsigned b = __shfl_sync(0xffffffffu, rows + pipe.stage * (P::SUB * P::X_BYTES / 16), 0);
-#pragma unroll
-        for (int sub = 0; sub < P::SUB; ++sub) {
-            if (sub == width) break;
-            codes.weights(0, first);
-            queue(d, b + sub * (P::X_BYTES / 16), first);
-            wait_products<1>();
-            if (sub == 0 && before >= 0 && gives) arrive(pipe.empty + 8 * before);
-            codes.weights(1, second);
-            queue(d, b + sub * (P::X_BYTES / 16) + 4, second);
-            if (sub + 1 < P::SUB && sub + 1 < width) codes.load(w + (sub + 1) * UNIT_BYTES);
-            if (sub + 1 == P::SUB || sub + 1 == width) {
-                before = pipe.stage;
-                pipe.next();
-                if (part + 1 < parts) {
-                    wait(pipe.full + 8 * pipe.stage, pipe.parity);
-                    codes.load(pipe.w_at() + own);
-                }
-            }
-            wait_products<1>();
+    unsigned at, exponents_at, rows;  // of the next step in shared memory; rows as the lower half of a descriptor
+    unsigned read = 0;                // the barrier of a stage that the products under way are the last to read; or 0
+    int left, sub;                    // steps of the unit and of the stage from the next one on
+
+    __device__ __forceinline__ explicit Multiplication(int steps) : left(steps) {}
+
+    // Waits for the next stage.
+    __device__ __forceinline__ void enter(const P& pipe, int group) {
+        const unsigned thread = threadIdx.x % GROUP;
+        wait(pipe.full + 8 * pipe.stage, pipe.parity);
+        at = pipe.w_at() + group * P::SUB * UNIT_BYTES + thread * 16;
+        exponents_at = at - thread * 16 + UNIT_CODES + thread / 4 * 4;
+        rows = __shfl_sync(0xffffffffu, static_cast<unsigned>(descriptor(pipe.x)) + pipe.stage * (P::SUB * P::X_BYTES / 16), 0);
+        sub = min(P::SUB, left);
+        codes.load(at, exponents_at);
+    }
+    // Loads the codes of the step after, if there is one.
+    __device__ __forceinline__ void advance(P& pipe, int group) {
+        --left;
+        if (--sub == 0) {
+            read = pipe.empty + 8 * pipe.stage;
+            pipe.next();
+            if (left > 0) enter(pipe, group);
+        } else {
+            at += UNIT_BYTES, exponents_at += UNIT_BYTES, rows += P::X_BYTES / 16;
+            codes.load(at, exponents_at);
         }
     }
-    wait_products<0>();
-    if (gives) arrive(pipe.empty + 8 * before);
-    write<DOWN, BIASED>(d, of, tile, feature, biases_of<BIASED>(of, tile, feature));
+    __device__ __forceinline__ void release() {
+        if (threadIdx.x % 32 == 0 && read != 0) arrive(read);
+        read = 0;
+    }
+    __device__ __forceinline__ void run(P& pipe, int group) {
+        unsigned first[8], second[8];
+        enter(pipe, group);
+#pragma unroll 1
+        while (left > 0) {
+            const unsigned b = rows;
+            codes.template weights<0>(first);
+            queue(d, b, first);
+            wait_products<1>();
+            release();
+            codes.template weights<1>(second);
+            queue(d, b + 4, second);
+            advance(pipe, group);
+            wait_products<1>();
+        }
+        wait_products<0>();
+        release();
+    }
+};
+
+template <bool DOWN, bool BIASED, int N, typename P>
+__device__ __forceinline__ void multiply_unit(const Product& of, P& pipe, Tile tile, int feature, int group) {
+    asm volatile("" : "+r"(tile.first), "+r"(tile.count), "+r"(feature));  // keeps what writing needs out of the registers of other forms
+    Multiplication<N, P> product(of.steps());
+    product.run(pipe, group);
+    write<DOWN, BIASED>(product.d, of, tile, feature, biases_of<BIASED>(of, tile, feature));
 }
 
 template <bool DOWN, bool BIASED, typename P>
