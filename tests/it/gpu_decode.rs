@@ -371,7 +371,9 @@ fn gpu_prompt_attention_with_windows_equals_the_cpus() {
     const KIND: Kind = Kind::BFloat16;
     kernels::prepare(0, 1).unwrap();
     // Tokens of each prompt, and how many of them are new.
-    for runs in [&[(300, 300), (1, 1), (70, 70)][..], &[(300, 172), (717, 17), (1, 1), (501, 1), (64, 63)]] {
+    let cases: [&[(i64, i64)]; 2] =
+        [&[(300, 300), (1, 1), (70, 70)], &[(300, 172), (717, 17), (1, 1), (501, 1), (64, 63)]];
+    for runs in cases {
         for (kv_heads, group, dim) in [(2, 8, 64), (2, 4, 128), (4, 2, 256)] {
             for window in [None, Some(1), Some(64), Some(300)] {
                 let scale = (dim as f64).powf(-0.5);
