@@ -55,9 +55,9 @@ mod single;
 pub(crate) mod testing;
 mod world;
 
-pub use collective::{Collective, ReduceOp, Trade};
+pub use collective::{Collective, ReduceOp};
 #[doc(hidden)]
-pub use collective::{all_gather_bytes, all_gather_f64, all_gather_json, all_reduce_f64, any_rank, first_text};
+pub use collective::{Trade, all_gather_bytes, all_gather_f64, all_gather_json, all_reduce_f64, any_rank, first_text};
 #[doc(hidden)]
 pub use env::RESTART_COUNT_VARIABLE;
 pub use env::WorkerEnv;
