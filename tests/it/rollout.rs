@@ -82,7 +82,8 @@ fn greedy_rollouts_of_two_ranks_equal_transformers() {
     });
 }
 
-/// Compares greedy tokens with those of transformers. Each rank passes a part of the prompts.
+/// Compares greedy tokens with those of transformers; two ranks, which wait for each other in every step, sample half as many. Each rank passes a part
+/// of the prompts.
 fn equals_transformers(model: &Model, name: &str, tp: &Arc<dyn Collective>) {
     let text = std::fs::read_to_string(golden(name).join("golden.json")).unwrap();
     let numbers: serde_json::Value = serde_json::from_str(&text).unwrap();
@@ -92,7 +93,7 @@ fn equals_transformers(model: &Model, name: &str, tp: &Arc<dyn Collective>) {
         lists("input_ids").into_iter().enumerate().map(|(id, ids)| prompt(id as u64, ids)).collect();
     let own = tp.rank() * prompts.len() / tp.size()..(tp.rank() + 1) * prompts.len() / tp.size();
     let chunked = EngineOptions { block_size: 4, max_num_batched_tokens: 7, ..options() };
-    for options in [options(), chunked] {
+    for options in [chunked, options()].into_iter().take(3 - tp.size()) {
         let params = SamplingParams { num_generations: 2, ..greedy() };
         let (groups, _) = model.generate_on(tp.clone(), options, &prompts[own.clone()], &params);
         assert_eq!(groups.len(), own.len());
@@ -108,6 +109,7 @@ fn equals_transformers(model: &Model, name: &str, tp: &Arc<dyn Collective>) {
     if numbers["long_greedy"].is_array() {
         let expected: Vec<u32> = serde_json::from_value(numbers["long_greedy"].clone()).unwrap();
         let options = EngineOptions { max_model_length: 256, ..options() };
+        let expected = &expected[..expected.len() / tp.size()];
         let params = SamplingParams { max_completion_length: expected.len(), ..greedy() };
         let first = if tp.rank() == 0 { &prompts[..1] } else { &[] };
         let (groups, _) = model.generate_on(tp.clone(), options, first, &params);
