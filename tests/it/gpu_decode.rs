@@ -204,48 +204,57 @@ impl Contexts {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_paged_attention_equals_the_cpus() {
+fn gpu_paged_attention_in_float32_equals_the_cpus() {
+    compare_attention_of_all_shapes(Kind::Float, 1e-5);
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_paged_attention_in_bfloat16_equals_the_cpus() {
+    compare_attention_of_all_shapes(Kind::BFloat16, 5e-3);
+}
+
+/// Compares shapes of heads and blocks, each with windows, sinks, shared prefixes and splits of contexts.
+fn compare_attention_of_all_shapes(kind: Kind, bound: f64) {
     kernels::prepare(0, 1).unwrap();
-    for (kind, bound) in [(Kind::Float, 1e-5), (Kind::BFloat16, 5e-3)] {
-        for (kv_heads, group, dim, block_size) in [
-            (2, 7, 128, 16),
-            (2, 6, 128, 32),
-            (1, 8, 64, 16),
-            (2, 1, 64, 64),
-            (1, 12, 128, 16),
-            (2, 2, 40, 16),
-            (16, 1, 128, 16),
-            (16, 4, 64, 16),
-            (8, 7, 128, 16),
+    for (kv_heads, group, dim, block_size) in [
+        (2, 7, 128, 16),
+        (2, 6, 128, 32),
+        (1, 8, 64, 16),
+        (2, 1, 64, 64),
+        (1, 12, 128, 16),
+        (2, 2, 40, 16),
+        (16, 1, 128, 16),
+        (16, 4, 64, 16),
+        (8, 7, 128, 16),
+    ] {
+        if is_small() && (group, dim) != (7, 128) {
+            continue;
+        }
+        for (window, sharing, split) in [
+            (None, 0, None),
+            (Some(100), 0, None),
+            (None, 0, Some(64)),
+            (None, 0, Some(SPLIT_TOKENS)),
+            (Some(100), 0, Some(SPLIT_TOKENS)),
+            (None, 5, None),
+            (None, 11, None),
+            (None, 5, Some(SPLIT_TOKENS)),
+            (None, 11, Some(SPLIT_TOKENS)),
         ] {
-            if is_small() && (group, dim) != (7, 128) {
-                continue;
-            }
-            for (window, sharing, split) in [
-                (None, 0, None),
-                (Some(100), 0, None),
-                (None, 0, Some(64)),
-                (None, 0, Some(SPLIT_TOKENS)),
-                (Some(100), 0, Some(SPLIT_TOKENS)),
-                (None, 5, None),
-                (None, 11, None),
-                (None, 5, Some(SPLIT_TOKENS)),
-                (None, 11, Some(SPLIT_TOKENS)),
-            ] {
-                let shape = AttentionShape {
-                    num_heads: kv_heads * group,
-                    num_kv_heads: kv_heads,
-                    head_dim: dim,
-                    block_size,
-                    sliding_window: window,
-                    scale: 0.2,
-                };
-                // With sinks pieces of this split are not joined, and no prefixes shared.
-                let with_sinks = split != Some(SPLIT_TOKENS);
-                for has_sinks in [false, true].into_iter().filter(|&has| !has || with_sinks) {
-                    let sizes = (37, if is_small() { 150 } else { 700 });
-                    compare_attention((shape, has_sinks), sizes, kind, bound, sharing, split);
-                }
+            let shape = AttentionShape {
+                num_heads: kv_heads * group,
+                num_kv_heads: kv_heads,
+                head_dim: dim,
+                block_size,
+                sliding_window: window,
+                scale: 0.2,
+            };
+            // With sinks pieces of this split are not joined, and no prefixes shared.
+            let with_sinks = split != Some(SPLIT_TOKENS);
+            for has_sinks in [false, true].into_iter().filter(|&has| !has || with_sinks) {
+                let sizes = (37, if is_small() { 150 } else { 700 });
+                compare_attention((shape, has_sinks), sizes, kind, bound, sharing, split);
             }
         }
     }
