@@ -51,7 +51,7 @@ impl DecodeStep<'_> {
                 products.run(x, &weights[copy].tr(), None, out, 0.0, Tuning::Exact)
             })?;
         }
-        if kernels::product_serves(rows, &[&weights[0]], None)? {
+        if kernels::product_serves(rows, &weights[0], None)? {
             self.way(meter, linear, ("bfloat16", "product"), weights.len(), |copy| {
                 kernels::product(x, &weights[copy], None, out)
             })?;
@@ -68,7 +68,7 @@ impl DecodeStep<'_> {
         self.way(meter, linear, ("fp8", "cuBLASLt"), weights.len(), |copy| {
             products.run_fp8(x8, &rounded[copy], None, out, Tuning::Timed)
         })?;
-        if kernels::product_serves(rows, &[&rounded[0].values], None)? {
+        if kernels::product_serves(rows, &rounded[0].values, None)? {
             self.way(meter, linear, ("fp8", "product"), weights.len(), |copy| {
                 kernels::product_8bit(x8, &rounded[copy], None, out)
             })?;

@@ -166,7 +166,7 @@ fn gpu_own_fp8_gemm_kernels_equal_gemms_of_rounded_rows() {
             product_8bit(&first(&x, rows), &w, None, &out).unwrap();
             out
         };
-        assert!(product_serves(64, &[&w.values], Some(&bias)).unwrap(), "[{n}, {k}]");
+        assert!(product_serves(64, &w.values, Some(&bias)).unwrap(), "[{n}, {k}]");
         let whole = run(64);
         for rows in [64, 1, 2, 3, 5, 7, 8, 9, 16, 17, 32, 33, 63] {
             let (x, what) = (first(&x, rows), format!("{rows} rows of [{n}, {k}]"));

@@ -114,7 +114,7 @@ fn gpu_gemms_with_few_rows_match_float32() {
         }
         let rand = |rows: i64, columns: i64| Tensor::randn([rows, columns], (Kind::BFloat16, GPU));
         let (x, w, bias) = (rand(64, k + 8).narrow(1, 0, k), rand(n, k + 64).narrow(1, 64, k), rand(1, n).view([n]));
-        assert!(product_serves(64, &[&w], Some(&bias)).unwrap(), "[{n}, {k}]");
+        assert!(product_serves(64, &w, Some(&bias)).unwrap(), "[{n}, {k}]");
         let sums = x.to_kind(Kind::Float).matmul(&w.to_kind(Kind::Float).tr()); // [64, N]
         let pairs = sums.to_kind(Kind::BFloat16);
         let expected = [sums + bias.to_kind(Kind::Float), swiglu_of(&pairs)];

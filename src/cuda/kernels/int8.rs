@@ -23,7 +23,7 @@ pub fn int8_product(
     out: &Tensor,          // [R, N] bf16
 ) -> Result<()> {
     let rows = x.values.size()[0] as usize;
-    if product::product_serves(rows, &[&w.values], bias)? {
+    if product::product_serves(rows, &w.values, bias)? {
         product::product_8bit(x, w, bias, out)
     } else {
         wide_product::wide_product_8bit(x, w, bias, out)
@@ -40,7 +40,7 @@ pub fn int8_silu_mul(
     y: &Tensor,     // [R, F] bf16
 ) -> Result<()> {
     let rows = x.values.size()[0] as usize;
-    if product::product_serves(rows, &[&w.values], None)? {
+    if product::product_serves(rows, &w.values, None)? {
         product::product_silu_mul_8bit(x, w, y)
     } else if rows <= MOST_ROWS_OF_GATE_UP && gate_up::gate_up_serves(rows, &w.values)? {
         gate_up::gate_up_8bit(x, w, y)

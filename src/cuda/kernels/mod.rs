@@ -103,6 +103,7 @@ pub use paged_attention::{AttentionBlocks, AttentionPlan, AttentionShape, Shared
 pub(super) use product::product_key;
 pub use product::{
     MOST_ROWS as FEW_ROWS, product, product_8bit, product_serves, product_silu_mul, product_silu_mul_8bit,
+    product_takes,
 };
 pub use qk_norm::{qk_scale, qk_squares};
 pub use rms_norm::{rms_norm_backward, rms_norm_forward};

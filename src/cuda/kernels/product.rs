@@ -81,19 +81,26 @@ impl ProductTiling {
     }
 }
 
-/// Whether [`product`], or [`product_8bit`] for e4m3 and int8, supports this number of rows and all of these weights [N, K], one of which has the bias, on
-/// their GPU. It only pays if all GEMMs of a layer use it, because each prefetches its weights during the preceding one.
+/// Whether [`product`], or [`product_8bit`] for e4m3 and int8, supports this number of rows and this weight [N, K] with this bias, on their GPU. It
+/// pays most if all GEMMs of a layer use it, because each prefetches its weights during the preceding one.
 ///
 /// # Errors
 /// [`crate::Error::Cuda`].
-pub fn product_serves(rows: usize, weights: &[&Tensor], bias: Option<&Tensor>) -> Result<bool> {
-    let Some(first) = weights.first().filter(|_| (1..=MOST_ROWS).contains(&rows)) else { return Ok(false) };
-    let fit = weights.iter().all(|w| lies_well(w) && cut_of(w).is_some()) && bias.is_none_or(lies_well);
-    if !first.device().is_cuda() || !fit {
+pub fn product_serves(rows: usize, w: &Tensor, bias: Option<&Tensor>) -> Result<bool> {
+    let lies = lies_well(w) && bias.is_none_or(lies_well);
+    if !(1..=MOST_ROWS).contains(&rows) || !w.device().is_cuda() || !lies || cut_of(w).is_none() {
         return Ok(false);
     }
-    let context = Context::retain(ordinal("product", first)?)?;
+    let context = Context::retain(ordinal("product", w)?)?;
     Ok(context.compute_capability()? == Capability::HOPPER && context.num_processors()? == PROCESSORS)
+}
+
+/// Whether [`product`], or [`product_8bit`], supports these operands and this result: [`product_serves`] does, and their rows are aligned.
+///
+/// # Errors
+/// [`crate::Error::Cuda`].
+pub fn product_takes(x: &Tensor, w: &Tensor, bias: Option<&Tensor>, out: &Tensor) -> Result<bool> {
+    Ok(x.dim() == 2 && lies_well(x) && lies_well(out) && product_serves(x.size()[0] as usize, w, bias)?)
 }
 
 /// A cache key that identifies the kernels and tilings, and so the speed of [`product`], for a compute capability.

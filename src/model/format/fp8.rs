@@ -230,7 +230,7 @@ impl Format for Fp8 {
     fn step_gate_up(&self, own: OwnProducts, x: StepRows<'_>, w: &Piece, act: &mut Tensor) -> Result<()> {
         let (x, w) = (x.rounded(), w.rounded());
         match own {
-            OwnProducts::All => kernels::product_silu_mul_8bit(x, w, act),
+            OwnProducts::FewRows => kernels::product_silu_mul_8bit(x, w, act),
             _ if kernels::gate_up_serves(x.values.size()[0] as usize, &w.values)? => kernels::gate_up_8bit(x, w, act),
             _ => kernels::wide_product_silu_mul_8bit(x, w, act),
         }
@@ -258,7 +258,9 @@ impl Format for Fp8 {
     fn step_product(&self, by: StepProducts<'_>, x: StepRows<'_>, w: &Piece, out: &Tensor) -> Result<()> {
         let (x, bias, w) = (x.rounded(), w.bias.as_ref(), w.rounded());
         match by.own {
-            OwnProducts::All => kernels::product_8bit(x, w, bias, out),
+            OwnProducts::FewRows if kernels::product_takes(&x.values, &w.values, bias, out)? => {
+                kernels::product_8bit(x, w, bias, out)
+            }
             OwnProducts::Wide | OwnProducts::WideAndGateUp
                 if kernels::wide_product_serves(x.values.size()[0] as usize, &w.values, bias)? =>
             {

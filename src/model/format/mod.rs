@@ -328,7 +328,7 @@ pub trait Format: Debug + Sync {
         act: &mut Tensor, /* [T, F] */
     ) -> Result<()> {
         match own {
-            OwnProducts::All => kernels::product_silu_mul(x.plain, &w.weight, act),
+            OwnProducts::FewRows => kernels::product_silu_mul(x.plain, &w.weight, act),
             _ => kernels::gate_up(x.plain, &w.weight, act),
         }
     }

@@ -31,8 +31,8 @@ pub enum OwnProducts {
     Wide,
     /// The union of [`OwnProducts::GateUp`] and [`OwnProducts::Wide`].
     WideAndGateUp,
-    /// All GEMMs, by `kernels::product`.
-    All,
+    /// All GEMMs that `kernels::product_serves` supports: those of few rows, with gate and up fused with SwiGLU.
+    FewRows,
 }
 
 /// The kernels and the library that compute a step's GEMMs.
@@ -59,7 +59,7 @@ impl StepProducts<'_> {
         out: &Tensor,          // [T, N]
     ) -> Result<()> {
         match self.own {
-            OwnProducts::All => kernels::product(x, w, bias, out),
+            OwnProducts::FewRows if kernels::product_takes(x, w, bias, out)? => kernels::product(x, w, bias, out),
             _ => self.products.run(x, &w.tr(), bias, out, 0.0, self.tuning),
         }
     }

@@ -8,35 +8,30 @@ use crate::cuda::Tuning;
 use crate::cuda::kernels::{self, QkvViews, ScaledRows};
 use crate::error::Result;
 use crate::model::{
-    AttentionSpec, BlockParams, Format, Linear, Lora, Matrix, OwnProducts, Piece, StepOutput, StepProducts, StepRows,
+    AttentionSpec, Format, Linear, Lora, Matrix, OwnProducts, Piece, StepOutput, StepProducts, StepRows,
 };
 use crate::ops::swiglu::Activation;
 
 impl DecoderNetwork<'_> {
-    /// The sets of GEMMs for which this crate has kernels in all blocks. With many unquantized rows they were measured to be faster only with one rank
-    /// per engine.
+    /// The sets of GEMMs for which this crate has kernels that may be faster than cuBLASLt. With many unquantized rows they were measured to be faster
+    /// only with one rank per engine.
     pub(super) fn may_own_products(&self, rows: usize) -> Result<Vec<OwnProducts>> {
         let is_tried = self.tp.size() == 1 || self.format().rounds() || rows <= kernels::FEW_ROWS;
-        let has_silu = self.spec.layers.iter().all(|block| block.mlp.activation() == Activation::Silu);
-        if self.tuning != Tuning::Timed || !is_tried || !has_silu || self.format().has_own_products() {
+        if self.tuning != Tuning::Timed || !is_tried || self.format().has_own_products() {
             return Ok(Vec::new());
         }
-        if self.spec.num_expert_layers() > 0 {
-            return self.may_own_products_beside_experts(rows);
+        // The kernels for few rows read weights that must not be dequantized just before.
+        let serves_few = |piece: &Piece| kernels::product_serves(rows, piece.multiplied(), piece.bias.as_ref());
+        if self.weights.stored.is_none() && self.any_piece(serves_few)? {
+            return Ok(vec![OwnProducts::FewRows]);
         }
-        let (mut all, mut gate_up, mut wide) = (true, true, true);
+        if self.spec.num_expert_layers() > 0 {
+            let serves = |piece: &Piece| kernels::wide_product_serves(rows, piece.multiplied(), piece.bias.as_ref());
+            let is_wide = self.format().rounds() && self.any_piece(serves)?;
+            return Ok(is_wide.then_some(OwnProducts::Wide).into_iter().collect());
+        }
+        let (mut gate_up, mut wide) = (self.has_silu(), self.has_silu());
         for w in &self.weights.blocks {
-            let is_adapted = w.linears().any(|(_, linear)| linear.lora.is_some());
-            all &= !is_adapted
-                && self.spec.delta_net().is_none()
-                && match &w.linear(Matrix::Qkv).pieces[..] {
-                    [Piece { bias, .. }] => {
-                        let matrices = [Matrix::Qkv, Matrix::O, Matrix::GateUp, Matrix::Down];
-                        let weights = matrices.map(|matrix| w.linear(matrix).pieces[0].multiplied());
-                        kernels::product_serves(rows, &weights, bias.as_ref())?
-                    }
-                    _ => false,
-                };
             let linear = w.linear(Matrix::GateUp);
             let w_gate_up = linear.pieces[0].multiplied();
             gate_up &= linear.lora.is_none()
@@ -44,27 +39,30 @@ impl DecoderNetwork<'_> {
                     || kernels::wide_product_silu_mul_serves(rows, w_gate_up)?);
             wide &= kernels::wide_product_serves(rows, w.linear(Matrix::Down).pieces[0].multiplied(), None)?;
         }
-        Ok(match (all, gate_up, wide) {
-            (true, ..) => vec![OwnProducts::All],
-            (_, true, true) => vec![OwnProducts::Wide, OwnProducts::WideAndGateUp],
-            (_, true, _) => vec![OwnProducts::GateUp],
-            (.., true) => vec![OwnProducts::Wide],
-            _ => Vec::new(),
+        Ok(match (gate_up, wide) {
+            (true, true) => vec![OwnProducts::Wide, OwnProducts::WideAndGateUp],
+            (true, false) => vec![OwnProducts::GateUp],
+            (false, true) => vec![OwnProducts::Wide],
+            (false, false) => Vec::new(),
         })
     }
 
-    /// The GEMMs that may use this crate's kernels in a model with experts. Experts always have kernels of their own; the mixers' FP8 GEMMs may use
-    /// `kernels::wide_product`.
-    fn may_own_products_beside_experts(&self, rows: usize) -> Result<Vec<OwnProducts>> {
-        let mixers = [Matrix::Qkv, Matrix::O, Matrix::DeltaQkv, Matrix::DeltaZ, Matrix::DeltaOut];
-        let linears = self.weights.blocks.iter().flat_map(BlockParams::linears);
-        let linears = linears.filter(|(matrix, _)| self.format().rounds() && mixers.contains(matrix));
-        for piece in linears.flat_map(|(_, linear)| &linear.pieces) {
-            if kernels::wide_product_serves(rows, piece.multiplied(), piece.bias.as_ref())? {
-                return Ok(vec![OwnProducts::Wide]);
+    /// Whether a kernel serves any weight but those of experts, which have kernels of their own.
+    fn any_piece(&self, serves: impl Fn(&Piece) -> Result<bool>) -> Result<bool> {
+        let is_of_experts = |matrix| matches!(matrix, Matrix::GateUp | Matrix::Down);
+        for (spec, block) in self.spec.layers.iter().zip(&self.weights.blocks) {
+            let linears = block.linears().filter(|(matrix, _)| !(spec.has_experts() && is_of_experts(*matrix)));
+            for piece in linears.flat_map(|(_, linear)| &linear.pieces) {
+                if serves(piece)? {
+                    return Ok(true);
+                }
             }
         }
-        Ok(Vec::new())
+        Ok(false)
+    }
+
+    fn has_silu(&self) -> bool {
+        self.spec.layers.iter().all(|block| block.mlp.activation() == Activation::Silu)
     }
 
     /// Computes act = activation(gate) * up.
@@ -76,8 +74,8 @@ impl DecoderNetwork<'_> {
         gate_up: &Tensor, // [T, 2 F]
         act: &mut Tensor, // [T, F]
     ) -> Result<()> {
-        match self.own_products {
-            OwnProducts::None | OwnProducts::Wide => {
+        match self.own_products_of_gate_up(activation, w, normed)? {
+            None => {
                 self.base(DecoderOp::GateUp, normed, w, gate_up)?;
                 if let Some((lora, low)) = self.lora_with_low(normed, w)
                     && self.adds_by_own(normed, lora, gate_up)
@@ -91,12 +89,30 @@ impl DecoderNetwork<'_> {
                 let out = self.output(act, self.format())?;
                 DecoderOp::SiluMul.run(|| self.format().step_activate(activation, gate_up, out))
             }
-            own => {
+            Some(own) => {
                 let x = self.rows(normed)?;
                 DecoderOp::GateUp.run(|| self.format().step_gate_up(own, x, w.piece(), act))?;
                 self.round(act, self.format())
             }
         }
+    }
+
+    /// The kernels that fuse SwiGLU into the GEMM of gate and up, if they are used for this weight.
+    fn own_products_of_gate_up(
+        &self,
+        activation: Activation,
+        w: &Linear,
+        normed: &Tensor,
+    ) -> Result<Option<OwnProducts>> {
+        let is_fused = match self.own_products {
+            OwnProducts::None | OwnProducts::Wide => false,
+            OwnProducts::GateUp | OwnProducts::WideAndGateUp => true,
+            OwnProducts::FewRows => {
+                let serves = || kernels::product_serves(normed.size()[0] as usize, w.piece().multiplied(), None);
+                activation == Activation::Silu && w.lora.is_none() && serves()?
+            }
+        };
+        Ok(is_fused.then_some(self.own_products))
     }
 
     /// Projects to queries, keys and values, with biases. Returns views of the buffer that the GEMMs fill.

@@ -188,7 +188,7 @@ impl GpuState {
         let stored = (network.weights.stored.is_some(), network.format().rounds());
         let mut best = network.own_products;
         for candidate in network.may_own_products(rows)? {
-            let trials = if candidate == OwnProducts::All { TRIALS } else { LASTING_TRIALS };
+            let trials = if candidate == OwnProducts::FewRows { TRIALS } else { LASTING_TRIALS };
             let of = (candidate, best, residual, stored);
             let mut step = format!("{of:?} {} {:?}", network.memory.kv_cache.block_size(), network.spec);
             if network.tp.size() > 1 {
