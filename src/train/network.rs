@@ -39,7 +39,7 @@ pub(crate) struct Network {
     pub(super) ropes: Ropes,
     pub(super) options: NetworkOptions,
     /// The ranks that share micro-batches with this one.
-    exchange: Option<TokenExchange>,
+    pub(super) exchange: Option<TokenExchange>,
     /// Offloads tensors that blocks keep for backward to the host, if set.
     pub(super) offload: Option<ActivationOffload>,
     /// Number of most probable tokens that are scored in passes without gradients.
