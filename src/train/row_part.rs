@@ -230,3 +230,64 @@ impl OtherParts {
         Ok(Tensor::f_cat(&[own, behind], 0)?)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use tch::Kind;
+
+    use super::*;
+    use crate::ranks::{Lane, testing};
+    use crate::train::{PackOptions, Sequence, pack};
+
+    /// The length of a prompt, and those of its completions.
+    type Group = (usize, Vec<usize>);
+
+    fn micro_batch(groups: &[Group]) -> MicroBatch {
+        let sequence = |first: usize, prompt_len: usize, len: usize| {
+            Sequence::of_tokens((first..first + prompt_len + len).map(|at| at as u32).collect(), prompt_len)
+        };
+        let of_group = |(first, (prompt_len, lens)): (usize, &Group)| -> Vec<Sequence> {
+            lens.iter().map(|&len| sequence(first, *prompt_len, len)).collect()
+        };
+        let sequences: Vec<Sequence> = groups.iter().enumerate().flat_map(of_group).collect();
+        let options = PackOptions { max_tokens: 1000, share_prompts: true, device: Device::Cpu };
+        let [micro_batch] = pack(&sequences, &options).unwrap().try_into().expect("all fit into one");
+        micro_batch
+    }
+
+    /// The rows for the head of each of `num_ranks` parts, and their gradients, equal those of the whole micro-batch bit for bit. Returns the largest
+    /// number of rows that a part has for heads, and the number that is planned for.
+    fn match_whole(num_ranks: usize, groups: &[Group]) -> [usize; 2] {
+        let sent = testing::threads(num_ranks, |group| {
+            let whole = micro_batch(groups);
+            let index = &whole.scored_rows;
+            let rand = |rows: i64| Tensor::arange(rows * 3, (Kind::Float, Device::Cpu)).sin().view([rows, 3]);
+            let [all, d_all] =
+                [whole.token_ids.size()[0], index.size()[0]].map(|rows| rand(rows).to_kind(Kind::BFloat16));
+            let (expected, mut d_expected) = (all.index_select(0, index), all.zeros_like());
+            embedding::accumulate(&d_all, index, &mut d_expected).unwrap();
+            let exchange = TokenExchange::of(&group, &Lane::immediate()).unwrap();
+            let part = RowPart::new(&whole, Some(&exchange)).unwrap();
+            assert_eq!(part.to_head(&part.rows(&all, 0.0).unwrap()).unwrap(), part.scored(&expected));
+            let d_rows = part.return_gradient(part.scored(&d_all)).unwrap();
+            assert_eq!(d_rows, part.rows(&d_expected, 0.0).unwrap());
+            part.others.unwrap().sent.index.numel()
+        });
+        [sent.into_iter().max().unwrap(), micro_batch(groups).shape().most_scored_rows(num_ranks)]
+    }
+
+    /// Six completions of one token begin after the last row of their prompt, so the first of two parts, which has four rows, has six for heads.
+    #[test]
+    fn rows_for_the_head_and_their_gradients_match_one_part() {
+        let of = |prompt_len: usize, lens: &[usize]| (prompt_len, lens.to_vec());
+        let few = of(2, &[1; 6]);
+        assert_eq!(match_whole(2, std::slice::from_ref(&few)), [6, 6]);
+        for groups in [vec![of(5, &[7, 1, 2])], vec![of(3, &[4, 2]), few, of(9, &[1])], vec![of(4, &[3]), of(1, &[8])]]
+        {
+            for num_ranks in [2, 4] {
+                let [most, planned] = match_whole(num_ranks, &groups);
+                assert!(most <= planned, "{most} rows of {groups:?}, planned are {planned}");
+            }
+        }
+    }
+}
