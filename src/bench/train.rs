@@ -134,7 +134,8 @@ impl TrainBench {
     fn planned_bytes(&self, table: &ParamTable, num_micro_batches: usize) -> usize {
         let tokens = self.max_tokens_per_micro_batch;
         let shares_prompts = self.shares_prompts() && self.group > 1;
-        let full = MicroBatchShape { tokens, scored_tokens: tokens, shares_prompts, num_top: 0 };
+        let num_sequences = self.sequences + if shares_prompts { self.sequences.div_ceil(self.group) } else { 0 };
+        let full = MicroBatchShape { tokens, scored_tokens: tokens, num_sequences, shares_prompts, num_top: 0 };
         self.bytes_at_most(table, &vec![full; num_micro_batches.min(2)])
     }
 

@@ -4,10 +4,10 @@ use tch::{Kind, Tensor};
 
 use super::views::HeadParams;
 use crate::error::Result;
+use crate::ops::exact;
 use crate::ops::head::{self, HeadSaved, HeadSizes, TableSum, TopScores, TopTokens};
 use crate::ops::linear::{self, Onto};
 use crate::ops::rms_norm::NormOptions;
-use crate::ops::{embedding, exact};
 use crate::torch::accumulation_kind;
 
 /// Number of rows whose logits are computed at once: on a GPU about half a gigabyte of float32 logits, in whole GEMM tiles; on a CPU as many as fit
@@ -18,11 +18,9 @@ pub fn head_chunk_tokens(vocab_size: usize, on_cuda: bool) -> usize {
     if on_cuda && rows > 128 { rows / 128 * 128 } else { rows.max(1) }
 }
 
-/// Which rows of the last block's output are scored, for which tokens, at which temperature.
+/// For which tokens rows of the last block's output are scored, at which temperature.
 #[derive(Debug, Clone, Copy)]
 pub struct Scoring<'a> {
-    /// Indices of the rows whose next token is scored; a row may appear more than once. `[C]` i64
-    pub rows: &'a Tensor,
     /// The token to score for each row. `[C]` i64
     pub targets: &'a Tensor,
     /// Additional tokens to score in each row, such as the most probable ones.
@@ -57,21 +55,20 @@ pub struct SavedHead {
     head: HeadSaved,
 }
 
-/// Computes `log softmax(norm(x[rows]) table^T / temperature)` at the targets. `keep` states whether a backward will follow.
+/// Computes `log softmax(norm(x) table^T / temperature)` at the targets. `keep` states whether a backward will follow.
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
 pub fn head_forward(
     w: &HeadParams,
     table: &Tensor, // [V, D], the head's own or the embedding's
-    x: &Tensor,     // [T, D]
+    x: &Tensor,     // [C, D], the rows of the last block's output before the targets
     scoring: &Scoring<'_>,
     keep: bool,
 ) -> Result<ScoredTokens> {
-    let hidden = x.f_index_select(0, scoring.rows)?;
-    let (mut normed, rstd) = scoring.norm.forward(&hidden, &w.final_norm)?;
+    let (mut normed, rstd) = scoring.norm.forward(x, &w.final_norm)?;
     if scoring.exact.is_some() {
-        normed = exact::rms_norm(&hidden, &w.final_norm, scoring.norm)?;
+        normed = exact::rms_norm(x, &w.final_norm, scoring.norm)?;
     }
     let chunk_tokens = head_chunk_tokens(table.size()[0] as usize, table.device().is_cuda());
     let Scoring { targets, top, temperature, .. } = *scoring;
@@ -80,22 +77,21 @@ pub fn head_forward(
         None => head::forward(&normed, table, targets, temperature, top, chunk_tokens, keep)?,
         Some(divisor) => head::forward_exactly(&normed, table, targets, temperature, divisor, top, sizes)?,
     };
-    let saved = SavedHead { hidden, normed, rstd, head: out.saved };
+    let saved = SavedHead { hidden: x.shallow_clone(), normed, rstd, head: out.saved };
     Ok(ScoredTokens { logprobs: out.logprobs, entropy: out.entropy, top: out.top, saved })
 }
 
-/// Computes `norm(x[rows]) table^T` in float32: all logits of the rows at once, which training never holds in memory.
+/// Computes `norm(x) table^T` in float32: all logits of the rows at once, which training never holds in memory.
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].
 pub fn head_logits(
     w: &HeadParams,
     table: &Tensor, // [V, D], the head's own or the embedding's
-    x: &Tensor,     // [T, D]
-    rows: &Tensor,  // [C] i64
+    x: &Tensor,     // [C, D]
     norm: NormOptions,
 ) -> Result<Tensor /* [C, V] f32 */> {
-    let (normed, _) = norm.forward(&x.f_index_select(0, rows)?, &w.final_norm)?;
+    let (normed, _) = norm.forward(x, &w.final_norm)?;
     Ok(linear::forward(&normed, table, None)?.f_to_kind(Kind::Float)?)
 }
 
@@ -110,7 +106,7 @@ pub struct HeadSums<'a> {
     pub onto: Onto,
 }
 
-/// Returns dx `[num_tokens, D]` in the weights' type, given the gradients of log-probabilities and, optionally, of entropies and of the
+/// Returns dx `[C, D]` in the weights' type, given the gradients of log-probabilities and, optionally, of entropies and of the
 /// log-probabilities of the tokens that `scoring.top` lists by id. Gradients of the norm and of the table go to `sums`, unless both are frozen.
 ///
 /// # Errors
@@ -120,7 +116,6 @@ pub fn head_backward(
     w: &HeadParams,
     table: &Tensor, // [V, D]
     scoring: &Scoring<'_>,
-    num_tokens: i64,
     saved: SavedHead,
     dlogprobs: &Tensor,        // [C]
     dentropy: Option<&Tensor>, // [C]
@@ -139,8 +134,5 @@ pub fn head_backward(
         TopTokens::Nothing | TopTokens::MostProbable(_) => None,
     };
     let d_normed = head::backward(&normed, table, targets, temperature, head, dlogprobs, dentropy, top, d_table)?;
-    let d_hidden = scoring.norm.backward(&d_normed, &hidden, &w.final_norm, &rstd, None, d_final_norm)?;
-    let mut dx = Tensor::f_zeros([num_tokens, hidden.size()[1]], (d_hidden.kind(), hidden.device()))?;
-    embedding::accumulate(&d_hidden, scoring.rows, &mut dx)?;
-    Ok(dx)
+    scoring.norm.backward(&d_normed, &hidden, &w.final_norm, &rstd, None, d_final_norm)
 }

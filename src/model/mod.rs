@@ -66,7 +66,7 @@ pub use preset::PRESETS;
 pub use source::ModelSource;
 pub use spec::{
     AttentionSpec, BlockSpec, DeltaNetSpec, DenseSpec, ElementBytes, ExpertsSpec, Family, LinearSpec, Matrix, Mixer,
-    Mlp, ModelSpec, NormPlaces, ParamName, QkNorm, RopeSpec, SharedExpertSpec, Sight, Unit,
+    Mlp, ModelSpec, NormPlaces, ParamName, QkNorm, RopeSpec, RowsShape, SharedExpertSpec, Sight, Unit,
 };
 pub(crate) use spec::{DRAFT_NORMS, MIXER_NORMS, MLP_NORMS, TpSplit};
 pub use stages::{Stage, Stages};

@@ -172,7 +172,7 @@ pub(super) fn formula(keep: GradientCheckpointing, fullest: Moment, input: &Plan
         ),
     };
     let activations = ActivationBytes::new(&model, keep, input.micro_batch(tokens));
-    let at_once = activations.pass + activations.head.max(activations.block_backward);
+    let at_once = activations.pass + activations.head.max(activations.most_of_block_backward());
     let parameters = input.table.total as f64;
     let each = |bytes: usize| bytes as f64 / parameters;
     format!(

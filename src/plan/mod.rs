@@ -263,11 +263,16 @@ impl PlanInput<'_> {
         of_engine.min(config.max_num_seqs)
     }
 
-    /// Maximum tokens of an update on this rank, together with the ranks that share its micro-batches.
-    fn update_tokens(&self) -> usize {
+    /// Number of completions of an update on this rank, together with the ranks that share its micro-batches.
+    fn update_completions(&self) -> usize {
         let BatchPlan { generation_batch_size, roles, updates_per_generation, .. } = self.batch;
         let shares = roles.num_trainers / self.config.num_sharers();
-        generation_batch_size / shares / updates_per_generation * self.max_model_length()
+        generation_batch_size / shares / updates_per_generation
+    }
+
+    /// Maximum tokens of an update on this rank, together with the ranks that share its micro-batches.
+    fn update_tokens(&self) -> usize {
+        self.update_completions() * self.max_model_length()
     }
 
     /// Bytes of the recorded experts for all tokens of an update.
@@ -283,10 +288,12 @@ impl PlanInput<'_> {
     }
 
     fn micro_batch(&self, tokens: usize) -> MicroBatchShape {
+        let shares_prompts = self.config.share_prompts && self.table.spec.can_share_prompts();
         MicroBatchShape {
             tokens,
             scored_tokens: tokens,
-            shares_prompts: self.config.share_prompts && self.table.spec.can_share_prompts(),
+            num_sequences: self.update_completions() * (1 + usize::from(shares_prompts)),
+            shares_prompts,
             num_top: self.config.distillation.num_top().unwrap_or(0),
         }
     }

@@ -4,7 +4,8 @@
 use super::bytes::TrainedModel;
 use super::offload::ALIGNMENT_BYTES as OFFLOAD_ALIGNMENT_BYTES;
 use crate::config::GradientCheckpointing;
-use crate::model::{BlockSpec, ElementBytes, head_chunk_tokens};
+use crate::model::{BlockSpec, ElementBytes, RowsShape, head_chunk_tokens};
+use crate::ops::delta_net::DeltaHeads;
 
 /// Bytes of the cuBLAS workspace on a GPU.
 pub const WORKSPACE_BYTES: usize = 32 << 20;
@@ -19,10 +20,25 @@ pub struct MicroBatchShape {
     pub tokens: usize,
     /// Tokens that are scored (C).
     pub scored_tokens: usize,
+    /// Number of sequences; prompts that completions share are sequences of their own.
+    pub num_sequences: usize,
     /// Whether completions share prompts.
     pub shares_prompts: bool,
     /// Number of a teacher's tokens at each scored token (K).
     pub num_top: usize,
+}
+
+impl MicroBatchShape {
+    /// Maximum number of rows of one of `sharers` parts that come before scored tokens. The last row of a shared prompt comes before the first token
+    /// of each of its completions, and counts for each.
+    pub(super) fn most_scored_rows(&self, sharers: usize) -> usize {
+        self.scored_tokens.min(self.tokens.div_ceil(sharers) + self.num_sequences)
+    }
+
+    /// The mean length of a sequence. For shorter ones than a typical mean the plan is too low.
+    fn mean_tokens(&self) -> usize {
+        (self.tokens / self.num_sequences.max(1)).max(DeltaHeads::MEAN_TOKENS)
+    }
 }
 
 /// Bytes of activations on one rank, by their purpose.
@@ -38,10 +54,10 @@ pub struct ActivationBytes {
     pub pass: usize,
     /// Bytes of the gradient of the residual stream between two units.
     pub stream: usize,
-    /// Peak bytes of a block's forward without a backward.
-    pub block_forward: usize,
-    /// Peak bytes of a block's backward.
-    pub block_backward: usize,
+    /// Peak bytes of each block's forward without a backward.
+    pub block_forward: Vec<usize>,
+    /// Peak bytes of each block's backward.
+    pub block_backward: Vec<usize>,
     /// Peak bytes of the head.
     pub head: usize,
     /// Peak bytes of the head's forward without a backward.
@@ -52,25 +68,22 @@ impl ActivationBytes {
     /// Predicts the bytes for a micro-batch.
     pub fn new(model: &TrainedModel<'_>, keep: GradientCheckpointing, shape: MicroBatchShape) -> Self {
         let (spec, sharers) = (&model.table.spec, model.sharers);
-        let MicroBatchShape { shares_prompts, num_top, .. } = shape;
+        let MicroBatchShape { shares_prompts, .. } = shape;
+        let rows = RowsShape { shares_rows: sharers > 1, shares_prompts, mean_tokens: shape.mean_tokens() };
         let tokens = shape.tokens.div_ceil(sharers);
-        let scored_tokens = shape.scored_tokens.div_ceil(sharers);
         let layers: Vec<BlockSpec> = spec.layers.iter().map(|block| block.with_shared_rows(sharers)).collect();
         let format = model.format;
         let bytes = format.element_bytes(ElementBytes::new(model.kind, model.residual), model.lora.is_some());
         let matrix = format.matrix_bytes(spec);
         let ElementBytes { narrow, wide, residual, .. } = bytes;
         let hidden = spec.hidden_size;
+        let [head, head_forward] = head_bytes(bytes, [hidden, spec.vocab_size], sharers, shape);
         let expanded = model.lora.as_ref().map_or(0, |lora| lora.num_expanded(spec).most);
         let drops = model.lora.as_ref().is_some_and(|lora| lora.dropout > 0.0);
-        let logits = wide * head_chunk_tokens(spec.vocab_size, true).min(scored_tokens) * spec.vocab_size;
-        // If ranks share a micro-batch, other ranks' gradients of a part's rows are received before they are added.
-        let received = if sharers > 1 { tokens } else { 0 };
-        let all_rows = narrow * hidden * (scored_tokens + tokens + received);
         let movable = |layer: usize| layers[layer].movable_bytes(bytes, keep).map(|of_token| of_token * tokens);
         let (mut saved, mut arriving, mut offloaded, mut kept) = (vec![0], vec![0], 0, 0);
         for (layer, block) in layers.iter().enumerate() {
-            let all = block.saved_bytes(bytes, keep) * tokens;
+            let all = block.saved_bytes(bytes, keep, rows) * tokens;
             let moves = if model.offloads { movable(layer) } else { [0; 2] };
             saved.push(kept + all);
             kept += all - moves.iter().sum::<usize>();
@@ -79,38 +92,67 @@ impl ActivationBytes {
                 offloaded += moves.iter().map(|bytes| bytes.next_multiple_of(OFFLOAD_ALIGNMENT_BYTES)).sum::<usize>();
             }
         }
-        // If blocks differ, the block with the highest peak counts.
-        let most = |of: &dyn Fn(BlockSpec) -> usize| layers.iter().map(|block| of(*block)).max().unwrap_or(0);
-        let backward = most(&|block| block.backward_bytes(bytes, keep, shares_prompts, drops));
-        // With a quantized format and few tokens, the peak is at the input gradient, while the weight matrix is quantized.
-        let input_gradient = match format.rounds() {
-            true => most(&|block| block.input_gradient_bytes(bytes, keep)) * tokens + matrix,
-            false => 0,
+        // In the forward of many tokens the largest matrix is not the one that is quantized at the peak.
+        let forward = |block: &BlockSpec| block.forward_bytes(bytes, rows) * tokens + narrow * expanded + matrix;
+        let backward = |block: &BlockSpec| {
+            let all = block.backward_bytes(bytes, keep, rows, drops) * tokens;
+            // With a quantized format and few tokens, the peak is at the input gradient, while the weight matrix is quantized.
+            let input_gradient =
+                if format.rounds() { block.input_gradient_bytes(bytes, keep) * tokens + matrix } else { 0 };
+            all.max(input_gradient) + (narrow + wide) * expanded
         };
         Self {
             saved,
             arriving,
             offloaded,
-            // The last block's output, the rotations.
-            pass: (residual * hidden + 2 * wide * spec.attention().head_dim * spec.rotations().len()) * tokens,
+            // The last block's output; cosines and sines of the rotated columns.
+            pass: (residual * hidden + 2 * wide * spec.ropes().columns()) * tokens,
             stream: narrow * hidden * tokens,
-            // In the forward of many tokens the largest matrix is not the one that is quantized at the peak.
-            block_forward: most(&|block| block.forward_bytes(bytes, sharers > 1)) * tokens + narrow * expanded + matrix,
-            block_backward: (backward * tokens).max(input_gradient) + (narrow + wide) * expanded,
-            // The selected and the normalised rows with their gradients, a few numbers per row; and first one chunk of logits, turned in place into
-            // their gradient, then the gradient of all rows.
-            head: ((residual + 2 * narrow) * hidden + 8 * wide + TOP_BYTES * num_top) * scored_tokens
-                + logits.max(all_rows),
-            // The selected and the normalised rows, a few numbers per row, one chunk of logits.
-            head_forward: ((residual + narrow) * hidden + 4 * wide + TOP_BYTES * num_top) * scored_tokens + logits,
+            block_forward: layers.iter().map(forward).collect(),
+            block_backward: layers.iter().map(backward).collect(),
+            head,
+            head_forward,
         }
     }
+
+    /// Peak bytes of a block's backward, of the block with the highest peak.
+    pub fn most_of_block_backward(&self) -> usize {
+        self.block_backward.iter().copied().max().unwrap_or(0)
+    }
+}
+
+/// Peak bytes of the head, and of its forward without a backward.
+fn head_bytes(
+    ElementBytes { narrow, wide, residual, .. }: ElementBytes,
+    [hidden, vocab_size]: [usize; 2],
+    sharers: usize,
+    shape: MicroBatchShape,
+) -> [usize; 2] {
+    let (tokens, scored) = (shape.tokens.div_ceil(sharers), shape.scored_tokens.div_ceil(sharers));
+    let [row, stream_row] = [narrow, residual].map(|bytes| bytes * hidden);
+    let logits = wide * head_chunk_tokens(vocab_size, true).min(scored) * vocab_size;
+    // Every rank computes the whole loss.
+    let [numbers, forward_numbers] =
+        [8, 4].map(|count| (count * wide + TOP_BYTES * shape.num_top) * shape.scored_tokens);
+    // The rows, also normalized, with the gradient of the latter; and first one chunk of logits, turned in place into their gradient, then the
+    // rows' gradient.
+    let forward = (stream_row + row) * scored + logits;
+    let backward = (stream_row + 2 * row) * scored + logits.max(row * scored);
+    // If ranks share a micro-batch, the rows of their equal parts are sent, received and put in order, and their gradients on the way back.
+    let (most, traded) = match sharers {
+        1 => (scored, scored),
+        _ => (shape.most_scored_rows(sharers), scored + shape.most_scored_rows(sharers).max(scored)),
+    };
+    let forward = forward.max(stream_row * traded);
+    // The gradients are then added to those of all rows.
+    let returned = row * traded.max(most + tokens);
+    [numbers + forward.max(backward).max(returned), forward_numbers + forward]
 }
 
 impl TrainedModel<'_> {
     /// Bytes of host memory for the offloaded tensors of blocks, for a micro-batch of this many tokens.
     pub fn offloaded_bytes(&self, keep: GradientCheckpointing, tokens: usize) -> usize {
-        let shape = MicroBatchShape { tokens, scored_tokens: 0, shares_prompts: false, num_top: 0 };
+        let shape = MicroBatchShape { tokens, scored_tokens: 0, num_sequences: 1, shares_prompts: false, num_top: 0 };
         ActivationBytes::new(self, keep, shape).offloaded
     }
 }
@@ -127,7 +169,7 @@ mod tests {
     use crate::train::GradientOptions;
 
     const SHAPE: MicroBatchShape =
-        MicroBatchShape { tokens: 1000, scored_tokens: 10, shares_prompts: false, num_top: 0 };
+        MicroBatchShape { tokens: 1000, scored_tokens: 10, num_sequences: 4, shares_prompts: false, num_top: 0 };
 
     /// Computed by hand for Qwen2.5-7B: D = W = 3584, K = 512, F = 18944, 28 heads.
     #[test]
@@ -146,11 +188,11 @@ mod tests {
         assert_eq!(selective.pass, 1000 * (2 * 3584 + 8 * 128));
         let attention = bytes(GradientCheckpointing::KeepAttention);
         assert_eq!(attention.saved[1] - full.saved[1], 1000 * (2 * 3584 + 4 * 28));
-        assert_eq!(full.block_backward - attention.block_backward, 1000 * (2 * 3584 + 4 * 28));
+        assert_eq!(full.block_backward[0] - attention.block_backward[0], 1000 * (2 * 3584 + 4 * 28));
         // Its MLP's backward: two rows of D, four of F.
-        assert_eq!(selective.block_backward, 1000 * 2 * (2 * 3584 + 4 * 18944));
-        assert_eq!(full.block_backward - selective.block_backward, 1000 * (2 * (4608 + 3584 + 3584) + 4 * 28));
-        assert!(none.block_backward < selective.block_backward && none.block_forward == full.block_forward);
+        assert_eq!(selective.block_backward, [1000 * 2 * (2 * 3584 + 4 * 18944); 28]);
+        assert_eq!(full.block_backward[0] - selective.block_backward[0], 1000 * (2 * (4608 + 3584 + 3584) + 4 * 28));
+        assert!(none.block_backward[0] < selective.block_backward[0] && none.block_forward == full.block_forward);
         // In float32 each element of the residual stream takes two more bytes: x and h of a block and its output, but no gradient.
         let wide = TrainedModel { residual: Kind::Float, ..model };
         let bytes = |keep| ActivationBytes::new(&wide, keep, SHAPE);
@@ -158,10 +200,12 @@ mod tests {
         assert_eq!(wide_full.saved[1] - full.saved[1], 1000 * 2 * 3584);
         assert_eq!(wide_none.saved[1] - none.saved[1], 1000 * 2 * 2 * 3584);
         assert_eq!(wide_none.pass - none.pass, 1000 * 2 * 3584);
-        assert_eq!(wide_none.block_forward - none.block_forward, 1000 * 2 * 2 * 3584);
-        assert_eq!(wide_full.block_backward - full.block_backward, 1000 * 2 * 3584);
-        assert_eq!((wide_none.block_backward, wide_none.stream), (none.block_backward, none.stream));
-        assert_eq!(wide_none.head - none.head, 10 * 2 * 3584);
+        assert_eq!(wide_none.block_forward[0] - none.block_forward[0], 1000 * 2 * 2 * 3584);
+        assert_eq!(wide_full.block_backward[0] - full.block_backward[0], 1000 * 2 * 3584);
+        assert_eq!((&wide_none.block_backward, wide_none.stream), (&none.block_backward, none.stream));
+        assert_eq!(wide_none.head_forward - none.head_forward, 10 * 2 * 3584);
+        // With few scored rows the head's peak is where their gradients are added to those of all rows.
+        assert_eq!((none.head, wide_none.head), (10 * 32 + 1010 * 2 * 3584, none.head));
         let with_top =
             ActivationBytes::new(&wide, GradientCheckpointing::None, MicroBatchShape { num_top: 64, ..SHAPE });
         assert_eq!(with_top.head - wide_none.head, 10 * 64 * 72);
@@ -185,9 +229,9 @@ mod tests {
                 let of = |shape| [&plain, &rounded].map(|model| ActivationBytes::new(model, keep, shape));
                 let [plain, rounded] = of(many);
                 assert_eq!(rounded.saved, plain.saved);
-                let beside = rounded.block_forward as i64 - plain.block_forward as i64;
+                let beside = rounded.block_forward[0] as i64 - plain.block_forward[0] as i64;
                 assert_eq!(beside, 16_384 * forward + matrix as i64);
-                assert_eq!(rounded.block_backward - plain.block_backward, 16_384 * 2 * 18_944, "{keep:?}");
+                assert_eq!(rounded.block_backward[0] - plain.block_backward[0], 16_384 * 2 * 18_944, "{keep:?}");
                 let [_, rounded] = of(SHAPE);
                 let recomputed = match keep {
                     GradientCheckpointing::None | GradientCheckpointing::KeepChunks => 0,
@@ -196,7 +240,7 @@ mod tests {
                     GradientCheckpointing::KeepAttention => 2 * 2 * 18_944 + 2 * (4608 + 3584),
                 };
                 let token = 3 * 2 * 3584 + 2 * 18_944 + recomputed;
-                assert_eq!(rounded.block_backward, 1000 * token + matrix + expanded, "{keep:?}");
+                assert_eq!(rounded.block_backward, [1000 * token + matrix + expanded; 28], "{keep:?}");
             }
         }
     }
@@ -211,32 +255,75 @@ mod tests {
         let bytes = |keep| ActivationBytes::new(&model, keep, SHAPE);
         let selective = bytes(GradientCheckpointing::Selective);
         let kept = 2 * (8192 + 2 * 4096 + 2 * 32);
-        let of_attention = 2 * (2 * (4096 + 2 * 1024) + 3 * 4096) + 4 * 16; // every fourth layer, with an output gate
+        let of_attention = 2 * (2 * (4096 + 2 * 1024) + 2 * 4096) + 4 * 16; // every fourth layer, with an output gate
         assert_eq!(selective.saved[1], 1000 * (2 * 2 * 4096 + kept));
         assert_eq!(selective.saved[32], 1000 * (32 * 2 * 2 * 4096 + 24 * kept + 8 * of_attention));
         let decays = 5 * 4 * 32;
-        let states = 3 * 4 * 32 * 128 * 128 / 256; // for sequences of 256 tokens
+        let states = 4 * 32 * 128 * 128 / 256; // for sequences of 256 tokens
         let padded = |of_chunks: usize| (of_chunks + decays) * 9 / 8;
         let forward = 2 * (4096 + 8192) + padded(2 * (2 * 4096 + 2048)) + states;
-        assert_eq!(selective.block_forward, 1000 * (2 * 4096 + 2 * 4096 + kept + forward));
+        assert_eq!(selective.block_forward[0], 1000 * (2 * 4096 + 2 * 4096 + kept + forward));
         let chunks = padded(2 * (3 * 4096 + 2 * 2048 + 2 * 8192));
         let backward = 2 * (2 * 4096 + 2 * 8192 + 2 * 4096) + 2 * 2 * 32 + chunks + states;
-        assert_eq!(selective.block_backward, 1000 * backward);
+        assert_eq!(selective.block_backward[0], 1000 * backward);
+        // Attention's backward, whose keys and values are summed for each query head, and the gradient of its gate.
+        let attended = 2 * (2 * 4096) + 2 * (4096 + 4096 + 2 * 1024 + 2 * 4096 + 2 * 4096) + 2 * 4 * 16;
+        assert_eq!(selective.block_backward[3], 1000 * attended);
+        assert_eq!(selective.pass, 1000 * (2 * 4096 + 8 * 64)); // a quarter of a head's 256 columns is rotated
         let full = bytes(GradientCheckpointing::Full);
-        assert_eq!((full.saved[32], full.block_backward), (32 * 1000 * 2 * 4096, 1000 * (backward + 2 * 4096 + kept)));
+        assert_eq!(
+            (full.saved[32], full.block_backward[30]),
+            (32 * 1000 * 2 * 4096, 1000 * (backward + 2 * 4096 + kept))
+        );
+        assert_eq!(full.block_backward[31], 1000 * (attended + 2 * 4096 + of_attention));
+        assert_eq!(full.most_of_block_backward(), full.block_backward[0]);
         // Chunks that are kept are not computed again in the backward.
         let [none, keeping] = [GradientCheckpointing::None, GradientCheckpointing::KeepChunks].map(bytes);
         let of_chunks = 2 * 4096 + padded(2 * (2 * 4096 + 2 * 2048 + 8192));
         assert_eq!((keeping.saved[1] - none.saved[1], of_chunks), (1000 * of_chunks, 54_992));
         assert_eq!(keeping.saved[32] - none.saved[32], 24 * 1000 * of_chunks);
         let gate_up = 2 * 2 * 1024;
-        assert_eq!(none.block_backward, 1000 * (backward - gate_up));
-        assert_eq!(keeping.block_backward, 1000 * (backward - gate_up - of_chunks));
-        assert_eq!((keeping.block_forward, keeping.head), (none.block_forward, none.head));
+        assert_eq!(none.block_backward[0], 1000 * (backward - gate_up));
+        assert_eq!(keeping.block_backward[0], 1000 * (backward - gate_up - of_chunks));
+        assert_eq!((&keeping.block_forward, keeping.head), (&none.block_forward, none.head));
+        let of_shared = MicroBatchShape { shares_prompts: true, ..SHAPE };
+        let of_shared = ActivationBytes::new(&model, GradientCheckpointing::Selective, of_shared);
+        assert_eq!(of_shared.block_backward[0], 1000 * (backward + 2 * states));
+        // One long sequence has hardly any padding and few states.
+        let long = MicroBatchShape { tokens: 65_536, num_sequences: 1, ..SHAPE };
+        let of_long = ActivationBytes::new(&model, GradientCheckpointing::Selective, long).block_backward[0];
+        let chunks = 2 * (3 * 4096 + 2 * 2048 + 2 * 8192) + decays;
+        let whole = backward - padded(2 * (3 * 4096 + 2 * 2048 + 2 * 8192)) - states + chunks;
+        assert_eq!(of_long, 65_536 * (whole + chunks * 32 / 65_536 + 4 * 32 * 128 * 128 / 65_536));
+        // Two ranks hold half of that each. In a forward without gate and up, the projected rows are exchanged at the peak.
+        let shared =
+            ActivationBytes::new(&TrainedModel { sharers: 2, ..model.clone() }, GradientCheckpointing::Selective, long);
+        assert_eq!(2 * shared.block_backward[0], of_long);
+        let rows = 2 * (8192 + 4096 + 2 * 32);
+        assert_eq!(shared.block_forward[0], 32_768 * (2 * 4096 + 2 * 4096 + 2 * 4096 + 3 * rows));
         // In float32, without kernels, it takes three times as many elements.
         let single = TrainedModel { kind: Kind::Float, residual: Kind::Float, ..model };
         let composed = ActivationBytes::new(&single, GradientCheckpointing::Selective, SHAPE);
-        assert!(composed.block_backward > 3 * selective.block_backward, "{composed:?}");
+        assert!(composed.block_backward[0] > 3 * selective.block_backward[0], "{composed:?}");
+    }
+
+    /// Two ranks that score all tokens of a 7B model. One of them may have all rows before scored tokens, and send and get back twice its share.
+    #[test]
+    fn planned_bytes_of_a_shared_head_match_its_rows() {
+        let table = ParamTable::new(Arc::new(ModelSpec::preset("qwen2.5-7b").unwrap()), 1);
+        let model = TrainedModel::whole(&table, 0, Kind::BFloat16, GradientOptions::default());
+        let shared = TrainedModel { sharers: 2, ..model.clone() };
+        let row = 2 * 3584;
+        for (tokens, num_sequences, most) in [(131_072, 1, 65_537), (131_072, 1000, 66_536), (8, 7, 8)] {
+            let shape =
+                MicroBatchShape { tokens, scored_tokens: tokens, num_sequences, shares_prompts: true, num_top: 0 };
+            assert_eq!(shape.most_scored_rows(2), most);
+            let bytes = ActivationBytes::new(&shared, GradientCheckpointing::Full, shape);
+            let (part, logits) = (tokens / 2, 4 * 152_064 * 768.min(tokens / 2));
+            let backward = 3 * row * part + logits.max(row * part);
+            assert_eq!(bytes.head, 32 * tokens + backward.max(row * (most + part)));
+            assert_eq!(bytes.head_forward, 16 * tokens + (row * (most + part)).max(2 * row * part + logits));
+        }
     }
 
     /// Head memory for 16,384 scored tokens with 152,064 logits each stays under 1 GB.
@@ -244,7 +331,7 @@ mod tests {
     fn the_head_never_holds_all_logits() {
         let table = ParamTable::new(Arc::new(ModelSpec::preset("qwen2.5-7b").unwrap()), 1);
         let model = TrainedModel::whole(&table, 0, Kind::BFloat16, GradientOptions::default());
-        let shape = MicroBatchShape { tokens: 16_384, scored_tokens: 16_384, shares_prompts: false, num_top: 0 };
+        let shape = MicroBatchShape { tokens: 16_384, scored_tokens: 16_384, ..SHAPE };
         let bytes = ActivationBytes::new(&model, GradientCheckpointing::None, shape);
         assert!(bytes.head_forward < bytes.head && bytes.head < 1_000_000_000, "{bytes:?}");
     }

@@ -164,21 +164,16 @@ impl DraftTargets {
         let (y, saved) = block_forward(&context, 0, w, &x.f_to_kind(hidden.kind())?, &mixer, keep)?;
         let norm = |params: &BlockParams| params.norm(ParamName::FinalNorm).expect("the head's norm").shallow_clone();
         let head = HeadParams { final_norm: norm(w), lm_head: None };
-        let scoring = Scoring {
-            rows: &self.scored,
-            targets: &self.targets,
-            top: TopTokens::Nothing,
-            temperature,
-            norm: spec.norm(),
-            exact: None,
-        };
-        let scored = head_forward(&head, weights.table, &y, &scoring, true)?;
+        let scoring =
+            Scoring { targets: &self.targets, top: TopTokens::Nothing, temperature, norm: spec.norm(), exact: None };
+        let scored = head_forward(&head, weights.table, &y.f_index_select(0, &self.scored)?, &scoring, true)?;
         let d_logprobs = scored.logprobs.f_full_like(-weight)?;
         let mut d_norm = norm(grads);
         let into = HeadSums { final_norm: &mut d_norm, table: None, onto: Onto::Sum };
-        let num_rows = self.rows.size()[0];
-        let d_y =
-            head_backward(&head, weights.table, &scoring, num_rows, scored.saved, &d_logprobs, None, None, Some(into))?;
+        let d_rows = head_backward(&head, weights.table, &scoring, scored.saved, &d_logprobs, None, None, Some(into))?;
+        let mut d_y = Tensor::f_zeros(y.size(), (d_rows.kind(), d_rows.device()))?;
+        embedding::accumulate(&d_rows, &self.scored, &mut d_y)?;
+        drop(d_rows);
         let saved = saved.expect("asked for");
         let dx = block_backward(&context, w, &d_y, saved, &mixer, grads)?;
         draft_input_backward(&draft, w, &dx, input, grads)

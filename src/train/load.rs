@@ -175,6 +175,15 @@ impl Policy {
         self
     }
 
+    /// Sets for how many tokens of a micro-batch attention is computed in two parts of a rank's heads, if ranks share micro-batches. Results do not
+    /// depend on it.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn halving_heads_from(mut self, num_tokens: i64) -> Self {
+        self.network.exchange = self.network.exchange.take().map(|exchange| exchange.halving_from(num_tokens));
+        self
+    }
+
     /// Time and bytes of offloading activations to the host and back since the last call. Waits for the device.
     ///
     /// # Errors

@@ -114,6 +114,7 @@ impl MicroBatch {
         MicroBatchShape {
             tokens: self.num_tokens(),
             scored_tokens: self.targets.numel(),
+            num_sequences: self.bounds.num_sequences(),
             shares_prompts: matches!(self.bounds, Bounds::Shared(_)),
             num_top: self.teacher_top.as_ref().map_or(0, |top| top.ids.size()[1] as usize),
         }

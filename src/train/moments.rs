@@ -85,7 +85,9 @@ impl TrainedModel<'_> {
         let most = course.micro_batches.iter().map(|shape| shape.tokens).max().unwrap_or(0);
         let tokens = most.next_multiple_of(BLOCK_TOKENS).min(max_tokens.max(most));
         let shares_prompts = course.micro_batches.iter().any(|shape| shape.shares_prompts);
-        let full = [MicroBatchShape { tokens, scored_tokens: tokens, shares_prompts, num_top: 0 }; 2];
+        // As if all sequences were short, so that the block need not grow for later micro-batches.
+        let (scored_tokens, num_sequences) = (tokens, tokens);
+        let full = [MicroBatchShape { tokens, scored_tokens, num_sequences, shares_prompts, num_top: 0 }; 2];
         let micro_batches = &full[..course.micro_batches.len().min(2)];
         let moments = self.moments(&UpdateCourse { micro_batches, is_warm: false, ..*course });
         let most = moments.iter().map(Moment::on_own_stream).max().unwrap_or(0);
@@ -152,7 +154,7 @@ impl<'a> Walk<'a> {
             let gathered = self.in_use(unit) + self.upcoming(&upcoming(spec, unit, false));
             match unit {
                 Unit::Embedding => moment(gathered, 0),
-                Unit::Block(_) => moment(gathered, activations.block_forward),
+                Unit::Block(layer) => moment(gathered, activations.block_forward[layer]),
                 Unit::DraftHead | Unit::Head => moment(gathered, activations.head_forward),
             }
         };
@@ -199,7 +201,7 @@ impl<'a> Walk<'a> {
 
     /// The units of a backward pass, beginning with the head.
     fn visits(&self, activations: &ActivationBytes) -> Vec<Visit> {
-        let ActivationBytes { ref saved, ref arriving, pass, stream, head, block_backward, .. } = *activations;
+        let ActivationBytes { ref saved, ref arriving, pass, stream, head, ref block_backward, .. } = *activations;
         let spec = &self.model.table.spec;
         let num_layers = spec.num_layers();
         let last = num_layers.checked_sub(1).map_or(0, |last| self.block(last));
@@ -212,13 +214,13 @@ impl<'a> Walk<'a> {
         visits.extend(spec.draft_head.map(|_| Visit {
             unit: Unit::DraftHead,
             gathered: self.in_use(Unit::DraftHead) + last,
-            activations: saved[num_layers] + pass + stream + head.max(block_backward),
+            activations: saved[num_layers] + pass + stream + head.max(activations.most_of_block_backward()),
             activations_at_end: saved[num_layers] + pass + stream,
         }));
         visits.extend((0..num_layers).rev().map(|layer| Visit {
             unit: Unit::Block(layer),
             gathered: self.block(layer) + self.upcoming(&upcoming(spec, Unit::Block(layer), true)),
-            activations: saved[layer + 1] + arriving[layer] + pass + block_backward,
+            activations: saved[layer + 1] + arriving[layer] + pass + block_backward[layer],
             activations_at_end: saved[layer] + pass + stream,
         }));
         visits.push(Visit {

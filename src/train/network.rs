@@ -39,7 +39,7 @@ pub(crate) struct Network {
     pub(super) ropes: Ropes,
     pub(super) options: NetworkOptions,
     /// The ranks that share micro-batches with this one.
-    exchange: Option<TokenExchange>,
+    pub(super) exchange: Option<TokenExchange>,
     /// Offloads tensors that blocks keep for backward to the host, if set.
     pub(super) offload: Option<ActivationOffload>,
     /// Number of most probable tokens that are scored in passes without gradients.
@@ -120,8 +120,8 @@ impl Network {
         let mut pass = self.pass((micro_batch, &part), 1.0, AdapterUse::Off)?;
         let (hidden, _) = self.blocks_forward(&mut pass, None)?;
         let head = self.head(&[])?;
-        let rows = pass.scoring.rows;
-        self.spec().scale_logits(head_logits(&head.params, &head.table, &hidden, rows, pass.scoring.norm)?)
+        let rows = part.to_head(&hidden)?;
+        self.spec().scale_logits(head_logits(&head.params, &head.table, &rows, pass.scoring.norm)?)
     }
 
     /// Runs each block on a given input, and the head on the last one (collective if weights are sharded). `inputs` has the residual stream before
@@ -139,8 +139,8 @@ impl Network {
             outputs.push(self.one_block_forward(&pass, layer, &input.f_to_kind(residual)?, None)?.0);
         }
         let head = self.head(&[])?;
-        let last = inputs[outputs.len()].f_to_kind(residual)?;
-        let logits = head_logits(&head.params, &head.table, &last, pass.scoring.rows, pass.scoring.norm)?;
+        let rows = part.to_head(&inputs[outputs.len()].f_to_kind(residual)?)?;
+        let logits = head_logits(&head.params, &head.table, &rows, pass.scoring.norm)?;
         Ok((outputs, self.spec().scale_logits(logits)?))
     }
 
@@ -204,10 +204,7 @@ impl Network {
         let dhidden = if pass.micro_batch.is_empty() {
             self.no_gradient(hidden)?
         } else {
-            let rows = pass.part.to_head(hidden)?;
-            let num_rows = rows.size()[0];
-            let scored = head_forward(&head.params, &head.table, &rows, &pass.scoring, true)?;
-            drop(rows);
+            let scored = head_forward(&head.params, &head.table, &pass.part.to_head(hidden)?, &pass.scoring, true)?;
             let (logprobs, entropy, top) = pass.part.scores(&scored)?;
             let aux_loss = pass.routes.as_ref().map_or(Ok(None), |routes| routes.aux_loss(pass.part))?;
             let differing_experts = pass.routes.as_ref().map_or(Ok(None), |routes| routes.differing(pass.part))?;
@@ -216,14 +213,7 @@ impl Network {
                 routes.set_gradient(token_gradients.daux_loss)?;
             }
             let sums = open.as_mut().map(|(_, (head, onto), _)| (head, *onto));
-            pass.part.return_gradient(self.head_gradients(
-                pass,
-                &head,
-                num_rows,
-                scored.saved,
-                token_gradients,
-                sums,
-            )?)?
+            pass.part.return_gradient(self.head_gradients(pass, &head, scored.saved, token_gradients, sums)?)?
         };
         if let Some((flat, _, gradients)) = open {
             gradients.end(Unit::Head, flat)?;
@@ -231,19 +221,18 @@ impl Network {
         Ok(dhidden)
     }
 
-    /// The gradient of the head's input, which has `num_rows` rows, from the gradients of this rank's part of the scores.
+    /// The gradient of the head's input [C', D], from the gradients of this rank's part of the scores.
     fn head_gradients(
         &self,
         pass: &Pass<'_>,
         head: &Head,
-        num_rows: i64,
         saved: SavedHead,
         TokenGradients { dlogprobs, dentropy, dtop, .. }: TokenGradients,
         sums: Option<(&mut Head, Onto)>,
     ) -> Result<Tensor> {
         let part = pass.part;
         if part.is_empty() {
-            let size = [num_rows, self.spec().hidden_size as i64];
+            let size = [0, self.spec().hidden_size as i64];
             return Ok(Tensor::f_zeros(size, (self.options.kind, self.device()))?);
         }
         let [dentropy, dtop] = [dentropy, dtop].map(|d| d.map(|d| part.scored(&d)));
@@ -256,7 +245,6 @@ impl Network {
             &head.params,
             &head.table,
             &pass.scoring,
-            num_rows,
             saved,
             &part.scored(&dlogprobs),
             dentropy.as_ref(),

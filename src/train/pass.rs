@@ -33,7 +33,7 @@ impl<'a> Pass<'a> {
     ) -> Result<Self> {
         let NetworkOptions { kind, device, format, .. } = options;
         let exact = format.is_exact();
-        let RowPart { positions, bounds, scored_rows, targets, .. } = part;
+        let RowPart { positions, bounds, targets, .. } = part;
         let temperature = temperature * spec.logits_scaling;
         Ok(Self {
             micro_batch,
@@ -44,7 +44,6 @@ impl<'a> Pass<'a> {
                 false => PackedMixer::shared(spec, bounds, device, part.exchange()),
             },
             scoring: Scoring {
-                rows: scored_rows,
                 targets,
                 top: TopTokens::Nothing,
                 temperature,

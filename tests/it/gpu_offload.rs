@@ -65,7 +65,13 @@ fn train(table: &Arc<ParamTable>, keep: GradientCheckpointing, offloads: bool) -
         let _ = policy.optimizer_step(1e-3, 1.0).unwrap();
     }
     let moved = policy.take_offloaded().unwrap();
-    let shape = MicroBatchShape { tokens: TOKENS, scored_tokens: TOKENS / 2, shares_prompts: false, num_top: 0 };
+    let shape = MicroBatchShape {
+        tokens: TOKENS,
+        scored_tokens: TOKENS / 2,
+        num_sequences: 1,
+        shares_prompts: false,
+        num_top: 0,
+    };
     let course = UpdateCourse { keep, micro_batches: &[shape], is_warm: true, streams: false };
     let units: Vec<Unit> = table.units.iter().map(|layout| layout.unit).collect();
     Trained {

@@ -187,7 +187,7 @@ impl AttentionSpec {
         let groups = if qkv.pieces.len() == 1 { [-1, slots] } else { [1, -1] };
         let shape = [normed.num_rows(), groups[0], groups[1], self.head_dim as i64];
         let qkv = qkv.forward(normed)?.view(shape);
-        let (qkv, gate) = if self.output_gate { gate::split(&qkv)? } else { (qkv, None) };
+        let (qkv, gate) = if self.output_gate { gate::split(qkv)? } else { (qkv, None) };
         let norms = norm_weights(ctx, w)?;
         let transform = if ctx.exact { exact::heads } else { heads::forward };
         let heads = match (self.qk_norm, norms.as_ref().map(|norms| norms.of(ctx))) {

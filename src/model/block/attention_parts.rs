@@ -74,3 +74,34 @@ impl AttentionSpec {
         part(&own, 0, index, self.num_parts(exchange))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::spec::ModelSpec;
+    use crate::ranks::{Lane, testing};
+
+    /// Key/value heads that ranks do not divide are one for each query head. Heads are halved from a number of tokens on, if a rank has an even number
+    /// of key/value heads.
+    #[test]
+    fn even_numbers_of_heads_are_halved_in_long_micro_batches() {
+        let parts = |num_ranks: usize, tokens: i64, heads: &[[usize; 2]]| {
+            let of_ranks = testing::threads(num_ranks, |group| {
+                let exchange = TokenExchange::of(&group, &Lane::immediate()).map(|ranks| ranks.halving_from(8));
+                let exchange = exchange.map(|ranks| ranks.for_tokens(tokens));
+                let parts = heads.iter().map(|&[num_heads, num_kv_heads]| {
+                    let attention = ModelSpec::preset("micro").unwrap().attention();
+                    AttentionSpec { num_heads, num_kv_heads, ..attention }.num_parts(exchange.as_ref())
+                });
+                parts.collect::<Vec<_>>()
+            });
+            assert!(of_ranks.iter().all(|parts| *parts == of_ranks[0]));
+            of_ranks[0].clone()
+        };
+        let of_two = [[4, 4], [28, 4], [12, 12], [12, 3], [4, 2], [6, 6], [6, 3]];
+        assert_eq!(parts(2, 8, &of_two), [2, 2, 2, 2, 1, 1, 1]);
+        assert_eq!(parts(2, 7, &of_two), [1; 7]);
+        assert_eq!(parts(4, 8, &[[8, 8], [24, 8], [24, 6], [12, 4], [12, 12]]), [2, 2, 2, 1, 1]);
+        assert_eq!(parts(1, 8, &of_two), [1; 7]);
+    }
+}

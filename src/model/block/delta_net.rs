@@ -62,16 +62,13 @@ impl DeltaNetSpec {
         };
         let exchange = mixer.exchange().map(|ranks| DeltaExchange::new(self, ranks));
         let rows = match &exchange {
-            Some(exchange) => exchange.split(&rows)?,
+            Some(exchange) => exchange.split(rows)?,
             None => rows,
         };
         let (weights, options) = (own_weights(w, exchange.as_ref())?, self.options(ctx, exchange.as_ref()));
         let (o, chunks) = mixer.delta_net(layer, &rows, &weights, options, keeps_chunks)?;
         let o = match &exchange {
-            Some(exchange) => {
-                let [o] = exchange.ranks.to_rows([(&o, &[exchange.values])], None)?.finish()?;
-                o
-            }
+            Some(exchange) => exchange.join_outputs(o)?,
             None => o,
         };
         let (h, output) = ctx.leave(w, NORMS, w.linear(Matrix::DeltaOut), &o.shallow_clone().into(), x)?;
@@ -101,21 +98,22 @@ impl DeltaNetSpec {
         }
         let mut sums = sums.into_iter();
         let mut sums = weights(|_| sums.next().expect("as many as names"));
-        let run = |d_o: &Tensor, into: &mut DeltaWeights| {
-            let backward = || packed.sequences().backward(d_o, &rows, &values, options, chunks, into);
-            timed("gated delta net, backward", OpCost::default, backward)
+        let mut own = exchange.as_ref().map(|exchange| exchange.zeros(&sums)).transpose()?;
+        let d_o = match &exchange {
+            Some(exchange) => exchange.split_outputs(d_o)?,
+            None => d_o,
         };
-        let DeltaRows { qkv, z, b, a } = match &exchange {
-            None => run(&d_o, &mut sums)?,
-            Some(exchange) => {
-                let mut own = exchange.zeros(&sums)?;
-                let [d_o] = exchange.ranks.to_heads([(&d_o, &[exchange.values])])?.finish()?;
-                let d_rows = run(&d_o, &mut own)?;
-                exchange.add(&own, &sums)?;
-                exchange.join(&d_rows, kind)?
-            }
-        };
+        let into = own.as_mut().unwrap_or(&mut sums);
+        let backward = || packed.sequences().backward(&d_o, &rows, &values, options, chunks, into);
+        let d_rows = timed("gated delta net, backward", OpCost::default, backward)?;
         drop((d_o, rows));
+        let DeltaRows { qkv, z, b, a } = match exchange.as_ref().zip(own) {
+            Some((exchange, own)) => {
+                exchange.add(&own, &sums)?;
+                exchange.join(d_rows, kind)?
+            }
+            None => d_rows,
+        };
         let (normed, rstd) = ctx.enter(w, NORMS, x)?;
         let mut d_normed = None;
         let gradients = [(Matrix::DeltaQkv, qkv), (Matrix::DeltaZ, z), (Matrix::DeltaB, b), (Matrix::DeltaA, a)];
@@ -134,7 +132,8 @@ impl DeltaNetSpec {
     }
 }
 
-/// How sequence-parallel ranks split a gated delta net's heads. A rank holds the key heads that its value heads read.
+/// How sequence-parallel ranks split a gated delta net's heads. A rank holds the key heads that its value heads read. Tensors that are exchanged are
+/// freed.
 struct DeltaExchange<'a> {
     ranks: &'a TokenExchange,
     keys: SharedHeads,
@@ -159,8 +158,8 @@ impl<'a> DeltaExchange<'a> {
         [self.keys, self.keys, self.values]
     }
 
-    fn split(&self, rows: &DeltaRows) -> Result<DeltaRows> {
-        let DeltaRows { qkv, z, b, a } = rows;
+    fn split(&self, rows: DeltaRows) -> Result<DeltaRows> {
+        let DeltaRows { qkv, z, b, a } = &rows;
         let (channels, values, gates) = (self.channels(), [self.values], [self.gates]);
         let parts = [(qkv, &channels[..]), (z, &values), (b, &gates), (a, &gates)];
         let [qkv, z, b, a] = self.ranks.to_heads(parts)?.finish()?;
@@ -168,12 +167,22 @@ impl<'a> DeltaExchange<'a> {
     }
 
     /// Sends gradients back to the ranks that own the rows, in the type `kind`.
-    fn join(&self, d: &DeltaRows, kind: Kind) -> Result<DeltaRows> {
-        let [qkv, z, b, a] = try_map([&d.qkv, &d.z, &d.b, &d.a], |d| Ok::<_, Error>(d.f_to_kind(kind)?))?;
+    fn join(&self, DeltaRows { qkv, z, b, a }: DeltaRows, kind: Kind) -> Result<DeltaRows> {
+        let [qkv, z, b, a] = try_map([qkv, z, b, a], |d| Ok::<_, Error>(d.f_to_kind(kind)?))?;
         let (channels, values, gates) = (self.channels(), [self.values], [self.gates]);
         let parts = [(&qkv, &channels[..]), (&z, &values), (&b, &gates), (&a, &gates)];
         let [qkv, z, b, a] = self.ranks.to_rows(parts, None)?.finish()?;
         Ok(DeltaRows { qkv, z, b, a })
+    }
+
+    fn split_outputs(&self, rows: Tensor /* [T / n, H dv] */) -> Result<Tensor> {
+        let [own] = self.ranks.to_heads([(&rows, &[self.values])])?.finish()?;
+        Ok(own)
+    }
+
+    fn join_outputs(&self, own: Tensor /* [T, own H dv] */) -> Result<Tensor> {
+        let [rows] = self.ranks.to_rows([(&own, &[self.values])], None)?.finish()?;
+        Ok(rows)
     }
 
     fn own_weights(&self, whole: &DeltaWeights) -> Result<DeltaWeights> {

@@ -29,12 +29,14 @@ use crate::ranks::{Collective, Lane, Trade, Work};
 pub struct TokenExchange {
     group: Arc<dyn Collective>,
     lane: Arc<Lane>,
-    /// Whether attention is long enough to be computed in two parts of a rank's heads.
+    /// Fewest tokens of a micro-batch for which attention is computed in two parts of a rank's heads.
+    least_halved_tokens: i64,
+    /// Whether this micro-batch has as many.
     halves: bool,
 }
 
-/// Fewest tokens of a micro-batch for which a GPU computes attention in two parts. With two sequences of 4,096 tokens, for which an exchange takes
-/// 0.09 ms, the two parts' forward takes 0.02 ms longer than the whole, and their backward 0.11 ms.
+/// The fewest tokens that are computed in two parts on GPUs. With two sequences of 4,096 tokens, for which an exchange takes 0.09 ms, the two parts'
+/// forward takes 0.02 ms longer than the whole, and their backward 0.11 ms. On a CPU, where nothing overlaps, all lengths are.
 const LEAST_HALVED_TOKENS: i64 = 32 << 10;
 
 /// Tensors that are being exchanged.
@@ -84,13 +86,23 @@ impl<const N: usize> Arriving<N> {
 impl TokenExchange {
     /// The exchange within a group; `None` for a group of one rank.
     pub fn of(group: &Arc<dyn Collective>, lane: &Lane) -> Option<Self> {
-        (group.size() > 1).then(|| Self { group: group.clone(), lane: lane.counted_apart(), halves: true })
+        let least_halved_tokens = if group.device().is_cuda() { LEAST_HALVED_TOKENS } else { 0 };
+        (group.size() > 1).then(|| Self {
+            group: group.clone(),
+            lane: lane.counted_apart(),
+            least_halved_tokens,
+            halves: false,
+        })
     }
 
-    /// The exchange for a micro-batch of `num_tokens`. On a CPU, where nothing overlaps, all lengths are the same.
+    /// The exchange with another fewest number of tokens that are computed in two parts of a rank's heads.
+    pub fn halving_from(self, least_halved_tokens: i64) -> Self {
+        Self { least_halved_tokens, ..self }
+    }
+
+    /// The exchange for a micro-batch of `num_tokens`.
     pub(super) fn for_tokens(self, num_tokens: i64) -> Self {
-        let halves = num_tokens >= LEAST_HALVED_TOKENS || !self.group.device().is_cuda();
-        Self { halves, ..self }
+        Self { halves: num_tokens >= self.least_halved_tokens, ..self }
     }
 
     /// Whether attention is computed in two parts of a rank's heads, if these can be halved.

@@ -26,7 +26,7 @@ pub(super) fn backward(
 
 /// Splits a projection in which a gate follows each query, [T, Hkv, 2 G + 2, hd], into one without gates [T, Hkv, G + 2, hd] and the gates [T, H,
 /// hd].
-pub(super) fn split(qkv: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
+pub(super) fn split(qkv: Tensor) -> Result<(Tensor, Option<Tensor>)> {
     let [tokens, groups, slots, head_dim] = qkv.size()[..] else { panic!("a projection, not {:?}", qkv.size()) };
     let queries = slots / 2 - 1;
     let pairs = qkv.narrow(2, 0, 2 * queries).f_view([tokens, groups, queries, 2, head_dim])?;

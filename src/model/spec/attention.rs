@@ -169,8 +169,8 @@ impl AttentionSpec {
         let [queries, keys] = self.widths();
         let qkv = queries + 2 * keys;
         let raw = if self.qk_norm.is_some() { qkv } else { 0 };
-        let gated = if self.output_gate { 2 * queries } else { 0 };
-        bytes.narrow * (raw + qkv + gated) + self.attended_bytes(bytes)
+        let gate = if self.output_gate { queries } else { 0 };
+        bytes.narrow * (raw + qkv + gate) + self.attended_bytes(bytes)
     }
 
     /// Bytes per token of attention's output and log-sum-exp.
@@ -180,8 +180,8 @@ impl AttentionSpec {
 
     /// Peak bytes per token during backward. While the attention kernel runs, these are: the gradients of the block's output, of the residual stream
     /// after attention and of attention's output; dq, dk and dv; the kernel's float32 sums of dq and, with grouped-query attention, dk and dv of
-    /// every query head; and, if completions share their prompt, the prompt's gradients that wait to be added. Afterwards: the gradient of the heads
-    /// and, for a norm over all heads, four more copies of the queries.
+    /// every query head; and, if completions share their prompt, the prompt's gradients that wait to be added. The gate's gradient takes the place of
+    /// the gate. Afterwards: the gradient of the heads and, for a norm over all heads, four more copies of the queries.
     pub(in crate::model) fn backward_bytes(self, bytes: ElementBytes, shares_prompts: bool) -> usize {
         let [queries, keys] = self.widths().map(|elements| bytes.narrow * elements);
         let (hidden, lse) = (bytes.narrow * self.hidden, bytes.wide * self.num_heads);
@@ -189,8 +189,7 @@ impl AttentionSpec {
         let kernel = queries + 2 * keys + bytes.wide * self.widths()[0] + per_query_head + 2 * lse;
         let waiting = if shares_prompts { queries } else { 0 };
         let norm = if self.qk_norm == Some(QkNorm::All) { 4 * queries + 2 * keys } else { 0 };
-        let gate = if self.output_gate { 3 * queries } else { 0 };
-        2 * hidden + gate + (queries + kernel + waiting).max(queries + norm)
+        2 * hidden + (queries + kernel + waiting).max(queries + norm)
     }
 
     /// The shape with key/value heads repeated as often as sequence-parallel ranks hold them.

@@ -1,7 +1,7 @@
 //! The shape of a transformer block: its sublayers and their norms, its parameters, and the bytes of its activations.
 
 use super::attention::AttentionSpec;
-use super::bytes::ElementBytes;
+use super::bytes::{ElementBytes, RowsShape};
 use super::dense::DenseSpec;
 use super::linear::LinearSpec;
 use super::mixer::Mixer;
@@ -98,14 +98,14 @@ impl BlockSpec {
 
 impl BlockSpec {
     /// Bytes per token of the activations that [`SavedBlock`](crate::model::SavedBlock) keeps for backward.
-    pub fn saved_bytes(self, bytes: ElementBytes, keep: GradientCheckpointing) -> usize {
+    pub fn saved_bytes(self, bytes: ElementBytes, keep: GradientCheckpointing, rows: RowsShape) -> usize {
         let x = bytes.residual * self.hidden;
         match keep {
             GradientCheckpointing::Full => x,
             GradientCheckpointing::KeepAttention => x + self.mixer.attended_bytes(bytes),
             GradientCheckpointing::Selective => x + self.half_bytes(bytes) + self.output_bytes(bytes),
             GradientCheckpointing::None | GradientCheckpointing::KeepChunks => {
-                let chunks = if keep.keeps_chunks() { self.mixer.chunk_bytes(bytes) } else { 0 };
+                let chunks = if keep.keeps_chunks() { self.mixer.chunk_bytes(bytes, rows) } else { 0 };
                 x + self.half_bytes(bytes) + self.output_bytes(bytes) + self.mlp.kept_bytes(bytes) + chunks
             }
         }
@@ -119,9 +119,9 @@ impl BlockSpec {
 
     /// Peak bytes per token of a forward pass without backward: the block's input, the block up to the residual stream after the first sublayer, and
     /// the larger of the two sublayers' temporaries.
-    pub fn forward_bytes(self, bytes: ElementBytes, shares_rows: bool) -> usize {
+    pub fn forward_bytes(self, bytes: ElementBytes, rows: RowsShape) -> usize {
         let x = bytes.residual * self.hidden;
-        let rest = self.mlp.forward_bytes(bytes).max(self.mixer.forward_bytes(bytes, shares_rows));
+        let rest = self.mlp.forward_bytes(bytes).max(self.mixer.forward_bytes(bytes, rows));
         x + self.half_bytes(bytes) + rest + 2 * self.output_bytes(bytes) + self.scaled_bytes(bytes)
     }
 
@@ -135,18 +135,18 @@ impl BlockSpec {
         self,
         bytes: ElementBytes,
         keep: GradientCheckpointing,
-        shares_prompts: bool,
+        rows: RowsShape,
         drops: bool,
     ) -> usize {
         let keeps_gate_up = keep.keeps_gate_up();
         let recomputed = self.recomputed_bytes(bytes, keep);
         // The gate and up activations are freed before attention's backward begins. Chunks that forward kept are not recomputed then.
         let gone = if keeps_gate_up { self.mlp.kept_bytes(bytes) } else { 0 };
-        let there = if keep.keeps_chunks() { self.mixer.chunk_bytes(bytes) } else { 0 };
+        let there = if keep.keeps_chunks() { self.mixer.chunk_bytes(bytes, rows) } else { 0 };
         let of_mlp = self.mlp.backward_bytes(bytes, keeps_gate_up, drops) + self.output_bytes(bytes);
         recomputed
             + self.scaled_bytes(bytes)
-            + of_mlp.max(self.mixer.backward_bytes(bytes, shares_prompts).saturating_sub(gone + there))
+            + of_mlp.max(self.mixer.backward_bytes(bytes, rows).saturating_sub(gone + there))
     }
 
     /// Bytes per token when an FP8 backward has its largest weight matrix quantized, not counting the activations that all blocks saved.

@@ -19,6 +19,17 @@ pub struct ElementBytes {
     pub rounded: usize,
 }
 
+/// What the memory of a block depends on, of the rows of a micro-batch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RowsShape {
+    /// Whether ranks share the rows (sequence parallelism).
+    pub shares_rows: bool,
+    /// Whether completions share prompts.
+    pub shares_prompts: bool,
+    /// Mean length of a sequence in tokens; prompts that are shared, and completions, are sequences of their own.
+    pub mean_tokens: usize,
+}
+
 impl ElementBytes {
     /// Sizes for weights of `kind` and a residual stream of `residual`, without quantization.
     pub fn new(kind: Kind, residual: Kind) -> Self {

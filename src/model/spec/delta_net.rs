@@ -1,6 +1,6 @@
 //! The shape of a gated delta net: its parameters, how ranks split them, and the bytes and operations it costs.
 
-use super::bytes::ElementBytes;
+use super::bytes::{ElementBytes, RowsShape};
 use super::heads::SharedHeads;
 use super::linear::{LinearSpec, Matrix, Projection, TpSplit};
 use super::param_name::{ParamName, Shapes};
@@ -8,13 +8,12 @@ use crate::config::TargetModule::{InProjA, InProjB, InProjQkv, InProjZ, OutProj}
 use crate::cuda::kernels::delta_fits;
 use crate::ops::delta_net::DeltaHeads;
 
-const MEAN_TOKENS: usize = DeltaHeads::MEAN_TOKENS;
 /// Numbers per token and value head that the chunk kernels keep: decays and write strengths.
 const KERNEL_DECAYS: usize = 5;
 
 /// Average bytes per token if the last chunk of each sequence is padded to the full chunk length.
-fn padded(of_chunks: usize) -> usize {
-    of_chunks * (MEAN_TOKENS + DeltaHeads::CHUNK / 2) / MEAN_TOKENS
+fn padded(of_chunks: usize, RowsShape { mean_tokens, .. }: RowsShape) -> usize {
+    of_chunks * (mean_tokens + DeltaHeads::CHUNK / 2) / mean_tokens
 }
 
 /// The shape of a gated delta net.
@@ -103,12 +102,15 @@ impl DeltaNetSpec {
     /// With CUDA kernels: the sublayer's input (plus its FP8 copy when training in FP8), the convolution's output, the chunks' own tensors, and the
     /// states of sequences. Composed of libtorch operations, all in the accumulation type: the convolution's output, its heads, and for whole chunks
     /// six forms of the keys, four of the values, three tables of pairs, and a state.
-    pub(in crate::model) fn forward_bytes(self, bytes: ElementBytes) -> usize {
+    ///
+    /// With sequence parallelism the projected rows exist three times before that: split by rows, split by heads, and between the two.
+    pub(in crate::model) fn forward_bytes(self, bytes: ElementBytes, rows: RowsShape) -> usize {
         let ([keys, values, pairs, states], channels) = (self.elements(), self.heads.channels());
         if self.has_kernels(bytes) {
             let of_chunks = bytes.narrow * (keys + values + pairs);
-            let rounded = bytes.rounded * self.hidden;
-            return bytes.narrow * (self.hidden + channels) + rounded + self.by_kernels(bytes, of_chunks);
+            let input = (bytes.narrow + bytes.rounded) * self.hidden;
+            let exchanged = if rows.shares_rows { 2 * self.kept_bytes(bytes) - 3 * bytes.narrow * values } else { 0 };
+            return input + exchanged.max(bytes.narrow * channels + self.by_kernels(bytes, of_chunks, rows));
         }
         bytes.wide * (2 * channels + 6 * keys + 4 * values + 3 * pairs + states)
     }
@@ -118,13 +120,13 @@ impl DeltaNetSpec {
     /// With CUDA kernels the peak is where the gradients of queries, keys and values are computed. Present then are: these gradients and their
     /// inputs; the gradients of the rule's result and of the gate; and of the chunks the solution of the triangular system, the written values with
     /// their gradient, and two states. Composed of libtorch operations: the forward's tensors, their gradients, and the projections' gradients.
-    pub(in crate::model) fn backward_bytes(self, bytes: ElementBytes) -> usize {
+    pub(in crate::model) fn backward_bytes(self, bytes: ElementBytes, rows: RowsShape) -> usize {
         let ([keys, values, pairs, states], channels) = (self.elements(), self.heads.channels());
         let streams = 2 * bytes.narrow * self.hidden;
         if self.has_kernels(bytes) {
             let of_chunks = bytes.narrow * (keys + 2 * values + 2 * pairs + 2 * states);
             let gradients = bytes.narrow * (2 * channels + 2 * values) + 2 * bytes.narrow * self.heads.num_value_heads;
-            return streams + gradients + self.by_kernels(bytes, of_chunks);
+            return streams + gradients + self.by_kernels(bytes, of_chunks, rows);
         }
         let rule = 14 * keys + 12 * values + 6 * pairs + 2 * states;
         streams + bytes.wide * (3 * channels + rule)
@@ -134,20 +136,21 @@ impl DeltaNetSpec {
     ///
     /// With CUDA kernels a chunk has keys, values, two tables of pairs, and a state. Composed, it has five forms of the keys, three of the values,
     /// three tables of pairs, and a state.
-    pub(in crate::model) fn chunk_bytes(self, bytes: ElementBytes) -> usize {
+    pub(in crate::model) fn chunk_bytes(self, bytes: ElementBytes, rows: RowsShape) -> usize {
         let [keys, values, pairs, states] = self.elements();
         if self.has_kernels(bytes) {
             let of_chunks = bytes.narrow * (keys + values + 2 * pairs + states) + self.decay_bytes(bytes);
-            return bytes.narrow * values + padded(of_chunks);
+            return bytes.narrow * values + padded(of_chunks, rows);
         }
-        bytes.wide * values + padded(bytes.wide * (5 * keys + 3 * values + 3 * pairs + states))
+        bytes.wide * values + padded(bytes.wide * (5 * keys + 3 * values + 3 * pairs + states), rows)
     }
 
-    /// Bytes per token of the chunks that CUDA kernels use, with padding and decays, plus the states at the ends of prompts and at the starts and
-    /// ends of completions.
-    fn by_kernels(self, bytes: ElementBytes, of_chunks: usize) -> usize {
-        let [.., states] = self.elements();
-        padded(of_chunks + self.decay_bytes(bytes)) + 3 * bytes.wide * states * DeltaHeads::CHUNK / MEAN_TOKENS
+    /// Bytes per token of the chunks that CUDA kernels use, with padding and decays, plus the last states of sequences, or the gradients of their first;
+    /// if completions share prompts, also the states at the ends of prompts and at the starts of completions.
+    fn by_kernels(self, bytes: ElementBytes, of_chunks: usize, rows: RowsShape) -> usize {
+        let ([.., states], of_sequence) = (self.elements(), if rows.shares_prompts { 3 } else { 1 });
+        padded(of_chunks + self.decay_bytes(bytes), rows)
+            + of_sequence * bytes.wide * states * DeltaHeads::CHUNK / rows.mean_tokens
     }
 
     fn decay_bytes(self, bytes: ElementBytes) -> usize {

@@ -1,7 +1,7 @@
 //! The shape of the sublayer that mixes information between tokens: attention or a gated delta net.
 
 use super::attention::AttentionSpec;
-use super::bytes::ElementBytes;
+use super::bytes::{ElementBytes, RowsShape};
 use super::delta_net::DeltaNetSpec;
 use super::linear::LinearSpec;
 use super::param_name::Shapes;
@@ -130,30 +130,30 @@ impl Mixer {
 
     /// Peak bytes per token of temporaries during forward. With sequence parallelism three copies exist of queries, keys and values before attention,
     /// and of its output after it: split by rows, split by heads, and between the two.
-    pub(in crate::model) fn forward_bytes(self, bytes: ElementBytes, shares_rows: bool) -> usize {
+    pub(in crate::model) fn forward_bytes(self, bytes: ElementBytes, rows: RowsShape) -> usize {
         match self {
-            Self::Attention(attention) if shares_rows => {
+            Self::Attention(attention) if rows.shares_rows => {
                 let [queries, keys] = attention.widths();
                 bytes.narrow * (2 * queries).max(queries + 4 * keys)
             }
             Self::Attention(_) => 0,
-            Self::DeltaNet(delta_net) => delta_net.forward_bytes(bytes),
+            Self::DeltaNet(delta_net) => delta_net.forward_bytes(bytes, rows),
         }
     }
 
     /// Additional bytes per token that `gradient_checkpointing = "keep_chunks"` keeps.
-    pub(in crate::model) fn chunk_bytes(self, bytes: ElementBytes) -> usize {
+    pub(in crate::model) fn chunk_bytes(self, bytes: ElementBytes, rows: RowsShape) -> usize {
         match self {
             Self::Attention(_) => 0,
-            Self::DeltaNet(delta_net) => delta_net.chunk_bytes(bytes),
+            Self::DeltaNet(delta_net) => delta_net.chunk_bytes(bytes, rows),
         }
     }
 
     /// Peak bytes per token during backward.
-    pub(in crate::model) fn backward_bytes(self, bytes: ElementBytes, shares_prompts: bool) -> usize {
+    pub(in crate::model) fn backward_bytes(self, bytes: ElementBytes, rows: RowsShape) -> usize {
         match self {
-            Self::Attention(attention) => attention.backward_bytes(bytes, shares_prompts),
-            Self::DeltaNet(delta_net) => delta_net.backward_bytes(bytes),
+            Self::Attention(attention) => attention.backward_bytes(bytes, rows.shares_prompts),
+            Self::DeltaNet(delta_net) => delta_net.backward_bytes(bytes, rows),
         }
     }
 }

@@ -33,7 +33,7 @@ use crate::ops::rms_norm::NormOptions;
 
 pub use attention::{AttentionSpec, QkNorm, RopeSpec, Sight};
 pub use block::{BlockSpec, MIXER_NORMS, MLP_NORMS, NormNames, NormPlaces};
-pub use bytes::ElementBytes;
+pub use bytes::{ElementBytes, RowsShape};
 pub use delta_net::DeltaNetSpec;
 pub use dense::DenseSpec;
 pub use experts::{ExpertsSpec, SharedExpertSpec};

@@ -113,20 +113,21 @@ fn run_onto(
         x = y;
     }
     let scoring = Scoring {
-        rows: &batch.rows,
         targets: &batch.targets,
         top: crate::ops::head::TopTokens::Nothing,
         temperature: TEMPERATURE * spec.logits_scaling,
         norm: spec.norm(),
         exact: None,
     };
-    let scored = head_forward(&head, head.lm_head.as_ref().unwrap_or(&embed.table), &x, &scoring, true).unwrap();
+    let output = head.lm_head.as_ref().unwrap_or(&embed.table);
+    let scored = head_forward(&head, output, &x.index_select(0, &batch.rows), &scoring, true).unwrap();
 
     let d_table = d_head.lm_head.as_mut().unwrap_or(&mut d_embed.table);
-    let (tokens, d_norm) = (x.size()[0], &mut d_head.final_norm);
-    let output = head.lm_head.as_ref().unwrap_or(&embed.table);
+    let d_norm = &mut d_head.final_norm;
     let into = Some(HeadSums { final_norm: d_norm, table: Some(d_table), onto });
-    let mut dx = head_backward(&head, output, &scoring, tokens, scored.saved, a, Some(b), None, into).unwrap();
+    let d_rows = head_backward(&head, output, &scoring, scored.saved, a, Some(b), None, into).unwrap();
+    let mut dx = Tensor::zeros(x.size(), (d_rows.kind(), d_rows.device()));
+    embedding::accumulate(&d_rows, &batch.rows, &mut dx).unwrap();
     for ((w, kept), mut d_w) in blocks.iter().zip(saved).zip(d_blocks).rev() {
         dx = block_backward(&ctx, w, &dx, kept, &packed, &mut d_w).unwrap();
     }

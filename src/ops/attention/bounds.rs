@@ -27,6 +27,15 @@ impl Bounds {
         bounds.last().copied().unwrap_or(0)
     }
 
+    /// Number of sequences; prompts that completions share are sequences of their own.
+    pub fn num_sequences(&self) -> usize {
+        let count = |bounds: &[i64]| bounds.len().saturating_sub(1);
+        match self {
+            Self::Separate(bounds) => count(bounds),
+            Self::Shared(SharedBounds { prompts, completions, .. }) => count(prompts) + count(completions),
+        }
+    }
+
     /// Adds padding rows after the last one, up to `num_tokens`. The padding is a separate sequence, or a separate completion of the last prompt.
     pub fn padded_to(&self, num_tokens: i64) -> Self {
         let mut padded = self.clone();

@@ -8,11 +8,12 @@ use super::*;
 use crate::config::{RouterReplay, TargetModule};
 use crate::model::{Fp8, LoraSpec, ModelSpec, Plain};
 use crate::train::WORKSPACE_BYTES;
-use GradientCheckpointing::{Full, None as Nothing, Selective};
+use GradientCheckpointing::{Full, KeepAttention, None as Nothing, Selective};
 
 const KIND: Kind = Kind::BFloat16;
 
-/// Runs of `bench train`, and the peak memory of libtorch in GB (docs/benchmarks/training-memory.md).
+/// Runs of `bench train`, and the peak memory of libtorch in GB (docs/benchmarks/training-memory.md, docs/benchmarks/delta-nets.md,
+/// docs/long-contexts.md).
 struct Measured {
     model: &'static str,
     ranks: usize,
@@ -24,6 +25,7 @@ struct Measured {
     residual: Kind,
     format: &'static dyn Format,
     layers: Option<usize>, // None: all layers
+    sharers: usize,        // ranks that share micro-batches
     gb: f64,
 }
 
@@ -39,11 +41,13 @@ impl Measured {
             quantization: self.adapters.unwrap_or(Quantization::None),
             residual: self.residual,
             format: self.format,
+            sharers: self.sharers,
             ..TrainedModel::whole(&table, self.stage, KIND, GradientOptions::default())
         };
         let shape = |&(tokens, scored_tokens): &(usize, usize)| MicroBatchShape {
             tokens,
             scored_tokens,
+            num_sequences: tokens.div_ceil(4096),
             shares_prompts: self.shares_prompts,
             num_top: 0,
         };
@@ -59,6 +63,7 @@ impl Measured {
 #[test]
 fn predicted_memory_peaks_match_gpu_measurements() {
     const ONE: &[(usize, usize)] = &[(16_384, 8_192)];
+    const LONG: &[(usize, usize)] = &[(131_072, 65_536)];
     const GROUPS: &[(usize, usize)] = &[(17_408, 16_384); 2];
     const SEPARATE: &[(usize, usize)] = &[(16_896, 11_264), (16_896, 11_264), (15_360, 10_240)];
     let row = |model, ranks, stage, keep, tokens, gb| Measured {
@@ -72,6 +77,7 @@ fn predicted_memory_peaks_match_gpu_measurements() {
         residual: KIND,
         format: &Plain,
         layers: None,
+        sharers: 1,
         gb,
     };
     let adapted = |model, quantization, keep, gb| Measured {
@@ -103,6 +109,12 @@ fn predicted_memory_peaks_match_gpu_measurements() {
         Measured { layers: Some(8), ..row("qwen2.5-7b", 1, 2, Some(Nothing), ONE, 33.35) },
         Measured { layers: Some(8), format: &Fp8::ROWS, ..row("qwen2.5-7b", 1, 2, Some(Nothing), ONE, 33.97) },
         Measured { layers: Some(4), ..row("qwen3-30b-a3b", 1, 2, Some(Nothing), &[(16_384, 16_384)], 24.91) },
+        Measured { layers: Some(8), ..row("qwen3.5-9b", 1, 2, Some(Nothing), ONE, 37.01) },
+        Measured { layers: Some(4), ..row("qwen3.5-9b", 1, 2, Some(Nothing), ONE, 25.23) },
+        // The peak is at the last block, which has attention, while the head's gradients are reduced.
+        Measured { sharers: 2, ..row("qwen3.5-9b", 2, 3, Some(KeepAttention), LONG, 49.07) },
+        Measured { sharers: 2, ..row("qwen2.5-7b", 2, 3, Some(KeepAttention), LONG, 51.786) },
+        Measured { sharers: 2, layers: Some(14), ..row("qwen2.5-7b", 2, 3, Some(Full), LONG, 29.063) },
     ];
     for row in rows {
         let (predicted, Measured { model, ranks, stage, adapters, keep, gb, .. }) = (row.predicted_gb(), &row);
@@ -112,13 +124,38 @@ fn predicted_memory_peaks_match_gpu_measurements() {
     }
 }
 
+/// Four layers of Qwen3.5-9B with gated delta nets last, whose backward is the peak, over 65,536 tokens in sequences of one length; GB as measured
+/// (docs/benchmarks/delta-nets.md). Sequences of whole chunks have no padding, where half a chunk is planned for each.
+#[test]
+fn predicted_peaks_of_delta_nets_follow_the_number_of_sequences() {
+    let mut spec = ModelSpec::preset("qwen3.5-9b").unwrap().with_num_layers(4);
+    spec.layers.rotate_right(1);
+    let table = ParamTable::new(Arc::new(spec), 1);
+    let model = TrainedModel::whole(&table, 2, KIND, GradientOptions::default());
+    for (num_sequences, gb, most_off) in [(1, 31.486, 0.001), (16, 31.519, 0.002), (256, 32.021, 0.018)] {
+        let (tokens, scored_tokens) = (65_536, 32_768);
+        let shape = MicroBatchShape { tokens, scored_tokens, num_sequences, shares_prompts: false, num_top: 0 };
+        let course = UpdateCourse { keep: Full, micro_batches: &[shape], is_warm: true, streams: false };
+        let bytes = model.bytes().weights + model.fullest(&course).total() + WORKSPACE_BYTES;
+        let (predicted, off) = (bytes as f64 / 1e9, bytes as f64 / 1e9 / gb - 1.0);
+        println!("{num_sequences} sequences: {predicted:.3}, measured {gb:.3}");
+        assert!((-0.001..most_off).contains(&off), "{num_sequences} sequences: {predicted}, not {gb}");
+    }
+}
+
 /// The block of an update equals the peak of its largest micro-batch less the memory of collectives. It has one size for all micro-batches that round
 /// up to the same number of tokens.
 #[test]
 fn the_reserved_block_holds_the_largest_micro_batch() {
     let table = ParamTable::new(Arc::new(ModelSpec::preset("qwen2.5-7b").unwrap()), 4);
     let of_stage = |stage| TrainedModel::whole(&table, stage, KIND, GradientOptions::default());
-    let shape = |tokens| MicroBatchShape { tokens, scored_tokens: tokens / 2, shares_prompts: false, num_top: 0 };
+    let shape = |tokens| MicroBatchShape {
+        tokens,
+        scored_tokens: tokens / 2,
+        num_sequences: 4,
+        shares_prompts: false,
+        num_top: 0,
+    };
     let block = |stage, tokens: &[usize]| {
         let micro_batches: Vec<_> = tokens.iter().map(|&tokens| shape(tokens)).collect();
         let course = UpdateCourse { keep: Nothing, micro_batches: &micro_batches, is_warm: true, streams: false };
@@ -144,7 +181,8 @@ fn the_reserved_block_with_weights_matches_measurements() {
     let spec = ModelSpec::preset("qwen3-30b-a3b").unwrap().with_num_layers(24);
     let table = ParamTable::new(Arc::new(spec), 1);
     let model = TrainedModel::whole(&table, 2, KIND, GradientOptions::default());
-    let shape = MicroBatchShape { tokens: 8_704, scored_tokens: 8_192, shares_prompts: true, num_top: 0 };
+    let shape =
+        MicroBatchShape { tokens: 8_704, scored_tokens: 8_192, num_sequences: 9, shares_prompts: true, num_top: 0 };
     let course = UpdateCourse { keep: Nothing, micro_batches: &[shape; 32], is_warm: false, streams: true };
     let held = |beside: usize| (model.bytes().weights + beside + WORKSPACE_BYTES) as f64 / 1e9;
     let (tensors, block) = (model.fullest(&course).total(), model.block_bytes(&course, 16_384));
@@ -158,7 +196,8 @@ fn the_reserved_block_with_weights_matches_measurements() {
 fn memory_classes_may_peak_at_different_moments() {
     let table = ParamTable::new(Arc::new(ModelSpec::preset("qwen2.5-7b").unwrap()), 2);
     let model = TrainedModel::whole(&table, 3, KIND, GradientOptions::default());
-    let shape = MicroBatchShape { tokens: 16_384, scored_tokens: 8_192, shares_prompts: false, num_top: 0 };
+    let shape =
+        MicroBatchShape { tokens: 16_384, scored_tokens: 8_192, num_sequences: 4, shares_prompts: false, num_top: 0 };
     let fullest = |keep, count| {
         let micro_batches = &[shape; 2][..count];
         model.fullest(&UpdateCourse { keep, micro_batches, is_warm: false, streams: false })

@@ -244,9 +244,8 @@ impl Model {
         let ids = Tensor::from_slice(&token_ids.iter().map(|&id| i64::from(id)).collect::<Vec<_>>());
         let spec = &*self.spec;
         let x = self.hidden_by(token_ids, fed, attention, routes);
-        let (rows, targets) = (Tensor::arange(num_fed, (Kind::Int64, Device::Cpu)), ids.narrow(0, first + 1, num_fed));
+        let targets = ids.narrow(0, first + 1, num_fed);
         let scoring = Scoring {
-            rows: &rows,
             targets: &targets,
             top: colo_grpo::internal::ops::head::TopTokens::Nothing,
             temperature: temperature * spec.logits_scaling,

@@ -44,8 +44,12 @@ pub struct Run {
     pub factors: bool,
     /// Whether two of three layers have windows and sinks, and all have a norm over all heads and an output gate.
     pub windows: bool,
-    /// Number of key/value heads; there are four query heads.
+    /// Number of query heads.
+    pub num_heads: usize,
+    /// Number of key/value heads.
     pub num_kv_heads: usize,
+    /// For how many tokens of a micro-batch ranks that share it compute attention in two parts of their heads, if not as usual.
+    pub halved_from: Option<i64>,
     /// Weight of the load balancing loss.
     pub aux_loss_coef: f64,
     pub recompute: GradientCheckpointing,
@@ -77,7 +81,9 @@ impl Run {
             draft_head: false,
             factors: false,
             windows: false,
+            num_heads: 4,
             num_kv_heads: 2,
+            halved_from: None,
             aux_loss_coef: 0.0,
             recompute,
             budget: BUDGET,
@@ -93,7 +99,9 @@ impl Run {
 
     /// The model's shape. With 8-bit moments it is wider: all of its matrices except `O` have 4,096 elements.
     fn spec(&self) -> ModelSpec {
-        let mut narrow = spec(self.tied).map_attention(|_, attention| attention.num_kv_heads = self.num_kv_heads);
+        let mut narrow = spec(self.tied).map_attention(|_, attention| {
+            (attention.num_heads, attention.num_kv_heads) = (self.num_heads, self.num_kv_heads);
+        });
         let hidden = narrow.hidden_size;
         if self.experts {
             let experts = ExpertsSpec {
@@ -170,7 +178,16 @@ impl Run {
 
     pub fn policy_in(&self, mesh: &Mesh, home: OptimizerHome) -> Policy {
         let source = |layout: &UnitLayout| Ok(initial(layout));
-        Policy::with_home(self.table(mesh.shard.size()), mesh, self.options(mesh), home, &source).unwrap()
+        let policy = Policy::with_home(self.table(mesh.shard.size()), mesh, self.options(mesh), home, &source).unwrap();
+        self.halved(policy)
+    }
+
+    /// The policy with this run's number of tokens from which heads are halved.
+    pub fn halved(&self, policy: Policy) -> Policy {
+        match self.halved_from {
+            Some(num_tokens) => policy.halving_heads_from(num_tokens),
+            None => policy,
+        }
     }
 
     /// A host memory pool for the optimizer state.

@@ -104,6 +104,41 @@ fn every_mixer(mesh: &Mesh) {
     }
 }
 
+/// Ranks that compute attention in two parts of their heads, for all micro-batches, for the longer ones, and for none. `heads` are numbers of query and
+/// key/value heads.
+fn halves_and_whole_heads(mesh: &Mesh, heads: &[[usize; 2]]) {
+    for &[num_heads, num_kv_heads] in heads {
+        let run = Run { num_heads, num_kv_heads, recompute: GradientCheckpointing::Full, ..Run::new(0, Kind::Double) };
+        let keep_attention = GradientCheckpointing::KeepAttention;
+        for run in [
+            Run { tied: true, ..run },
+            Run { windows: true, recompute: keep_attention, ..run },
+            Run { share_prompts: true, factors: true, recompute: GradientCheckpointing::Selective, ..run },
+            Run { delta_nets: true, share_prompts: true, recompute: keep_attention, ..run },
+        ] {
+            for halved_from in [0, 30, i64::MAX] {
+                let run = Run { halved_from: Some(halved_from), ..run };
+                equals_one_rank(mesh, &run, &|mesh| run.policy(mesh), 1e-10);
+            }
+        }
+    }
+}
+
+/// Parts of one head; of seven query heads that read one key; of three heads; of heads that both ranks hold; and heads that cannot be halved.
+const HEADS_OF_TWO: [[usize; 2]; 5] = [[4, 4], [28, 4], [12, 12], [12, 3], [6, 6]];
+
+#[test]
+fn two_ranks_that_halve_their_heads_equal_one() {
+    let name = "train::sequence_parallel::two_ranks_that_halve_their_heads_equal_one";
+    ranks::run(2, name, |world: World| halves_and_whole_heads(&mesh(&world, 2, 2), &HEADS_OF_TWO));
+}
+
+#[test]
+fn four_ranks_that_halve_their_heads_equal_one() {
+    let name = "train::sequence_parallel::four_ranks_that_halve_their_heads_equal_one";
+    ranks::run(4, name, |world: World| halves_and_whole_heads(&mesh(&world, 4, 4), &[[8, 8], [24, 6]]));
+}
+
 #[test]
 fn two_sequence_parallel_ranks_equal_one_with_every_mixer() {
     ranks::run(
@@ -197,7 +232,15 @@ fn gpu_two_ranks_with_sequence_parallelism_equal_one() {
     ranks::run_on_gpus(2, name, |world: World| every_mixer(&mesh(&world, 2, 2)));
 }
 
+#[test]
+#[ignore = "needs two GPUs"]
+fn gpu_two_ranks_that_halve_their_heads_equal_one() {
+    let name = "train::sequence_parallel::gpu_two_ranks_that_halve_their_heads_equal_one";
+    ranks::run_on_gpus(2, name, |world: World| halves_and_whole_heads(&mesh(&world, 2, 2), &HEADS_OF_TWO));
+}
+
 /// GPU kernels in bfloat16, compared with ranks that have their own micro-batches: seven query heads per key head, and key heads of gated delta nets.
+/// The last three halve the heads of each rank.
 #[test]
 #[ignore = "needs two GPUs"]
 fn gpu_two_ranks_share_micro_batches_by_kernels() {
@@ -205,25 +248,29 @@ fn gpu_two_ranks_share_micro_batches_by_kernels() {
     ranks::run_on_gpus(2, name, |world: World| {
         let own = world.mesh(1, 2).unwrap();
         let shared = own.clone().with_sequence_groups(&world, 2, 2).unwrap();
-        for (spec, share_prompts) in [
-            (ModelSpec::preset("qwen2.5-0.5b").unwrap().with_num_layers(2), true),
-            (ModelSpec::preset("qwen3-0.6b").unwrap().with_num_layers(2), false),
-            (ModelSpec::preset("qwen3.5-9b").unwrap().with_widths(512, 1024).with_num_layers(4), true),
+        for (preset, num_layers, share_prompts, halved_from) in [
+            ("qwen2.5-0.5b", 2, true, None),
+            ("qwen3-0.6b", 2, false, None),
+            ("qwen3.5-9b", 4, true, None),
+            ("qwen2.5-7b", 2, true, Some(0)),
+            ("qwen3-0.6b", 2, false, Some(0)),
+            ("qwen3.5-9b", 4, true, Some(0)),
         ] {
-            let spec = Arc::new(spec);
+            let spec = Arc::new(ModelSpec::preset(preset).unwrap().with_widths(512, 1024).with_num_layers(num_layers));
             for &recompute in GradientCheckpointing::ALL {
-                let run = Run { recompute, share_prompts, budget: 1000, ..Run::new(3, Kind::BFloat16) };
+                let run = Run { recompute, share_prompts, halved_from, budget: 1000, ..Run::new(3, Kind::BFloat16) };
                 let numbers = |mesh: &Mesh| {
                     let table = Arc::new(ParamTable::new(spec.clone(), mesh.shard.size()));
                     let source = |layout: &_| init_unit(layout, 3, Kind::Float);
                     let home = OptimizerHome::Resident;
-                    let mut policy = Policy::with_home(table, mesh, run.options(mesh), home, &source).unwrap();
+                    let policy = Policy::with_home(table, mesh, run.options(mesh), home, &source).unwrap();
+                    let mut policy = run.halved(policy);
                     steps(&run, &mut policy, mesh, &run.micro_batches(mesh)).0
                 };
                 let (expected, got) = (numbers(&own), numbers(&shared));
                 for (got, expected) in got.iter().flatten().zip(expected.iter().flatten()) {
                     let off = (got / expected - 1.0).abs();
-                    assert!(off < 0.02, "{:?}, {recompute:?}: {got}, not {expected}", spec.family);
+                    assert!(off < 0.02, "{preset}, {halved_from:?}, {recompute:?}: {got}, not {expected}");
                 }
             }
         }
