@@ -106,7 +106,7 @@ fn every_mixer(mesh: &Mesh) {
 
 /// Ranks that compute attention in two parts of their heads, for all micro-batches, for the longer ones, and for none. `heads` are numbers of query and
 /// key/value heads.
-fn halves_and_whole_heads(mesh: &Mesh, heads: &[[usize; 2]]) {
+fn halves_and_whole_heads(mesh: &Mesh, heads: &[[usize; 2]], tolerance: f64) {
     for &[num_heads, num_kv_heads] in heads {
         let run = Run { num_heads, num_kv_heads, recompute: GradientCheckpointing::Full, ..Run::new(0, Kind::Double) };
         let keep_attention = GradientCheckpointing::KeepAttention;
@@ -118,7 +118,7 @@ fn halves_and_whole_heads(mesh: &Mesh, heads: &[[usize; 2]]) {
         ] {
             for halved_from in [0, 30, i64::MAX] {
                 let run = Run { halved_from: Some(halved_from), ..run };
-                equals_one_rank(mesh, &run, &|mesh| run.policy(mesh), 1e-10);
+                equals_one_rank(mesh, &run, &|mesh| run.policy(mesh), tolerance);
             }
         }
     }
@@ -130,13 +130,13 @@ const HEADS_OF_TWO: [[usize; 2]; 5] = [[4, 4], [28, 4], [12, 12], [12, 3], [6, 6
 #[test]
 fn two_ranks_that_halve_their_heads_equal_one() {
     let name = "train::sequence_parallel::two_ranks_that_halve_their_heads_equal_one";
-    ranks::run(2, name, |world: World| halves_and_whole_heads(&mesh(&world, 2, 2), &HEADS_OF_TWO));
+    ranks::run(2, name, |world: World| halves_and_whole_heads(&mesh(&world, 2, 2), &HEADS_OF_TWO, 1e-10));
 }
 
 #[test]
 fn four_ranks_that_halve_their_heads_equal_one() {
     let name = "train::sequence_parallel::four_ranks_that_halve_their_heads_equal_one";
-    ranks::run(4, name, |world: World| halves_and_whole_heads(&mesh(&world, 4, 4), &[[8, 8], [24, 6]]));
+    ranks::run(4, name, |world: World| halves_and_whole_heads(&mesh(&world, 4, 4), &[[8, 8], [24, 6]], 1e-10));
 }
 
 #[test]
@@ -236,7 +236,8 @@ fn gpu_two_ranks_with_sequence_parallelism_equal_one() {
 #[ignore = "needs two GPUs"]
 fn gpu_two_ranks_that_halve_their_heads_equal_one() {
     let name = "train::sequence_parallel::gpu_two_ranks_that_halve_their_heads_equal_one";
-    ranks::run_on_gpus(2, name, |world: World| halves_and_whole_heads(&mesh(&world, 2, 2), &HEADS_OF_TWO));
+    // A GPU's GEMMs add in an order that depends on the number of rows.
+    ranks::run_on_gpus(2, name, |world: World| halves_and_whole_heads(&mesh(&world, 2, 2), &HEADS_OF_TWO, 1e-9));
 }
 
 /// GPU kernels in bfloat16, compared with ranks that have their own micro-batches: seven query heads per key head, and key heads of gated delta nets.
@@ -248,16 +249,18 @@ fn gpu_two_ranks_share_micro_batches_by_kernels() {
     ranks::run_on_gpus(2, name, |world: World| {
         let own = world.mesh(1, 2).unwrap();
         let shared = own.clone().with_sequence_groups(&world, 2, 2).unwrap();
-        for (preset, num_layers, share_prompts, halved_from) in [
-            ("qwen2.5-0.5b", 2, true, None),
-            ("qwen3-0.6b", 2, false, None),
-            ("qwen3.5-9b", 4, true, None),
-            ("qwen2.5-7b", 2, true, Some(0)),
-            ("qwen3-0.6b", 2, false, Some(0)),
-            ("qwen3.5-9b", 4, true, Some(0)),
+        let some = &[GradientCheckpointing::Full, GradientCheckpointing::KeepAttention][..];
+        for (preset, num_layers, share_prompts, halved_from, recomputes) in [
+            ("qwen2.5-0.5b", 2, true, None, GradientCheckpointing::ALL),
+            ("qwen3-0.6b", 2, false, None, some),
+            ("qwen3.5-9b", 4, true, None, GradientCheckpointing::ALL),
+            ("qwen2.5-7b", 2, true, Some(0), some),
+            ("qwen3-0.6b", 2, false, Some(0), some),
+            ("qwen3.5-9b", 4, true, Some(0), some),
         ] {
-            let spec = Arc::new(ModelSpec::preset(preset).unwrap().with_widths(512, 1024).with_num_layers(num_layers));
-            for &recompute in GradientCheckpointing::ALL {
+            let spec = ModelSpec { vocab_size: 8192, ..ModelSpec::preset(preset).unwrap() };
+            let spec = Arc::new(spec.with_widths(512, 1024).with_num_layers(num_layers));
+            for &recompute in recomputes {
                 let run = Run { recompute, share_prompts, halved_from, budget: 1000, ..Run::new(3, Kind::BFloat16) };
                 let numbers = |mesh: &Mesh| {
                     let table = Arc::new(ParamTable::new(spec.clone(), mesh.shard.size()));
