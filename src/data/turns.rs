@@ -2,6 +2,9 @@
 //! the tokens that the chat template writes there. Sampled text is never tokenized again, because its tokens may differ from those
 //! that were sampled.
 
+#[cfg(test)]
+mod tests;
+
 use std::fmt;
 use std::sync::Arc;
 
@@ -72,7 +75,8 @@ impl TurnContext {
     ) -> Result<Self> {
         let (eos_token_ids, tools) = (eos_token_ids.to_vec(), tools.clone());
         let turns = Self { tokenizer, eos_token_ids, tools, variables: variables.clone() };
-        let [question, said, answer] = [turns.question(), turns.said(reply), reply.probe()];
+        let answer = reply.probe();
+        let [question, said] = [turns.question(), turns.said(std::slice::from_ref(&answer))];
         let kind = reply.name();
         let once = vec![question.clone(), said.clone(), answer.clone()];
         let twice = [&once[..], &[said, answer]].concat();
@@ -157,10 +161,11 @@ impl TurnContext {
 
     /// The text whose tokens [`TurnContext::between`] returns, and its first token.
     fn text_between(&self, replies: &[Value]) -> Result<(String, u32)> {
-        let reply = Reply::of(replies);
-        let mut messages = vec![self.question(), self.said(reply)];
-        messages.extend_from_slice(replies);
-        let text = self.render(messages, true)?;
+        // A result may be labelled with the name or the id of its call, but some templates allow or show one call in a turn.
+        let all = || self.rendered(replies, replies).ok().filter(|text| text.contains(ARGUED));
+        let text = if replies.len() > 1 { all() } else { None };
+        let first = &replies[..replies.len().min(1)];
+        let text = text.map_or_else(|| self.rendered(first, replies), Ok)?;
         let failed = |message: String| Error::ChatTemplate { message };
         let said = [SAID, ARGUED].iter().filter_map(|part| Some(text.find(part)? + part.len())).max();
         let behind = &text[said.ok_or_else(|| failed("it does not render the assistant's turn".to_owned()))?..];
@@ -172,6 +177,11 @@ impl TurnContext {
             ))
         })?;
         Ok((behind[at..].to_owned(), eos))
+    }
+
+    /// The conversation in which the assistant made the calls that `called` answer, and `replies` follow.
+    fn rendered(&self, called: &[Value], replies: &[Value]) -> Result<String> {
+        self.render([&[self.question(), self.said(called)], replies].concat(), true)
     }
 
     fn render(&self, messages: Vec<Value>, add_generation_prompt: bool) -> Result<String> {
@@ -203,13 +213,19 @@ impl TurnContext {
         json!({"role": "user", "content": "probe asked 1"})
     }
 
-    /// The assistant's turn of the probe conversation.
-    fn said(&self, reply: Reply) -> Value {
+    /// The assistant's turn of the probe conversation. It has a call for each of `replies` that is a tool's answer.
+    fn said(&self, replies: &[Value]) -> Value {
         let content = if self.thinks() { format!("<think>\n{THOUGHT}\n</think>\n\n{SAID}") } else { SAID.to_owned() };
         let mut said = json!({"role": "assistant", "content": content});
-        if reply == Reply::Tool {
-            let call = json!({"name": "probe", "arguments": {"x": ARGUED}});
-            said["tool_calls"] = json!([{"id": "probe0000", "type": "function", "function": call}]);
+        if Reply::of(replies) == Reply::Tool {
+            let call = |(index, reply): (usize, &Value)| {
+                let of_reply = |key: &str, probe: &str| reply[key].as_str().unwrap_or(probe).to_owned();
+                // Text after the last call is searched for by its argument.
+                let argument = if index + 1 == replies.len() { ARGUED } else { "probe" };
+                let function = json!({"name": of_reply("name", "probe"), "arguments": {"x": argument}});
+                json!({"id": of_reply("tool_call_id", "probe0000"), "type": "function", "function": function})
+            };
+            said["tool_calls"] = replies.iter().enumerate().map(call).collect();
         }
         said
     }
@@ -245,153 +261,4 @@ fn common_len(a: &str, b: &str) -> usize {
 
 fn head(text: &str) -> String {
     text.chars().take(SHOWN_CHARS).collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::super::fixtures::{Dice, bytes};
-    use super::*;
-    use crate::types::FinishReason;
-
-    /// A template in Qwen's form: a tool's result is a user message.
-    const CHATML: &str = "{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content }}\n\
-        </tool_response><|im_end|>\n{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}\
-        {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
-    /// A template in Llama 3's form: a header followed by two line ends, and no line end after a turn.
-    const HEADERS: &str = "{% for m in messages %}<|im_start|>{{ m.role }}<|sep|>\n\n{{ m.content }}<|im_end|>{% endfor %}\
-        {% if add_generation_prompt %}<|im_start|>assistant<|sep|>\n\n{% endif %}";
-    /// A template in Mistral's form: no generation prompt.
-    const BRACKETS: &str = "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}<|im_end|>{% else %}[INST] \
-        {{ m.content }} [/INST]{% endif %}{% endfor %}";
-    /// A template that opens a thought in the generation prompt and keeps thoughts of earlier turns.
-    const THINKS: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}\
-        {% if add_generation_prompt %}<|im_start|>assistant\n{# </think> #}{% endif %}";
-
-    fn turns(tokenizer: &Arc<Tokenizer>, reply: Reply) -> Result<TurnContext> {
-        let eos = tokenizer.eos_token_id().unwrap();
-        TurnContext::probe(Arc::clone(tokenizer), &[eos], &Value::Null, &Map::new(), reply)
-    }
-
-    #[test]
-    fn a_template_that_rewrites_earlier_turns_is_refused_with_the_difference() {
-        let drops_thoughts =
-            CHATML.replace("{{ m.content }}<|im_end|>", "{{ m.content.split('</think>')[-1] }}<|im_end|>");
-        let of_last = "{% for m in messages %}<|im_start|>{{ m.role }}{% if loop.last %} last{% endif %}\n{{ m.content }}\
-            <|im_end|>\n{% endfor %}";
-        let counts = "{{ messages | length }}: {% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}";
-        let no_end = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}";
-        let answers_first = "{% for m in messages %}{% if m.role == 'assistant' %}{% if not loop.last %}{{ messages[loop.index].content }}\
-            {% endif %}{{ m.content }}<|im_end|>{% elif loop.first %}{{ m.content }}{% endif %}{% endfor %}";
-        let mut dice = Dice(1);
-        for (template, differences) in [
-            (drops_thoughts.as_str(), &["drops the model's earlier output when a", SAID][..]),
-            (of_last, &["rewrites earlier turns", " last", "becomes"]),
-            (counts, &["rewrites earlier turns", "'1: ", "'3: "]),
-            (no_end, &["must end with an end-of-sequence token"]),
-            (answers_first, &["does not appear after the turn"]),
-        ] {
-            let tokenizer = Arc::new(bytes(&mut dice, template));
-            for reply in [Reply::Tool, Reply::User] {
-                let error = turns(&tokenizer, reply).unwrap_err().to_string();
-                assert!(differences.iter().all(|part| error.contains(part)), "{error}");
-            }
-        }
-        for template in [CHATML, HEADERS, BRACKETS, THINKS] {
-            let tokenizer = Arc::new(bytes(&mut dice, template));
-            turns(&tokenizer, Reply::Tool).unwrap();
-            turns(&tokenizer, Reply::User).unwrap();
-        }
-    }
-
-    #[test]
-    fn appended_context_starts_right_after_the_sampled_turn() {
-        let tokenizer = Arc::new(bytes(&mut Dice(2), CHATML));
-        let (turns, eos) = (turns(&tokenizer, Reply::Tool).unwrap(), tokenizer.eos_token_id().unwrap());
-        let answers = [json!({"role": "tool", "content": "4"}), json!({"role": "tool", "content": "<5>"})];
-        let expected = "\n<|im_start|>user\n<tool_response>\n4\n</tool_response><|im_end|>\n<|im_start|>user\n<tool_response>\n<5>\n\
-            </tool_response><|im_end|>\n<|im_start|>assistant\n";
-        let expected = tokenizer.encode(expected, false).unwrap();
-        let sampled = |ids: &[u32]| Trajectory {
-            token_ids: ids.to_vec(),
-            loss_mask: vec![true; ids.len()],
-            rollout_logprobs: vec![-1.0; ids.len()],
-            weight_versions: vec![3; ids.len()],
-            finish_reason: Some(FinishReason::Eos),
-            ..Trajectory::default()
-        };
-        for (ids, end) in [(&[65, 66, eos][..], &[][..]), (&[65, 66], &[eos])] {
-            let mut trajectory = sampled(ids);
-            assert!(turns.append(&mut trajectory, &answers, 4, usize::MAX).unwrap());
-            let context = [end, &expected].concat();
-            assert_eq!(trajectory.token_ids, [ids, &context].concat(), "a turn that was cut off is ended in context");
-            assert_eq!(trajectory.loss_mask, [vec![true; ids.len()], vec![false; context.len()]].concat());
-            assert_eq!(trajectory.weight_versions[ids.len()..], vec![4; context.len()]);
-            assert_eq!(trajectory.finish_reason, None);
-            assert!(turns.append(&mut trajectory, &answers, 5, usize::MAX).is_err(), "no turn was sampled since");
-        }
-    }
-
-    /// Many long replies would exceed the limits of template rendering.
-    #[test]
-    fn replies_longer_than_the_limit_are_not_rendered() {
-        let refuses = CHATML.replace(
-            "{% for m in messages %}",
-            "{% for m in messages %}{% if m.content | length > 70000 %}\
-            {{ raise_exception('too long for the template') }}{% endif %}",
-        );
-        let tokenizer = Arc::new(bytes(&mut Dice(4), &refuses));
-        let turns = turns(&tokenizer, Reply::Tool).unwrap();
-        let reply = |num_bytes: usize| [json!({"role": "tool", "content": "x".repeat(num_bytes)})];
-        let mut trajectory = Trajectory::default();
-        trajectory.push_sampled(tokenizer.eos_token_id().unwrap(), -1.0, 0);
-        let before = trajectory.clone();
-        assert!(!turns.append(&mut trajectory, &reply(1 << 20), 0, 100).unwrap());
-        assert!(
-            turns.append(&mut trajectory, &reply(1 << 20), 0, usize::MAX).is_err(),
-            "where it could fit it is rendered"
-        );
-        assert!(!turns.append(&mut trajectory, &reply(3000), 0, 100).unwrap());
-        assert_eq!(trajectory, before);
-        assert!(turns.append(&mut trajectory, &reply(30), 0, 1000).unwrap());
-    }
-
-    /// Turns of random tokens, most of which are not reproduced by tokenizing their text. The trajectory contains all sampled tokens in place,
-    /// and its text equals the template's rendering of the conversation.
-    #[test]
-    fn sampled_tokens_stay_unchanged_over_many_turns() {
-        let num_trajectories: usize =
-            std::env::var("COLO_GRPO_TRAJECTORIES").ok().and_then(|count| count.parse().ok()).unwrap_or(60);
-        let (mut dice, mut num_other) = (Dice(7), 0);
-        for number in 0..num_trajectories {
-            let template = [CHATML, HEADERS, BRACKETS, THINKS][number % 4];
-            let tokenizer = Arc::new(bytes(&mut dice, template));
-            let turns = turns(&tokenizer, Reply::Tool).unwrap();
-            let eos = tokenizer.eos_token_id().unwrap();
-            let mut messages = vec![json!({"role": "user", "content": "go"})];
-            let prompt = turns.render(messages.clone(), true).unwrap();
-            let (mut trajectory, mut sampled) = (Trajectory::default(), Vec::new());
-            for turn in 0..1 + dice.roll(32) {
-                if turn > 0 {
-                    let answer = json!({"role": "tool", "name": "f", "content": format!("answer {}", dice.roll(1000))});
-                    assert!(turns.append(&mut trajectory, std::slice::from_ref(&answer), turn, usize::MAX).unwrap());
-                    messages.push(answer);
-                }
-                let ids: Vec<u32> = (0..1 + dice.roll(12)).map(|_| dice.ascii_token(&tokenizer)).collect();
-                let text = tokenizer.decode(&ids).unwrap();
-                num_other += usize::from(tokenizer.encode(&text, false).unwrap() != ids);
-                messages.push(json!({"role": "assistant", "content": text}));
-                for id in ids.into_iter().chain([eos]) {
-                    trajectory.push_sampled(id, -1.0, turn);
-                    sampled.push(id);
-                }
-            }
-            let kept = trajectory.token_ids.iter().zip(&trajectory.loss_mask).filter(|(_, is_sampled)| **is_sampled);
-            assert!(kept.map(|(id, _)| *id).eq(sampled), "trajectory {number}");
-            assert_eq!(trajectory.turns().len(), messages.len() / 2);
-            let (whole, text) =
-                (turns.render(messages, false).unwrap(), tokenizer.decode_all(&trajectory.token_ids).unwrap());
-            assert!(whole.starts_with(&(prompt.clone() + &text)), "{whole}\nis not\n{prompt}{text}");
-        }
-        assert!(num_other > num_trajectories, "tokens that another rendering would have changed: {num_other}");
-    }
 }

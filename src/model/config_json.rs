@@ -26,6 +26,8 @@ use super::spec::{AttentionSpec, BlockSpec, Family, ModelSpec, RopeSpec};
 use crate::error::{Error, Result};
 use crate::ops::swiglu::Activation;
 
+/// The key of the padding token's id.
+const PADDING: &str = "pad_token_id";
 /// Standard deviation of randomly initialized weights, written to `config.json`.
 pub(super) const INITIALIZER_RANGE: f64 = 0.02;
 
@@ -128,13 +130,19 @@ impl ModelSpec {
     }
 
     fn write_config_with(&self, folder: &Path, base: Option<&Path>, quantized: Option<Value>) -> Result<()> {
-        let theirs = base.map(|base| base.join("generation_config.json")).filter(|path| path.exists());
-        let theirs = theirs.map(|path| JsonObject::read(&path)).transpose()?;
-        let mut generation = theirs.map_or_else(Map::new, JsonObject::into_map);
+        let of_base = |name: &str| match base.map(|base| base.join(name)).filter(|path| path.exists()) {
+            Some(path) => JsonObject::read(&path).map(JsonObject::into_map),
+            None => Ok(Map::new()),
+        };
+        let mut generation = of_base("generation_config.json")?;
         generation.entry("bos_token_id").or_insert_with(|| json!(self.bos_token_id));
         generation.insert("eos_token_id".into(), self.eos_json());
         let generation = Value::Object(generation);
         let mut config = if self.is_text_part { text_part::whole_config(self, base)? } else { self.to_config_json() };
+        // Without it transformers takes the family's default, which may be outside of the vocabulary.
+        if let Some(id) = of_base(CONFIG)?.remove(PADDING) {
+            config[PADDING] = id;
+        }
         if let Some(quantized) = quantized {
             config[quantization::KEY] = quantized;
         }

@@ -101,8 +101,8 @@ struct OpenTrajectory {
     prompt_len: usize,
     messages: Vec<Value>,
     num_answered: usize,
-    /// The trajectory and the tool names of the calls that are running.
-    waiting: Option<(Trajectory, Vec<String>)>,
+    /// The trajectory and the calls that are running.
+    waiting: Option<(Trajectory, Vec<ToolCall>)>,
 }
 
 /// The multi-turn trajectories of this rank.
@@ -241,14 +241,18 @@ impl Conversations {
                 self.stats.num_failures += 1;
                 self.stats.num_unreadable += 1;
                 let error = format!("{{'error': 'The tool call cannot be read: {error}'}}");
-                return self.answer(key, conversation, trajectory.clone(), &[("unknown", error)]);
+                return self.answer(
+                    key,
+                    conversation,
+                    trajectory.clone(),
+                    &[(&ToolCall::new("unknown", Value::Null), error)],
+                );
             }
             None if calls.is_empty() => self.end(key, conversation, trajectory),
             None => {
-                let names = parsed.tool_calls.into_iter().map(|call| call.name).collect();
                 let asked = self.process.call(conversation.number, conversation.environment.is_some(), &calls);
                 self.asked.insert(asked, Asked::Calls(key));
-                conversation.waiting = Some((trajectory.clone(), names));
+                conversation.waiting = Some((trajectory.clone(), parsed.tool_calls));
                 self.open.insert(key, conversation);
             }
         }

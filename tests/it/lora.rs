@@ -1,20 +1,18 @@
 //! LoRA adapters: numbers and files equal PEFT's, every ZeRO stage, and whole runs.
 
 mod experts;
+mod peft;
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 use colo_grpo::internal::config::{GradientCheckpointing, Quantization, TargetModule};
-use colo_grpo::internal::model::{
-    AdapterBase, AttentionSpec, LoraSpec, ModelSource, ModelSpec, ParamTable, Plain, Unit, UnitLayout, WeightFiles,
-    init_unit, write_adapters,
-};
+use colo_grpo::internal::model::{AttentionSpec, LoraSpec, ModelSpec, ParamTable, Plain, Unit, UnitLayout, init_unit};
 use colo_grpo::internal::ranks::{Mesh, World};
 use colo_grpo::internal::train::{
     AdamOptions, AdapterOptions, GradientOptions, MicroBatch, NetworkOptions, Optim, OptimizerHome, PackOptions,
-    ParamState, Policy, PolicyOptions, PolicyStart, Sequence, StatePart, TokenGradients, pack,
+    ParamState, Policy, PolicyOptions, Sequence, StatePart, TokenGradients, pack,
 };
 use safetensors::SafeTensors;
 use serde_json::Value;
@@ -34,10 +32,6 @@ fn options(stage: u8, (kind, residual): (Kind, Kind)) -> PolicyOptions {
         adam: ADAM,
         gradients: GradientOptions::default(),
     }
-}
-
-fn golden(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
 }
 
 fn sequence(token_ids: Vec<u32>) -> Sequence {
@@ -88,87 +82,6 @@ fn tensors(folder: &Path) -> BTreeMap<String, (Vec<usize>, Vec<f32>)> {
     let file = SafeTensors::deserialize(&bytes).unwrap();
     let tensors = file.tensors().into_iter();
     tensors.map(|(name, tensor)| (name, (tensor.shape().to_vec(), floats(tensor.data())))).collect()
-}
-
-/// scripts/golden_peft.py recorded the log-likelihood, every gradient and the files.
-#[test]
-fn lora_adapters_load_score_and_save_as_in_peft() {
-    use TargetModule::{DownProj, GateProj, KProj, OProj, QProj, UpProj, VProj};
-    let some = vec![QProj, VProj, UpProj];
-    let of_experts = vec![QProj, GateProj, UpProj, DownProj];
-    for (name, lora) in [
-        ("lora_all", LoraSpec { r: 4, alpha: 12.0, dropout: 0.0, targets: TargetModule::ALL.to_vec() }),
-        ("lora_hybrid", LoraSpec { r: 4, alpha: 12.0, dropout: 0.0, targets: TargetModule::ALL.to_vec() }),
-        ("lora_fused", LoraSpec { r: 4, alpha: 6.0, dropout: 0.0, targets: TargetModule::ALL.to_vec() }),
-        // A head's columns that are turned together are neighbours in the files.
-        ("lora_pairs", LoraSpec { r: 2, alpha: 3.0, dropout: 0.0, targets: vec![QProj, KProj, OProj, DownProj] }),
-        ("lora_some", LoraSpec { r: 2, alpha: 3.0, dropout: 0.0, targets: some }),
-        ("lora_experts", LoraSpec { r: 2, alpha: 5.0, dropout: 0.0, targets: of_experts }),
-    ] {
-        let folder = golden(name);
-        let numbers: Value = serde_json::from_slice(&std::fs::read(folder.join("golden.json")).unwrap()).unwrap();
-        let source = ModelSource::new(&folder, None).unwrap();
-        let spec = Arc::new(ModelSpec::from_folder(&source.base).unwrap());
-        let mesh = World::single().mesh(1, 1).unwrap();
-        let table = Arc::new(ParamTable::new(spec, 1));
-        let files = WeightFiles::open(&source.base, table.spec.clone()).unwrap();
-        let weights = |layout: &UnitLayout| files.read_unit(layout, Kind::Float);
-        let load = |lora| {
-            let adapters = source.adapters.as_deref();
-            let start = PolicyStart { lora, quantization: Quantization::None, seed: 1, adapters, keeps_initial: false };
-            let home = OptimizerHome::Resident;
-            Policy::start(table.clone(), &mesh, options(0, (Kind::Float, Kind::Float)), home, &weights, start)
-        };
-        let mut policy = load(Some(lora.clone())).unwrap();
-
-        let ids: Vec<Vec<u32>> = serde_json::from_value(numbers["input_ids"].clone()).unwrap();
-        let sequences: Vec<Sequence> = ids.into_iter().map(sequence).collect();
-        let nll = backward(&mut policy, &packed(&sequences, 30));
-        let expected = numbers["nll"].as_f64().unwrap();
-        assert!((nll - expected).abs() < 1e-5 * expected, "{name}: {nll}, expected {expected}");
-
-        let saved = tempfile::tempdir().unwrap();
-        let write = |folder: &Path, units: &BTreeMap<Unit, Tensor>| {
-            let units = &mut units.values().map(|flat| Ok(flat.shallow_clone()));
-            write_adapters(
-                folder,
-                policy.trained_table(),
-                &lora,
-                AdapterBase { folder: &source.base, quantization: Quantization::None },
-                Kind::Float,
-                units,
-            )
-            .unwrap();
-            tensors(folder)
-        };
-        assert_eq!(
-            write(saved.path(), &units(&policy, |state| state.part(StatePart::Master).unwrap().shallow_clone())),
-            tensors(&folder),
-            "{name}"
-        );
-
-        let gradients = {
-            let mut policy = load(Some(lora.clone())).unwrap();
-            let _ = backward(&mut policy, &packed(&sequences, 30));
-            let _ = policy.optimizer_step(0.0, 0.0).unwrap();
-            write(saved.path(), &units(&policy, |state| state.part(StatePart::M).unwrap() / (1.0 - ADAM.beta1)))
-        };
-        let expected: BTreeMap<String, f64> = serde_json::from_value(numbers["gradients"].clone()).unwrap();
-        assert!(gradients.keys().eq(expected.keys()), "{name}");
-        for (tensor, (_, gradient)) in gradients {
-            let weighed: f64 = gradient.iter().enumerate().map(|(i, g)| f64::from(*g) * (i as f64).cos()).sum();
-            let (expected, scale) = (expected[&tensor], gradient.iter().fold(1e-3f32, |max, g| max.max(g.abs())));
-            let error = (weighed - expected).abs();
-            assert!(
-                error < 1e-4 * f64::from(scale) * (gradient.len() as f64).sqrt(),
-                "{tensor}: {weighed}, {expected}"
-            );
-        }
-        let refused = load(None).unwrap_err().to_string();
-        assert!(refused.contains("expected a full model, or lora.r"), "{refused}");
-        let refused = load(Some(LoraSpec { r: 8, ..lora.clone() })).unwrap_err().to_string();
-        assert!(refused.contains("the settings of these adapters: lora.r = "), "{refused}");
-    }
 }
 
 fn random_adapters(layout: &UnitLayout) -> colo_grpo::Result<Tensor> {

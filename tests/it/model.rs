@@ -110,6 +110,12 @@ fn golden_folders_are_read_and_written_back_bit_by_bit() {
         let copy = tempfile::tempdir().unwrap();
         spec.write_config(copy.path(), Some(&golden(name))).unwrap();
         assert_eq!(ModelSpec::from_folder(copy.path()).unwrap(), *spec);
+        let [ours, theirs] = [copy.path(), &golden(name)].map(|folder| read(&folder.join("config.json")));
+        assert_eq!(ours.get("pad_token_id"), theirs.get("pad_token_id"), "{name}");
+        // transformers refuses fractions where it expects integers.
+        for (key, _) in theirs.as_object().unwrap().iter().filter(|(_, value)| value.is_u64()) {
+            assert!(ours.get(key).is_none_or(|value| !value.is_f64()), "{name}: {key} = {}", ours[key]);
+        }
         let mut writer = WeightWriter::create(copy.path(), spec.clone(), spec.dtype, Some(&golden(name))).unwrap();
         for layout in &table.units {
             writer.write_unit(layout, &files.read_unit(layout, spec.dtype).unwrap()).unwrap();

@@ -28,7 +28,13 @@ def load(folder, dtype, device):
     is_new = int(transformers.__version__.split(".")[0]) >= 5
     # The grouped products that it would take for experts refuse rows that are no multiple of 16 bytes.
     keys = {"dtype": getattr(torch, dtype), "experts_implementation": "eager"} if is_new else {"torch_dtype": getattr(torch, dtype)}
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, **keys)
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, **keys)
+    except ValueError:
+        if not hasattr(transformers.AutoConfig.from_pretrained(folder), "vision_config"):
+            raise
+        # Mistral Small 3.1 and others with images are in transformers' list of such models alone.
+        model = transformers.AutoModelForImageTextToText.from_pretrained(folder, **keys)
     return model.to(device).eval()
 
 

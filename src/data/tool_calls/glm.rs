@@ -35,7 +35,7 @@ pub(super) fn call(text: &str, at: usize, tools: &Value) -> Result<CallBlock, Un
         rest = behind.trim_start();
     }
     let behind = rest.strip_prefix(CALL_END).ok_or_else(|| open(format!("no {CALL_END} of '{name}'")))?;
-    let call = ToolCall { name: name.to_owned(), arguments: arguments.into() };
+    let call = ToolCall::new(name, arguments);
     Ok(CallBlock { calls: vec![call], end: text.len() - behind.len() })
 }
 

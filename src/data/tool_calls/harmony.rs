@@ -1,5 +1,6 @@
 //! Parses the messages of gpt-oss. Each message has a channel. A message addressed to a function is a call with JSON arguments. The recipient
-//! is named after the role or after the channel.
+//! is named after the role or after the channel. The content of an answer is the text of its messages, since gpt-oss's template refuses a content
+//! with channels.
 
 use serde_json::Value;
 
@@ -23,7 +24,7 @@ pub(super) fn message(text: &str, at: usize) -> Result<CallBlock, Unreadable> {
     if header.contains(START) {
         return Err(open());
     }
-    let len = ENDS.iter().filter_map(|end| body.find(end)).min().unwrap_or(body.len());
+    let len = end_of(body, &ENDS);
     let end = text.len() - body.len() + len;
     let recipient = [role, header].iter().find_map(|part| part.split_once(RECIPIENT));
     let Some((_, name)) = recipient else { return Ok(CallBlock { calls: Vec::new(), end }) };
@@ -38,7 +39,44 @@ pub(super) fn message(text: &str, at: usize) -> Result<CallBlock, Unreadable> {
         return Err(wrong("expected an object".to_owned()));
     }
     check_numbers(&arguments, body).map_err(wrong)?;
-    Ok(CallBlock { calls: vec![ToolCall { name: name.to_owned(), arguments }], end })
+    Ok(CallBlock { calls: vec![ToolCall::new(name, arguments)], end })
+}
+
+/// Byte offset of the first of these markers, or of the text's end.
+fn end_of(text: &str, markers: &[&str]) -> usize {
+    let mut tags = text.match_indices("<|").map(|(at, _)| at);
+    tags.find(|at| markers.iter().any(|marker| text[*at..].starts_with(marker))).unwrap_or(text.len())
+}
+
+/// A message that is no call.
+struct Said<'t> {
+    is_thought: bool,
+    body: &'t str,
+}
+
+/// The text of the messages that are no calls. It includes thoughts if there are calls, since the template writes the content of such a turn as a
+/// thought, or if there is nothing else.
+pub(super) fn content(text: &str, has_calls: bool) -> String {
+    if !text.contains(CHANNEL) {
+        return text.to_owned();
+    }
+    let said = said(text);
+    let shows_thoughts = has_calls || said.iter().all(|message| message.is_thought);
+    let shown = said.iter().filter(|message| shows_thoughts || !message.is_thought);
+    shown.map(|message| message.body).collect::<Vec<_>>().join("\n")
+}
+
+fn said(text: &str) -> Vec<Said<'_>> {
+    let (mut said, mut rest) = (Vec::new(), text);
+    while let Some((role, behind)) = rest.split_once(CHANNEL) {
+        let (header, body) = behind.split_once(MESSAGE).unwrap_or((behind, ""));
+        let len = end_of(body, &[&ENDS[..], &[START, CHANNEL]].concat());
+        if !role.contains(RECIPIENT) && !header.contains(RECIPIENT) {
+            said.push(Said { is_thought: header.trim_start().starts_with("analysis"), body: &body[..len] });
+        }
+        rest = &body[len..];
+    }
+    said
 }
 
 #[cfg(test)]
@@ -57,22 +95,29 @@ mod tests {
             [("<|call|>", ""), ("", "<|call|>")].map(|(end, rest)| (format!("{thought}{call}{end}"), rest))
         {
             let parsed = parse(&text);
-            assert_eq!(parsed.tool_calls, [ToolCall { name: "add".into(), arguments: json!({"a": 1}) }], "{text}{end}");
-            assert!(parsed.content.starts_with(thought) && parsed.error.is_none());
+            assert_eq!(parsed.tool_calls, [ToolCall::new("add", json!({"a": 1}))], "{text}{end}");
+            assert_eq!((parsed.content.as_str(), parsed.error), ("I need a {tool}.", None));
         }
         // The recipient behind the role, as templates write calls of the past; and where the prompt has begun the header.
         let earlier = " to=functions.f<|channel|>commentary json<|message|>{}<|call|>";
-        assert_eq!(parse(earlier).tool_calls, [ToolCall { name: "f".into(), arguments: json!({}) }]);
+        let calls = vec![ToolCall::new("f", json!({}))];
+        assert_eq!(parse(earlier), ParsedMessage { tool_calls: calls, ..ParsedMessage::default() });
         let two = format!("{thought}{call}<|call|><|start|>assistant{earlier}");
         assert_eq!(parse(&two).tool_calls.len(), 2);
         // What is said to the user, and calls of built-in tools, are text.
-        for text in [
-            format!("{thought}<|start|>assistant<|channel|>final<|message|>Two."),
-            "<|channel|>commentary<|message|>I look it up: to=functions.f.<|end|>".to_owned(),
-            "<|channel|>commentary to=python<|message|>1 + 1<|call|>".to_owned(),
+        let preamble = "<|channel|>commentary<|message|>I look it up: to=functions.f.<|end|>";
+        for (text, content) in [
+            (format!("{thought}<|start|>assistant<|channel|>final<|message|>Two.<|return|>"), "Two."),
+            (format!("{thought}<|start|>assistant{preamble}"), "I look it up: to=functions.f."),
+            (thought.to_owned(), "I need a {tool}."),
+            ("<|channel|>commentary to=python<|message|>1 + 1<|call|>".to_owned(), "1 + 1"),
+            ("<|channel|>analysis<|message|>So<|channel|>final<|message|>Two.".to_owned(), "Two."),
+            ("Two.".to_owned(), "Two."),
         ] {
-            assert_eq!(parse(&text), ParsedMessage { content: text.clone(), ..ParsedMessage::default() });
+            assert_eq!(parse(&text), ParsedMessage { content: content.to_owned(), ..ParsedMessage::default() });
         }
+        let both = format!("{thought}<|start|>assistant{preamble}<|start|>assistant{earlier}");
+        assert_eq!(parse(&both).content, "I need a {tool}.\nI look it up: to=functions.f.");
         for (text, error) in [
             ("<|channel|>commentary to=functions.f<|message|>{\"a\": }<|call|>", "the arguments of 'f': "),
             ("<|channel|>commentary to=functions.f<|message|>[1]", "the arguments of 'f': expected an object"),

@@ -39,6 +39,7 @@ pub(super) fn llama3(text: &str, at: usize) -> Result<CallBlock, Unreadable> {
 /// Parses one or more calls after `[TOOL_CALLS]`: a JSON list of calls, or a name and its arguments.
 pub(super) fn mistral(text: &str, at: usize) -> Result<CallBlock, Unreadable> {
     const OPEN: &str = "[TOOL_CALLS]";
+    const CALL_ID: &str = "[CALL_ID]";
     let start = at + OPEN.len();
     let part = &text[start..];
     let part = &part[..part.find(OPEN).unwrap_or(part.len())];
@@ -53,8 +54,10 @@ pub(super) fn mistral(text: &str, at: usize) -> Result<CallBlock, Unreadable> {
         first_value(&text[start + place..]).map_err(|error| Unreadable::call(format!("{what} no JSON: {error}")))?;
     let calls = match (named, value) {
         (Some(_), arguments) => {
-            let name = part[..place].trim().split('[').next().unwrap_or_default().trim().to_owned();
-            Ok(vec![ToolCall { name, arguments }])
+            let (name, labels) = part[..place].split_at(part[..place].find('[').unwrap_or(place));
+            let id =
+                labels.split_once(CALL_ID).map(|(_, id)| id.split('[').next().unwrap_or_default().trim().to_owned());
+            Ok(vec![ToolCall { id, ..ToolCall::new(name.trim(), arguments) }])
         }
         (None, Value::Array(objects)) => objects.into_iter().map(|object| call_of(object, &["arguments"])).collect(),
         (None, _) => Err("expected a list of calls".to_owned()),

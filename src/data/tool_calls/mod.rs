@@ -33,12 +33,21 @@ pub struct ToolCall {
     pub name: String,
     /// Arguments of the call: a JSON object, unless the model wrote another JSON value.
     pub arguments: Value,
+    /// The call's id, if the model wrote one, as Mistral's models do. The result is labelled with it.
+    pub id: Option<String>,
+}
+
+impl ToolCall {
+    /// A call without an id.
+    pub(crate) fn new(name: impl Into<String>, arguments: impl Into<Value>) -> Self {
+        Self { name: name.into(), arguments: arguments.into(), id: None }
+    }
 }
 
 /// An assistant's message, split into text and tool calls.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct ParsedMessage {
-    /// The text outside of calls; the whole text if no call was found.
+    /// The text outside of calls; the whole text if no call was found. Of gpt-oss's messages their text, without markers.
     pub content: String,
     /// The tool calls in the order in which the model wrote them.
     pub tool_calls: Vec<ToolCall>,
@@ -96,6 +105,9 @@ impl ToolCallParser {
             Self::Pythonic => pythonic_list(text, thought),
         };
         match parsed.tool_calls.is_empty() {
+            is_empty if self == Self::OpenAi && parsed.error.is_none() => {
+                ParsedMessage { content: harmony::content(text, !is_empty), ..parsed }
+            }
             true => ParsedMessage { content: text.to_owned(), ..parsed },
             false => parsed,
         }
@@ -212,8 +224,9 @@ fn call_of(mut object: Value, keys: &[&str]) -> Result<ToolCall, String> {
     let fields = object.as_object_mut().ok_or("expected an object with a name and arguments")?;
     let arguments = keys.iter().find_map(|key| fields.remove(*key));
     let arguments = arguments.ok_or_else(|| format!("no '{}' next to the function's name", keys[0]))?;
+    let id = fields.remove("id").and_then(|id| id.as_str().map(str::to_owned));
     match fields.remove("name") {
-        Some(Value::String(name)) if !name.is_empty() => Ok(ToolCall { name, arguments: decoded(arguments)? }),
+        Some(Value::String(name)) if !name.is_empty() => Ok(ToolCall { name, arguments: decoded(arguments)?, id }),
         _ => Err("no 'name' of a function".to_owned()),
     }
 }

@@ -107,7 +107,7 @@ impl<'a> LiteralReader<'a> {
         loop {
             self.skip_space();
             if self.take(')') {
-                return Ok(ToolCall { name, arguments: arguments.into() });
+                return Ok(ToolCall::new(name, arguments));
             }
             let key = self.name()?;
             self.expect('=')?;

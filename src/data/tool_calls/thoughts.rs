@@ -110,6 +110,7 @@ pub(crate) struct ContentScan {
     blank: Option<usize>,
     /// Whether a call in this format is the whole message, apart from thoughts.
     is_alone: bool,
+    /// Whether nothing further is certain.
     has_call: bool,
     #[cfg(test)]
     pub num_searched: usize,
@@ -125,7 +126,7 @@ impl ContentScan {
             thought: thought.map(|end| (end, true)),
             blank: Some(0).filter(|_| is_alone && thought.is_none()),
             is_alone,
-            has_call: false,
+            has_call: parser == ToolCallParser::OpenAi, // which text is content is known at the end
             #[cfg(test)]
             num_searched: 0,
         }

@@ -41,7 +41,7 @@ pub(super) fn call(text: &str, at: usize, tools: &Value) -> Result<CallBlock, Un
         rest = behind;
     }
     let end = rest.trim_start().strip_prefix(TOOL_CALL_END).unwrap_or(rest);
-    let call = ToolCall { name: name.to_owned(), arguments: arguments.into() };
+    let call = ToolCall::new(name, arguments);
     Ok(CallBlock { calls: vec![call], end: text.len() - end.len() })
 }
 

@@ -63,7 +63,7 @@ fn read(config: &JsonObject, spec: ModelSpec) -> Result<ModelSpec> {
 
 /// Writes the rotary embeddings as transformers 5 reads them, by layer type, and as version 4 reads them.
 fn write(spec: &ModelSpec, config: &mut Value) {
-    config[SCALAR] = json!(spec.attention().scale.powi(-2).round());
+    config[SCALAR] = json!(spec.attention().scale.powi(-2).round() as u64); // transformers 5 refuses a fraction
     config["hidden_activation"] = config["hidden_act"].take();
     let rotation = |has_window: bool| {
         let attention = spec.attention_specs().find(|attention| attention.window.is_some() == has_window);

@@ -263,6 +263,8 @@ pub fn write_adapters(
 fn write_config(path: &Path, (spec, lora): (&ModelSpec, &LoraSpec), base: &Path) -> Result<()> {
     let mut names: Vec<&str> = lora.modules(spec).into_iter().map(|module| module_name(spec, module)).collect();
     names.dedup();
+    // The tower that reads images has modules of the same names.
+    let of_text = format!(r".*language_model\..*\.({})", names.join("|"));
     let whole = std::fs::canonicalize(base).unwrap_or_else(|_| base.to_owned());
     // A base model from the Hub is noted by its name, so that other machines find it too.
     let named = named_snapshot(&whole);
@@ -278,7 +280,7 @@ fn write_config(path: &Path, (spec, lora): (&ModelSpec, &LoraSpec), base: &Path)
         "modules_to_save": null,
         "peft_type": "LORA",
         "r": lora.r,
-        "target_modules": names,
+        "target_modules": if spec.is_text_part { json!(of_text) } else { json!(names) },
         "task_type": "CAUSAL_LM",
         "use_dora": false,
         "use_rslora": false,

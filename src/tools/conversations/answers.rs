@@ -5,7 +5,7 @@ use std::sync::Arc;
 use serde_json::json;
 
 use super::{Asked, Conversations, EpisodeEnd, OpenTrajectory, Opening, TrajectoryKey, TurnLimits, TurnOutcome};
-use crate::data::RenderedPrompt;
+use crate::data::{RenderedPrompt, ToolCall};
 use crate::error::{Error, Result};
 use crate::tools::reply::{CallResult, ToolReply};
 use crate::types::{EnvironmentEnd, Prompt, Trajectory};
@@ -98,7 +98,7 @@ impl Conversations {
 
     fn take_results(&mut self, key: TrajectoryKey, reply: ToolReply) -> Result<()> {
         let Some(mut conversation) = self.open.remove(&key) else { return Ok(()) };
-        let Some((trajectory, names)) = conversation.waiting.take() else { return Ok(()) };
+        let Some((trajectory, calls)) = conversation.waiting.take() else { return Ok(()) };
         self.stats.num_timeouts += usize::from(reply.is_late());
         self.stats.num_answers += 1;
         self.stats.seconds += reply.seconds;
@@ -107,57 +107,59 @@ impl Conversations {
         let results = match reply.error {
             None => reply.results,
             Some(error) if conversation.environment.is_some() || is_lost => {
-                self.stats.num_calls += names.len();
-                self.stats.num_failures += names.len();
+                self.stats.num_calls += calls.len();
+                self.stats.num_failures += calls.len();
                 conversation.failure = Some(error);
                 self.end(key, conversation, &trajectory);
                 return Ok(());
             }
             Some(error) => {
-                vec![CallResult::error(&error); names.len()]
+                vec![CallResult::error(&error); calls.len()]
             }
         };
-        if results.len() != names.len() {
+        if results.len() != calls.len() {
             return Err(Error::Environment {
-                message: format!("tools: received {} results for {} calls", results.len(), names.len()),
+                message: format!("tools: received {} results for {} calls", results.len(), calls.len()),
             });
         }
-        self.stats.num_calls += names.len();
-        let failed = || names.iter().zip(&results).filter(|(_, result)| result.failed);
+        self.stats.num_calls += calls.len();
+        let failed = || calls.iter().zip(&results).filter(|(_, result)| result.failed);
         self.stats.num_failures += failed().count();
-        if let Some((name, result)) = failed().next().filter(|_| !std::mem::replace(&mut self.has_warned, true)) {
+        if let Some((ToolCall { name, .. }, result)) =
+            failed().next().filter(|_| !std::mem::replace(&mut self.has_warned, true))
+        {
             let told: String = result.content.chars().take(SHOWN_CHARS).collect();
             let cut = if told.len() < result.content.len() { " .." } else { "" };
             tracing::warn!("a call of the tool {name} failed; the model received {told}{cut} (reported once)");
         }
-        let answers: Vec<(&str, String)> =
-            names.iter().map(String::as_str).zip(results.into_iter().map(|result| result.content)).collect();
+        let answers: Vec<(&ToolCall, String)> =
+            calls.iter().zip(results.into_iter().map(|result| result.content)).collect();
         self.answer(key, conversation, trajectory, &answers)
     }
 
-    /// Appends tool results, each with the name of its tool. If they do not fit they are dropped, and the trajectory ends.
+    /// Appends tool results, each with its call. If they do not fit they are dropped, and the trajectory ends.
     pub(super) fn answer(
         &mut self,
         key: TrajectoryKey,
         mut conversation: OpenTrajectory,
         mut trajectory: Trajectory,
-        answers: &[(&str, String)],
+        answers: &[(&ToolCall, String)],
     ) -> Result<()> {
         let num_before = trajectory.token_ids.len();
         let mut messages = Vec::new();
-        for (name, content) in answers {
+        for (call, content) in answers {
             let content = self.cut(content);
-            messages.push(json!({"role": "tool", "name": name, "content": content}));
+            messages.push(json!({"role": "tool", "name": call.name, "content": content}));
         }
         let step = trajectory.weight_versions.last().copied().unwrap_or_default();
-        let numbered = messages.iter().enumerate().map(|(index, message)| {
+        let labelled = messages.iter().zip(answers).enumerate().map(|(index, (message, (call, _)))| {
             let mut message = message.clone();
-            message["tool_call_id"] = format!("call{index:05}").into(); // as long as Mistral's templates ask for
+            message["tool_call_id"] = label(call, index).into();
             message
         });
         let TurnLimits { max_completion_length, max_model_length } = self.limits;
         let limit = max_completion_length.min(max_model_length.saturating_sub(conversation.prompt_len + 1));
-        if !self.turns.append(&mut trajectory, &numbered.collect::<Vec<_>>(), step, limit)? {
+        if !self.turns.append(&mut trajectory, &labelled.collect::<Vec<_>>(), step, limit)? {
             self.stats.num_overlong += 1;
             self.end(key, conversation, &trajectory);
             return Ok(());
@@ -217,4 +219,29 @@ impl Conversations {
 /// The observation that `reset` returned, for an error message.
 fn quoted(observation: Option<&String>) -> String {
     observation.map_or_else(|| "nothing".to_owned(), |text| format!("{text:?}"))
+}
+
+/// The id by which a template matches a result with its call: the one that the model wrote, if it has the form that Mistral's templates ask for.
+fn label(call: &ToolCall, index: usize) -> String {
+    let is_usual = |id: &&String| id.len() == 9 && id.bytes().all(|byte| byte.is_ascii_alphanumeric());
+    call.id.as_ref().filter(is_usual).cloned().unwrap_or_else(|| format!("call{index:05}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::Value;
+
+    use super::*;
+
+    #[test]
+    fn results_carry_the_ids_that_the_model_wrote() {
+        let labelled = |id: Option<&str>| {
+            let call = ToolCall { id: id.map(str::to_owned), ..ToolCall::new("add", Value::Null) };
+            label(&call, 3)
+        };
+        assert_eq!(labelled(Some("aB3defgh1")), "aB3defgh1");
+        for id in [None, Some(""), Some("abcdefgh"), Some("abcdefgh-"), Some("abcdefgh12")] {
+            assert_eq!(labelled(id), "call00003", "{id:?}");
+        }
+    }
 }

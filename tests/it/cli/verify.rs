@@ -1,5 +1,7 @@
 //! Tests the command `verify` with a fake Python interpreter that returns recorded logits of transformers.
 
+mod families;
+
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -8,7 +10,8 @@ use serde_json::{Value, json};
 
 use crate::program::{Ended, command, end};
 
-const GOLDEN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/qwen2_tied");
+/// The folder of most tests.
+const GOLDEN: &str = "qwen2_tied";
 
 /// A fake Python interpreter with transformers. Returns the results that scripts/golden_verify.py recorded from a real one. CHANGE is executed
 /// first; it may modify `rows`, the model's logits.
@@ -18,7 +21,7 @@ print('a line on standard output')
 exec(os.environ.get('FIND', ''))
 if len(sys.argv) > 3:
     asked = json.load(open(sys.argv[-2]))
-    assert asked['device'] == 'cpu' and len(asked['sequences'][0]) == 14 and os.path.exists(asked['folder'] + '/model.safetensors'), asked
+    assert asked['device'] == 'cpu' and len(asked['sequences'][0]) == 14 and os.path.exists(asked['folder'] + '/config.json'), asked
     line, values = open(os.environ['RECORDED'] + asked['dtype'] + '.bin', 'rb').read().split(b'\\n', 1)
     header, values = json.loads(line), array.array('f', values)
     number = lambda word: int(word[1:]) if re.fullmatch(r'w\\d\\d', word) else 0
@@ -32,12 +35,17 @@ if len(sys.argv) > 3:
         file.write(json.dumps(header).encode() + b'\\n' + rest.tobytes() + b''.join(array.array('f', row).tobytes() for row in rows))
 ";
 
-/// A copy of the golden folder with a word tokenizer, in which `w07` has id 7.
-fn model(folder: &Path) -> PathBuf {
+fn golden(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
+}
+
+/// A copy of a golden folder with a word tokenizer, in which `w07` has id 7.
+fn model(name: &str, folder: &Path) -> PathBuf {
     let model = folder.join("model");
     fs::create_dir(&model).unwrap();
-    for file in ["config.json", "generation_config.json", "model.safetensors"] {
-        fs::copy(Path::new(GOLDEN).join(file), model.join(file)).unwrap();
+    let entries = golden(name).read_dir().unwrap().map(|entry| entry.unwrap());
+    for entry in entries.filter(|entry| !entry.file_name().to_string_lossy().starts_with("verify_")) {
+        fs::copy(entry.path(), model.join(entry.file_name())).unwrap();
     }
     let vocab: serde_json::Map<_, _> = (0..96).map(|id| (format!("w{id:02}"), id.into())).collect();
     let tokenizer = json!({
@@ -52,16 +60,30 @@ fn model(folder: &Path) -> PathBuf {
 
 /// Modifies a matrix in a model's file, for example scales rows or swaps two parts.
 fn damage(model: &Path, name: &str, change: impl Fn(&mut Vec<f32>)) {
-    let path = model.join("model.safetensors");
-    let mut bytes = fs::read(&path).unwrap();
-    let start = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
-    let header: Value = serde_json::from_slice(&bytes[8..start]).unwrap();
-    let at = |index: usize| start + header[name]["data_offsets"][index].as_u64().unwrap() as usize;
-    let part = &mut bytes[at(0)..at(1)];
-    let mut values: Vec<f32> = part.chunks_exact(4).map(|word| f32::from_le_bytes(word.try_into().unwrap())).collect();
-    change(&mut values);
-    part.copy_from_slice(&values.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<_>>());
-    fs::write(path, bytes).unwrap();
+    let files = model.read_dir().unwrap().map(|entry| entry.unwrap().path());
+    for path in files.filter(|path| path.extension().is_some_and(|end| end == "safetensors")) {
+        let mut bytes = fs::read(&path).unwrap();
+        let start = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+        let header: Value = serde_json::from_slice(&bytes[8..start]).unwrap();
+        let Some(offsets) = header[name]["data_offsets"].as_array() else { continue };
+        let at = |index: usize| start + offsets[index].as_u64().unwrap() as usize;
+        let part = &mut bytes[at(0)..at(1)];
+        // A bfloat16 is the upper half of a float32.
+        let size = if header[name]["dtype"] == "BF16" { 2 } else { 4 };
+        let value = |word: &[u8]| {
+            let mut whole = [0; 4];
+            whole[4 - size..].copy_from_slice(word);
+            f32::from_le_bytes(whole)
+        };
+        let mut values: Vec<f32> = part.chunks_exact(size).map(value).collect();
+        change(&mut values);
+        part.copy_from_slice(
+            &values.iter().flat_map(|value| value.to_le_bytes()[4 - size..].to_vec()).collect::<Vec<_>>(),
+        );
+        fs::write(path, bytes).unwrap();
+        return;
+    }
+    panic!("no {name} in {}", model.display());
 }
 
 /// A change of the model's folder before `verify` reads it.
@@ -72,16 +94,20 @@ fn verify(change: &str, more: &[&str]) -> Ended {
     verify_damaged(&|_| (), ("", change), more)
 }
 
-fn verify_damaged(damage: Damage<'_>, (find, change): (&str, &str), more: &[&str]) -> Ended {
+fn verify_damaged(damage: Damage<'_>, python: (&str, &str), more: &[&str]) -> Ended {
+    verify_golden(GOLDEN, damage, python, more)
+}
+
+/// Runs `verify` on a copy of a golden folder.
+fn verify_golden(name: &str, damage: Damage<'_>, (find, change): (&str, &str), more: &[&str]) -> Ended {
     let folder = tempfile::tempdir().unwrap();
-    let model = model(folder.path());
+    let model = model(name, folder.path());
     damage(&model);
     let python = folder.path().join("python");
     fs::write(folder.path().join("answer.py"), PYTHON).unwrap();
     fs::write(&python, format!("#!/bin/sh\nexec python3 {}/answer.py \"$@\"\n", folder.path().display())).unwrap();
     fs::set_permissions(&python, Permissions::from_mode(0o755)).unwrap();
-    let golden = Path::new(GOLDEN).join("golden.json");
-    let recorded: Value = serde_json::from_str(&fs::read_to_string(&golden).unwrap()).unwrap();
+    let recorded: Value = serde_json::from_str(&fs::read_to_string(golden(name).join("golden.json")).unwrap()).unwrap();
     let ids = recorded["input_ids"][recorded["all_logits_of"].as_u64().unwrap() as usize].as_array().unwrap();
     let prompt = ids.iter().map(|id| format!("w{:02}", id.as_u64().unwrap())).collect::<Vec<_>>().join(" ");
     let mut command = command("verify --device cpu --max_completion_length 1");
@@ -92,7 +118,7 @@ fn verify_damaged(damage: Damage<'_>, (find, change): (&str, &str), more: &[&str
     if !more.contains(&"--python") {
         command.arg("--python").arg(&python);
     }
-    command.args(more).env("RECORDED", Path::new(GOLDEN).join("verify_")).env("FIND", find);
+    command.args(more).env("RECORDED", golden(name).join("verify_")).env("FIND", find);
     end(command.env("CHANGE", change).spawn().unwrap())
 }
 
