@@ -80,7 +80,8 @@ impl ActivationBytes {
             }
         }
         // If blocks differ, the block with the highest peak counts.
-        let most = |of: &dyn Fn(BlockSpec) -> usize| layers.iter().map(|block| of(*block)).max().unwrap_or(0);
+        let kinds: Vec<BlockSpec> = spec.kinds_of_blocks().iter().map(|kind| layers[kind.layer]).collect();
+        let most = |of: &dyn Fn(BlockSpec) -> usize| kinds.iter().map(|block| of(*block)).max().unwrap_or(0);
         let backward = most(&|block| block.backward_bytes(bytes, keep, shares_prompts, drops));
         // With a quantized format and few tokens, the peak is at the input gradient, while the weight matrix is quantized.
         let input_gradient = match format.rounds() {
