@@ -6,11 +6,12 @@
 # deny   advisories, licences and sources of all libraries, by deny.toml         (cargo-deny, the network)
 # docs   the documentation, built as docs.rs does: without libtorch
 # fuzz   every fuzz target for SECONDS_EACH, two minutes unless it is set        (cargo-fuzz, a nightly compiler, scripts/setup.sh)
+# kernels  every CUDA kernel for every GPU; CI compiles a text once that several GPUs get (scripts/setup.sh)
 # miri   the allocator that counts, the scheduler and its blocks, interpreted    (a nightly compiler with miri)
 # Loom is not among them: it replaces the atomics of one process, and those of src/ranks/shm lie in memory that processes share.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-checks=(deny docs fuzz miri)
+checks=(deny docs fuzz kernels miri)
 failed=()
 
 # Ends a check with what it lacks and how to get it.
@@ -40,6 +41,11 @@ check_fuzz() {
         cargo +nightly fuzz run --sanitizer none "$target" -- -max_total_time="${SECONDS_EACH:-120}" -rss_limit_mb=4096 || outcome=1
     done
     return $outcome
+}
+
+check_kernels() {
+    [ -e .libtorch/lib/libtorch_cpu.so ] || lack libtorch scripts/setup.sh || return
+    cargo test --locked --lib -- --ignored --exact cuda::nvrtc::tests::every_kernel_compiles_for_every_gpu
 }
 
 check_miri() {

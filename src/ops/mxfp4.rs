@@ -8,6 +8,8 @@
 //! Matrices are kept in the order in which the GPU's kernel reads them (`src/kernels/mxfp4.cuh`): units of 64 rows and 64 columns, padded with zeros.
 //! On a GPU a kernel quantizes; the CPU operations are its reference, bit for bit, and decode for an engine on a CPU.
 
+use std::sync::LazyLock;
+
 use tch::{Kind, Tensor};
 
 use crate::cuda::kernels;
@@ -39,7 +41,7 @@ const MOST_FACTOR: i32 = 254;
 /// The exponent of blocks with a number that is not finite.
 const NO_FACTOR: u8 = 255;
 /// Places of the sign and of the other bits of a code in a bfloat16 number.
-const PLACES: u16 = 0x81c0;
+const PLACES: u32 = 0x81c0;
 
 /// Values that separate the codes, and whether a number that equals them has the larger code.
 const BETWEEN: [(f32, bool); 7] =
@@ -75,10 +77,15 @@ pub fn values(packed: &Tensor /* [bytes] u8 */, size: [i64; 3], kind: Kind) -> R
         let steps = columns.div_ceil(UNIT);
         for (at, unit) in own.chunks_exact(UNIT_BYTES).enumerate() {
             let (first_row, first_column) = (at / steps * UNIT, at % steps * UNIT);
-            for (place, code) in (0..THREADS * WORDS).flat_map(|word| placed_codes(unit, word)) {
-                let (row, column) = (first_row + place.row, first_column + place.column);
-                if row < rows && column < columns {
-                    matrix[row * columns + column] = E2M1[usize::from(code)] * scale(unit[UNIT_CODES + place.factor()]);
+            let (words, factors) = unit.split_at(UNIT_CODES);
+            let scales: Vec<f32> = factors.iter().map(|&factor| scale(factor)).collect();
+            for (places, word) in PLACES_OF_WORDS.iter().zip(words.chunks_exact(4)) {
+                let codes = codes_of(u32::from_le_bytes([word[0], word[1], word[2], word[3]]));
+                for (place, code) in places.as_flattened().iter().zip(codes.as_flattened()) {
+                    let (row, column) = (first_row + place.row, first_column + place.column);
+                    if row < rows && column < columns {
+                        matrix[row * columns + column] = E2M1[usize::from(*code)] * scales[place.factor()];
+                    }
                 }
             }
         }
@@ -105,12 +112,16 @@ fn factor(block: &[f32]) -> u8 {
     }
 }
 
-/// The code of a number in a block with this scale.
-fn code(value: f32, factor: u8) -> u8 {
-    let inverse = 2f32.powi(BIAS + FROM_SCALE - i32::from(factor));
-    let size = value.abs() * inverse;
+/// 1 / the scale that a unit's byte means.
+fn inverse_scale(factor: u8) -> f32 {
+    2f32.powi(BIAS + FROM_SCALE - i32::from(factor))
+}
+
+/// The code of a number, given 1 / its block's scale.
+fn code(value: f32, inverse_scale: f32) -> u8 {
+    let size = value.abs() * inverse_scale;
     let above = |&(edge, is_above): &(f32, bool)| if is_above { size >= edge } else { size > edge };
-    BETWEEN.iter().filter(|between| above(between)).count() as u8 | u8::from(value.is_sign_negative()) << 3
+    BETWEEN.partition_point(above) as u8 | u8::from(value.is_sign_negative()) << 3
 }
 
 /// A place of a unit.
@@ -136,6 +147,10 @@ fn places(word: usize) -> [[UnitPlace; 2]; 4] {
     })
 }
 
+/// The places of all words of a unit.
+static PLACES_OF_WORDS: LazyLock<Vec<[[UnitPlace; 2]; 4]>> =
+    LazyLock::new(|| (0..THREADS * WORDS).map(places).collect());
+
 /// A word from its codes; both halves, of even and of odd columns, have the same form. The kernel takes the first code from its places, the second by
 /// a shift of 3, the third by the exclusive or of shifts of 6 and 1, and the fourth by that of shifts of -3 and 2.
 fn word_of(codes: [[u8; 2]; 4]) -> u32 {
@@ -152,16 +167,13 @@ fn word_of(codes: [[u8; 2]; 4]) -> u32 {
     word
 }
 
-/// The codes of a unit's word, with their places.
-fn placed_codes(unit: &[u8], word: usize) -> impl Iterator<Item = (UnitPlace, u8)> {
-    let w = u32::from_le_bytes(unit[4 * word..4 * word + 4].try_into().expect("four bytes"));
-    let numbers = [w, w << 3, w << 6 ^ w << 1, w >> 3 ^ w << 2];
-    places(word).into_iter().zip(numbers).flat_map(|(places, number)| {
-        places.into_iter().zip([number as u16, (number >> 16) as u16]).map(|(place, bits)| {
-            let bits = bits & PLACES;
-            (place, (bits >> 12 | bits >> 6 & 7) as u8)
-        })
-    })
+/// The codes of a word.
+fn codes_of(w: u32) -> [[u8; 2]; 4] {
+    let code = |bits: u32| {
+        let bits = bits & PLACES;
+        (bits >> 12 | bits >> 6 & 7) as u8
+    };
+    [w, w << 3, w << 6 ^ w << 1, w >> 3 ^ w << 2].map(|number| [code(number), code(number >> 16)])
 }
 
 /// One expert's matrix.
@@ -188,10 +200,12 @@ impl ExpertMatrix<'_> {
                 factors[UnitPlace { row, column }.factor()] = factor(&block);
             }
         }
-        for word in 0..THREADS * WORDS {
-            let codes = places(word).map(|pair| {
+        let inverse_scales = factors.map(inverse_scale);
+        for places in PLACES_OF_WORDS.iter() {
+            let codes = places.map(|pair| {
                 pair.map(|place| {
-                    code(self.at(first_row + place.row, first_column + place.column), factors[place.factor()])
+                    let value = self.at(first_row + place.row, first_column + place.column);
+                    code(value, inverse_scales[place.factor()])
                 })
             });
             to.extend(word_of(codes).to_le_bytes());

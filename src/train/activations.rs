@@ -108,8 +108,8 @@ impl ActivationBytes {
             // The last block's output; cosines and sines of the rotated columns.
             pass: (residual * hidden + 2 * wide * spec.ropes().columns()) * tokens,
             stream: narrow * hidden * tokens,
-            block_forward: layers.iter().map(forward).collect(),
-            block_backward: layers.iter().map(backward).collect(),
+            block_forward: of_blocks(&layers, forward),
+            block_backward: of_blocks(&layers, backward),
             head,
             head_forward,
         }
@@ -119,6 +119,20 @@ impl ActivationBytes {
     pub fn most_of_block_backward(&self) -> usize {
         self.block_backward.iter().copied().max().unwrap_or(0)
     }
+}
+
+/// Bytes of every block, computed once for equal blocks.
+fn of_blocks(blocks: &[BlockSpec], bytes_of: impl Fn(&BlockSpec) -> usize) -> Vec<usize> {
+    let mut known: Vec<(&BlockSpec, usize)> = Vec::new();
+    let of = |block| {
+        if let Some(&(_, bytes)) = known.iter().find(|(equal, _)| *equal == block) {
+            return bytes;
+        }
+        let bytes = bytes_of(block);
+        known.push((block, bytes));
+        bytes
+    };
+    blocks.iter().map(of).collect()
 }
 
 /// Peak bytes of the head, and of its forward without a backward.

@@ -22,17 +22,17 @@ pub fn balanced_share(
 ) -> Vec<usize> {
     let (masked, unmasked): (Vec<usize>, Vec<usize>) = (0..all.len()).partition(|&index| all[index].masked);
     let groups = prompt_groups(all, unmasked, share_prompts);
-    let costs: Vec<f64> = groups.iter().map(|group| cost(all, group, spec)).collect();
+    // GEMMs take 6 operations per token and weight; attention takes 12 per layer, head width and pair of query and key.
+    let of_token = 6 * spec.num_active_params() + spec.training_flop_per_token();
+    let pair_cost = ATTENTION_WEIGHT * spec.training_flop_per_pair() as f64 / of_token as f64;
+    let costs: Vec<f64> = groups.iter().map(|group| cost(all, group, pair_cost)).collect();
     let own = partition(&costs, num_ranks).swap_remove(rank);
     let own = own.into_iter().flat_map(|group| &groups[group]);
     own.chain(masked.iter().filter(|_| rank == 0)).copied().collect()
 }
 
-/// Cost of a group's forward and backward, in units of one token without attention. GEMMs take 6 operations per token and weight; attention takes 12
-/// per layer, head width and pair of query and key.
-fn cost(all: &[Sequence], group: &[usize], spec: &ModelSpec) -> f64 {
-    let of_token = 6 * spec.num_active_params() + spec.training_flop_per_token();
-    let pair_cost = ATTENTION_WEIGHT * spec.training_flop_per_pair() as f64 / of_token as f64;
+/// Cost of a group's forward and backward, in units of one token without attention; `pair_cost` is that of a pair of query and key.
+fn cost(all: &[Sequence], group: &[usize], pair_cost: f64) -> f64 {
     let prompt_len = all[group[0]].prompt_len as f64;
     let of_prompt = prompt_len + pair_cost * prompt_len * prompt_len / 2.0;
     let of_completion = |index: &usize| {

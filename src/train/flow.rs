@@ -158,10 +158,16 @@ pub(super) fn pieces(layout: &StateLayout, index: usize, len: usize) -> Vec<Stat
     pass(StatePass::Moments).chain(pass(StatePass::Master)).collect()
 }
 
-/// Bytes of all buckets on the device.
+/// Bytes of all buckets on the device. No piece of a run is larger than its first one.
 pub(super) fn bucket_bytes(layout: &StateLayout) -> usize {
-    let units = (0..layout.num_units()).flat_map(|index| pieces(layout, index, BUCKET_LEN));
-    NUM_BUCKETS * units.map(|piece| piece.bytes()).max().unwrap_or(0)
+    let first = |index: usize, run: &StateRun| {
+        let Range { start, end } = run.elements;
+        let elements = start..end.min(start.saturating_add(BUCKET_LEN));
+        let passes = [StatePass::Moments, StatePass::Master];
+        passes.map(|pass| StatePiece::new(layout, index, pass, run, elements.clone()).bytes()).into_iter().max()
+    };
+    let units = (0..layout.num_units()).flat_map(|index| layout.runs(index).iter().map(move |run| first(index, run)));
+    NUM_BUCKETS * units.max().flatten().unwrap_or(0)
 }
 
 #[cfg(test)]

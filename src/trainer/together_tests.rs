@@ -21,7 +21,7 @@ use crate::cuda::Placement;
 use crate::data::{Dataset, Tokenizer};
 use crate::error::{Error, Result};
 use crate::grpo::LossFunction;
-use crate::model::{Family, ModelSource, ModelSpec, init_unit};
+use crate::model::{BlockSpec, Family, Mlp, ModelSource, ModelSpec, init_unit};
 use crate::plan::Room;
 use crate::ranks::{World, testing};
 use crate::reward::RewardPool;
@@ -112,7 +112,13 @@ impl Solver {
         let keys: BTreeMap<_, _> = described::<Config>().into_iter().map(|doc| (doc.key.clone(), doc)).collect();
         let defaults = keys.values().filter_map(|doc| Some((&*doc.key, doc.default.clone()?)));
         let defaults = Combination::of(defaults.filter(|(key, _)| *key != "environment_factory"));
-        let preset = |name: &str, layers| ModelSpec::preset(name).unwrap().with_num_layers(layers);
+        // Small experts: engines on CPUs decode MXFP4 in each step, which without optimisation would take most of the test's time.
+        let small = |_, block: &mut BlockSpec| {
+            if let Mlp::Experts(experts) = &mut block.mlp {
+                experts.expert.intermediate = 64;
+            }
+        };
+        let preset = |name: &str, layers| ModelSpec::preset(name).unwrap().with_num_layers(layers).map_blocks(small);
         let [dense, experts, hybrid] = [preset("tiny", 2), preset("tiny-moe", 2), preset("tiny-hybrid", 8)];
         let (plain, routed) = (dense.layers[0].mlp, experts.layers[0].mlp);
         let mixed = experts.clone().map_blocks(|layer, block| block.mlp = if layer == 0 { plain } else { routed });
