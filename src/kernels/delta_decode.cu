@@ -98,8 +98,8 @@ __device__ __forceinline__ void copy_out(void* to, unsigned from, int bytes) {
     asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
-// Copies the states of the block's items; one warp. Pages, positions and states are older than the preceding kernel, so the first state is loaded
-// while that kernel ends.
+// Copies the states of the block's items; one warp. Pages, positions and states were written before an earlier
+// kernel that had waited for its inputs, so the first state is loaded while the kernels between end.
 template <typename S>
 __device__ __forceinline__ void carry(const Layer<S>& layer, Shared<S>& at, int items) {
     const bool leads = threadIdx.x % 32 == 0;

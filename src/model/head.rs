@@ -18,7 +18,7 @@ pub fn head_chunk_tokens(vocab_size: usize, on_cuda: bool) -> usize {
     if on_cuda && rows > 128 { rows / 128 * 128 } else { rows.max(1) }
 }
 
-/// For which tokens rows of the last block's output are scored, at which temperature.
+/// The tokens that rows of the last block's output are scored for, and the temperature.
 #[derive(Debug, Clone, Copy)]
 pub struct Scoring<'a> {
     /// The token to score for each row. `[C]` i64

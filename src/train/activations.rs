@@ -36,7 +36,7 @@ impl MicroBatchShape {
     }
 
     /// The mean length of a sequence. For shorter ones than a typical mean the plan is too low.
-    fn mean_tokens(&self) -> usize {
+    pub(super) fn mean_tokens(&self) -> usize {
         (self.tokens / self.num_sequences.max(1)).max(DeltaHeads::MEAN_TOKENS)
     }
 }

@@ -85,8 +85,9 @@ impl TrainedModel<'_> {
         let most = course.micro_batches.iter().map(|shape| shape.tokens).max().unwrap_or(0);
         let tokens = most.next_multiple_of(BLOCK_TOKENS).min(max_tokens.max(most));
         let shares_prompts = course.micro_batches.iter().any(|shape| shape.shares_prompts);
-        // As if all sequences were short, so that the block need not grow for later micro-batches.
-        let (scored_tokens, num_sequences) = (tokens, tokens);
+        // As if all tokens were scored and sequences half as long as the shortest, so that the block need not grow for later micro-batches.
+        let mean_tokens = course.micro_batches.iter().map(MicroBatchShape::mean_tokens).min().unwrap_or(1);
+        let (scored_tokens, num_sequences) = (tokens, tokens.div_ceil((mean_tokens / 2).max(1)));
         let full = [MicroBatchShape { tokens, scored_tokens, num_sequences, shares_prompts, num_top: 0 }; 2];
         let micro_batches = &full[..course.micro_batches.len().min(2)];
         let moments = self.moments(&UpdateCourse { micro_batches, is_warm: false, ..*course });

@@ -254,7 +254,7 @@ fn compare_attention_of_all_shapes(kind: Kind, bound: f64) {
             let with_sinks = split != Some(SPLIT_TOKENS);
             for has_sinks in [false, true].into_iter().filter(|&has| !has || with_sinks) {
                 // The reference takes long for many heads.
-                let rows = if kv_heads < 8 { 37 } else { 16 };
+                let rows = if kv_heads < 8 || sharing == 11 { 37 } else { 16 };
                 let sizes = (rows, if is_small() { 150 } else { 700 });
                 compare_attention((shape, has_sinks), sizes, kind, bound, sharing, split);
             }

@@ -30,8 +30,9 @@ def load(folder, dtype, device):
     keys = {"dtype": getattr(torch, dtype), "experts_implementation": "eager"} if is_new else {"torch_dtype": getattr(torch, dtype)}
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, **keys)
-    except ValueError:
-        if not hasattr(transformers.AutoConfig.from_pretrained(folder), "vision_config"):
+    except ValueError as error:
+        is_unknown = "Unrecognized configuration class" in str(error)
+        if not is_unknown or not hasattr(transformers.AutoConfig.from_pretrained(folder), "vision_config"):
             raise
         # Mistral Small 3.1 and others with images are in transformers' list of such models alone.
         model = transformers.AutoModelForImageTextToText.from_pretrained(folder, **keys)

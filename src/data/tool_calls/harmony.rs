@@ -49,7 +49,7 @@ fn end_of(text: &str, markers: &[&str]) -> usize {
 }
 
 /// A message that is no call.
-struct Said<'t> {
+struct PlainMessage<'t> {
     is_thought: bool,
     body: &'t str,
 }
@@ -60,23 +60,29 @@ pub(super) fn content(text: &str, has_calls: bool) -> String {
     if !text.contains(CHANNEL) {
         return text.to_owned();
     }
-    let said = said(text);
-    let shows_thoughts = has_calls || said.iter().all(|message| message.is_thought);
-    let shown = said.iter().filter(|message| shows_thoughts || !message.is_thought);
+    let messages = plain_messages(text);
+    let shows_thoughts = has_calls || messages.iter().all(|message| message.is_thought);
+    let shown = messages.iter().filter(|message| shows_thoughts || !message.is_thought);
     shown.map(|message| message.body).collect::<Vec<_>>().join("\n")
 }
 
-fn said(text: &str) -> Vec<Said<'_>> {
-    let (mut said, mut rest) = (Vec::new(), text);
+fn plain_messages(text: &str) -> Vec<PlainMessage<'_>> {
+    let (mut messages, mut rest) = (Vec::new(), text);
     while let Some((role, behind)) = rest.split_once(CHANNEL) {
         let (header, body) = behind.split_once(MESSAGE).unwrap_or((behind, ""));
+        // Text of no message: a role follows a marker, or is what a message to a function begins with.
+        let stray = role.split(START).next().unwrap_or_default().trim();
+        let stray = ENDS.iter().fold(stray, |text, end| text.strip_prefix(end).unwrap_or(text).trim());
+        if !stray.is_empty() && !stray.contains(RECIPIENT) {
+            messages.push(PlainMessage { is_thought: false, body: stray });
+        }
         let len = end_of(body, &[&ENDS[..], &[START, CHANNEL]].concat());
         if !role.contains(RECIPIENT) && !header.contains(RECIPIENT) {
-            said.push(Said { is_thought: header.trim_start().starts_with("analysis"), body: &body[..len] });
+            messages.push(PlainMessage { is_thought: header.trim_start().starts_with("analysis"), body: &body[..len] });
         }
         rest = &body[len..];
     }
-    said
+    messages
 }
 
 #[cfg(test)]
@@ -112,6 +118,7 @@ mod tests {
             (thought.to_owned(), "I need a {tool}."),
             ("<|channel|>commentary to=python<|message|>1 + 1<|call|>".to_owned(), "1 + 1"),
             ("<|channel|>analysis<|message|>So<|channel|>final<|message|>Two.".to_owned(), "Two."),
+            ("Two.<|channel|>final<|message|>Three.".to_owned(), "Two.\nThree."),
             ("Two.".to_owned(), "Two."),
         ] {
             assert_eq!(parse(&text), ParsedMessage { content: content.to_owned(), ..ParsedMessage::default() });

@@ -110,8 +110,8 @@ pub(crate) struct ContentScan {
     blank: Option<usize>,
     /// Whether a call in this format is the whole message, apart from thoughts.
     is_alone: bool,
-    /// Whether nothing further is certain.
-    has_call: bool,
+    /// Whether later text is not scanned, as nothing further is certain.
+    is_done: bool,
     #[cfg(test)]
     pub num_searched: usize,
 }
@@ -126,7 +126,7 @@ impl ContentScan {
             thought: thought.map(|end| (end, true)),
             blank: Some(0).filter(|_| is_alone && thought.is_none()),
             is_alone,
-            has_call: parser == ToolCallParser::OpenAi, // which text is content is known at the end
+            is_done: parser == ToolCallParser::OpenAi, // which text is content is known at the end
             #[cfg(test)]
             num_searched: 0,
         }
@@ -134,7 +134,7 @@ impl ContentScan {
 
     /// Scans the new part of `text`, which extends the text of the last call. Returns the number of bytes that are content.
     pub fn advance(&mut self, text: &str) -> usize {
-        while !self.has_call {
+        while !self.is_done {
             let found = text[self.at..].find(FIRST_CHARS);
             let at = found.map_or(text.len(), |found| self.at + found);
             #[cfg(test)]
@@ -166,7 +166,7 @@ impl ContentScan {
                 let is_call = call.iter().any(|marker| begun(marker) || rest.starts_with(marker));
                 return self.blank.unwrap_or(if is_call { at } else { text.len() });
             } else if call.iter().any(|marker| rest.starts_with(marker)) {
-                (self.at, self.has_call) = (self.blank.unwrap_or(at), true);
+                (self.at, self.is_done) = (self.blank.unwrap_or(at), true);
             } else {
                 self.pass(text, at + 1);
             }

@@ -132,8 +132,8 @@ impl DeltaNetSpec {
     }
 }
 
-/// How sequence-parallel ranks split a gated delta net's heads. A rank holds the key heads that its value heads read. Tensors that are exchanged are
-/// freed.
+/// How sequence-parallel ranks split a gated delta net's heads. A rank holds the key heads that its value heads read. An exchange takes its
+/// input, which is then freed.
 struct DeltaExchange<'a> {
     ranks: &'a TokenExchange,
     keys: SharedHeads,

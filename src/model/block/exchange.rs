@@ -31,12 +31,13 @@ pub struct TokenExchange {
     lane: Arc<Lane>,
     /// Fewest tokens of a micro-batch for which attention is computed in two parts of a rank's heads.
     least_halved_tokens: i64,
-    /// Whether this micro-batch has as many.
+    /// Whether this micro-batch has at least that many.
     halves: bool,
 }
 
 /// The fewest tokens that are computed in two parts on GPUs. With two sequences of 4,096 tokens, for which an exchange takes 0.09 ms, the two parts'
-/// forward takes 0.02 ms longer than the whole, and their backward 0.11 ms. On a CPU, where nothing overlaps, all lengths are.
+/// forward takes 0.02 ms longer than the whole, and their backward 0.11 ms. On a CPU, where nothing overlaps, micro-batches of all lengths are, so that
+/// tests compute them.
 const LEAST_HALVED_TOKENS: i64 = 32 << 10;
 
 /// Tensors that are being exchanged.

@@ -19,7 +19,7 @@ pub struct ElementBytes {
     pub rounded: usize,
 }
 
-/// What the memory of a block depends on, of the rows of a micro-batch.
+/// Properties of a micro-batch's rows that set the memory of a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RowsShape {
     /// Whether ranks share the rows (sequence parallelism).

@@ -20,7 +20,7 @@ impl DecoderNetwork<'_> {
         if self.tuning != Tuning::Timed || !is_tried || self.format().has_own_products() {
             return Ok(Vec::new());
         }
-        // The kernels for few rows read weights that must not be dequantized just before.
+        // Not with weights that are dequantized in every step: nothing was timed with them.
         let serves_few = |piece: &Piece| kernels::product_serves(rows, piece.multiplied(), piece.bias.as_ref());
         if self.weights.stored.is_none() && self.any_piece(serves_few)? {
             return Ok(vec![OwnProducts::FewRows]);
@@ -47,7 +47,7 @@ impl DecoderNetwork<'_> {
         })
     }
 
-    /// Whether a kernel serves any weight but those of experts, which have kernels of their own.
+    /// Whether a kernel serves any weight by itself, but those of experts, which have kernels of their own.
     fn any_piece(&self, serves: impl Fn(&Piece) -> Result<bool>) -> Result<bool> {
         let is_of_experts = |matrix| matches!(matrix, Matrix::GateUp | Matrix::Down);
         for (spec, block) in self.spec.layers.iter().zip(&self.weights.blocks) {
@@ -74,7 +74,7 @@ impl DecoderNetwork<'_> {
         gate_up: &Tensor, // [T, 2 F]
         act: &mut Tensor, // [T, F]
     ) -> Result<()> {
-        match self.own_products_of_gate_up(activation, w, normed)? {
+        match self.own_products_of_gate_up(activation, w, (normed, act))? {
             None => {
                 self.base(DecoderOp::GateUp, normed, w, gate_up)?;
                 if let Some((lora, low)) = self.lora_with_low(normed, w)
@@ -102,14 +102,16 @@ impl DecoderNetwork<'_> {
         &self,
         activation: Activation,
         w: &Linear,
-        normed: &Tensor,
+        (normed, act): (&Tensor, &Tensor),
     ) -> Result<Option<OwnProducts>> {
         let is_fused = match self.own_products {
             OwnProducts::None | OwnProducts::Wide => false,
             OwnProducts::GateUp | OwnProducts::WideAndGateUp => true,
             OwnProducts::FewRows => {
-                let serves = || kernels::product_serves(normed.size()[0] as usize, w.piece().multiplied(), None);
-                activation == Activation::Silu && w.lora.is_none() && serves()?
+                let rows = self.rows(normed)?;
+                let x = rows.rounded.as_ref().map_or(rows.plain, |rounded| &rounded.values);
+                let takes = || kernels::product_takes(x, w.piece().multiplied(), None, act);
+                activation == Activation::Silu && w.lora.is_none() && takes()?
             }
         };
         Ok(is_fused.then_some(self.own_products))

@@ -82,8 +82,8 @@ impl DecoderNetwork<'_> {
     /// `kernels::product`, `gate_up`, `adapt`, `experts_low` and `route` read weights while the previous operation still runs. This is safe because
     /// no operation before them writes weights. The policy's weights are complete before the step begins, since the engine's stream waits for its
     /// caller's. A block that `prepare` writes is first followed by a norm, which waits for `prepare`. An operation that a benchmark times alone
-    /// lacks this norm, but its output is not used. Kernels of a quantized format let the next kernel start before they have waited themselves. That
-    /// is safe, too: prepared weights are not written within a step, and blocks that `prepare` writes are followed by norms that wait.
+    /// lacks this norm, but its output is not used. `kernels::product` and kernels of a quantized format let the next kernel start before they have
+    /// waited themselves. That is safe, too: prepared weights are not written within a step, and blocks that `prepare` writes are followed by norms that wait.
     pub(super) fn hidden(&self, tokens: &StepTokens, attend: &mut Attend) -> Result<Tensor> {
         let rows = tokens.ids.size()[0];
         let first = |buffer: &Tensor| buffer.narrow(0, 0, rows);

@@ -152,9 +152,10 @@ impl Conversations {
             messages.push(json!({"role": "tool", "name": call.name, "content": content}));
         }
         let step = trajectory.weight_versions.last().copied().unwrap_or_default();
-        let labelled = messages.iter().zip(answers).enumerate().map(|(index, (message, (call, _)))| {
+        let labels = labels(answers.iter().map(|(call, _)| *call));
+        let labelled = messages.iter().zip(labels).map(|(message, label)| {
             let mut message = message.clone();
-            message["tool_call_id"] = label(call, index).into();
+            message["tool_call_id"] = label.into();
             message
         });
         let TurnLimits { max_completion_length, max_model_length } = self.limits;
@@ -221,10 +222,22 @@ fn quoted(observation: Option<&String>) -> String {
     observation.map_or_else(|| "nothing".to_owned(), |text| format!("{text:?}"))
 }
 
-/// The id by which a template matches a result with its call: the one that the model wrote, if it has the form that Mistral's templates ask for.
-fn label(call: &ToolCall, index: usize) -> String {
+/// The ids by which a template matches results with their calls, all different: those that the model wrote, if they have the form that Mistral's
+/// templates ask for, and are not those of earlier calls.
+fn labels<'c>(calls: impl Iterator<Item = &'c ToolCall>) -> Vec<String> {
     let is_usual = |id: &&String| id.len() == 9 && id.bytes().all(|byte| byte.is_ascii_alphanumeric());
-    call.id.as_ref().filter(is_usual).cloned().unwrap_or_else(|| format!("call{index:05}"))
+    let written: Vec<Option<&String>> = calls.map(|call| call.id.as_ref().filter(is_usual)).collect();
+    let mut labels: Vec<String> = Vec::new();
+    for (index, own) in written.iter().enumerate() {
+        let made = |number: usize| format!("call{number:05}");
+        let is_new = |label: &String| !labels.contains(label);
+        let label = own.filter(|id| is_new(id)).cloned().unwrap_or_else(|| {
+            let is_free = |label: &String| is_new(label) && !written.contains(&Some(label));
+            (index..).map(made).find(is_free).expect("there are more numbers than calls")
+        });
+        labels.push(label);
+    }
+    labels
 }
 
 #[cfg(test)]
@@ -235,13 +248,16 @@ mod tests {
 
     #[test]
     fn results_carry_the_ids_that_the_model_wrote() {
-        let labelled = |id: Option<&str>| {
-            let call = ToolCall { id: id.map(str::to_owned), ..ToolCall::new("add", Value::Null) };
-            label(&call, 3)
+        let labelled = |ids: &[Option<&str>]| {
+            let call = |id: &Option<&str>| ToolCall { id: id.map(str::to_owned), ..ToolCall::new("add", Value::Null) };
+            labels(ids.iter().map(call).collect::<Vec<_>>().iter())
         };
-        assert_eq!(labelled(Some("aB3defgh1")), "aB3defgh1");
+        assert_eq!(labelled(&[Some("aB3defgh1"), None]), ["aB3defgh1", "call00001"]);
         for id in [None, Some(""), Some("abcdefgh"), Some("abcdefgh-"), Some("abcdefgh12")] {
-            assert_eq!(labelled(id), "call00003", "{id:?}");
+            assert_eq!(labelled(&[id]), ["call00000"], "{id:?}");
         }
+        let same = Some("aB3defgh1");
+        assert_eq!(labelled(&[same, same, same]), ["aB3defgh1", "call00001", "call00002"]);
+        assert_eq!(labelled(&[None, Some("call00000"), None]), ["call00001", "call00000", "call00002"]);
     }
 }

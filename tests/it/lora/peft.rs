@@ -156,7 +156,7 @@ fn merged_adapters_are_pefts() {
         assert_eq!(changed.collect::<Vec<_>>(), expected.keys().collect::<Vec<_>>(), "{name}");
         // In bfloat16 a sum that lies between two values may be rounded to either.
         let (rounding, of_logits) = if spec.dtype == Kind::Float { (1e-5, 1e-4) } else { (1.0 / 128.0, 0.02) };
-        let (num_changed, mut num_told) = (expected.len(), 0);
+        let (num_changed, mut num_distinct) = (expected.len(), 0);
         for (tensor, expected) in expected {
             let [before, after] = [&before, &after].map(|all| {
                 let values = Vec::<f32>::try_from(all[&tensor].to_kind(Kind::Float).flatten(0, -1)).unwrap();
@@ -164,10 +164,13 @@ fn merged_adapters_are_pefts() {
             });
             let limit = rounding * f64::from(after.1);
             assert!((after.0 - expected).abs() < limit, "{name}, {tensor}: {after:?}, expected {expected}");
-            num_told += usize::from((before.0 - expected).abs() > 2.0 * limit);
+            num_distinct += usize::from((before.0 - expected).abs() > 2.0 * limit);
         }
 
-        assert!(10 * num_told >= 8 * num_changed, "{name}: {num_told} of {num_changed} sums tell a merge from none");
+        assert!(
+            10 * num_distinct >= 8 * num_changed,
+            "{name}: {num_distinct} of {num_changed} sums tell a merge from none"
+        );
 
         let files = WeightFiles::open(&merged, spec.clone()).unwrap();
         let read = |layout: &UnitLayout| files.read_unit(layout, Kind::Float);
