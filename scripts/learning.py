@@ -279,9 +279,11 @@ def main():
     parser.add_argument("--events", type=pathlib.Path, help="the file of events, OUT/events.jsonl unless it is named")
     parser.add_argument("--collect", type=pathlib.Path, help="folds OUT's events into this file, or names the file whose runs are not made again")
     parser.add_argument("--make", action="store_true", help="with --collect: make what the file lacks, and then fold")
-    parser.add_argument("changes", nargs="*", help="KEY=VALUE of a task")
-    options = parser.parse_intermixed_args()
-    changes = dict(change.split("=", 1) for change in options.changes)
+    # KEY=VALUE are taken out first: an option with several values would take those behind it, too.
+    words = sys.argv[1:]
+    changes = [word for word in words if "=" in word and not word.startswith("-")]
+    options = parser.parse_args([word for word in words if word not in changes])
+    changes = dict(change.split("=", 1) for change in changes)
     changes = {key: number(value) for key, value in changes.items()}
     options.program = options.program.resolve()
     if options.make or not options.collect:

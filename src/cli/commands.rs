@@ -10,7 +10,7 @@ use super::args::{Cli, Command, ExportArgs, InitArgs, LaunchArgs, PlanArgs, RunA
 use super::evaluation::{EvalRows, Evaluation};
 use super::process::{Supervision, distributed, heartbeat, prepared};
 use super::reference::{reference_page, reference_toml};
-use super::seconds::{expected, gpu_of_plan, tell_seconds};
+use super::seconds::{check_lengths, expected, gpu_of_plan, tell_seconds};
 use super::{bench, card, endpoint, fetch, import, private, sample, verify, watch};
 use crate::checkpoint::{check_space, refuse_within_checkpoint, write_new};
 use crate::config::{Config, Quantization, SftConfig};
@@ -276,6 +276,8 @@ fn plan(args: &PlanArgs) -> Result<ExitCode> {
         console::say(format_args!("this is a plan for the host memory of this machine (CPU); {FOR_GPUS}"));
     }
     console::print(format_args!("{preflight}\n"))?;
+    let context = preflight.table.spec.max_position_embeddings;
+    check_lengths(args, config.max_model_length.unwrap_or(context))?;
     tell_seconds(args, gpu, expected.map(|expected| planned.seconds(&preflight, expected)))?;
     if !placement.on_cuda {
         console::say(format_args!(

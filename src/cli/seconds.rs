@@ -3,7 +3,7 @@
 use super::args::PlanArgs;
 use crate::console;
 use crate::cuda::{self, Placement};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::plan::{Gpu, StepSeconds};
 use crate::trainer::{ExpectedStep, PlannedRun};
 
@@ -17,6 +17,24 @@ pub(super) fn gpu_of_plan(args: &PlanArgs, placement: Placement) -> Result<Optio
             Ok(cuda::first_name()?.and_then(|name| Gpu::named(&name)))
         }
         given => Ok(given),
+    }
+}
+
+/// Refuses expected lengths that do not fit into the model's context together.
+///
+/// # Errors
+/// [`Error::InvalidValue`].
+pub(super) fn check_lengths(args: &PlanArgs, context: usize) -> Result<()> {
+    let (prompt, completion) =
+        (args.expected_prompt_length, args.expected_completion_length.map(|lengths| lengths.longest));
+    let sum = prompt.unwrap_or(0).saturating_add(completion.unwrap_or(0));
+    let given = [("--expected_prompt_length", prompt), ("--expected_completion_length", completion)];
+    match given.into_iter().max_by_key(|(_, length)| *length) {
+        Some((name, Some(length))) if sum > context => {
+            let expected = format!("prompt and completion of at most {context} tokens together, the model's context");
+            Err(Error::invalid_value(name, length, expected))
+        }
+        _ => Ok(()),
     }
 }
 

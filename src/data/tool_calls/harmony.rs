@@ -28,6 +28,9 @@ pub(super) fn message(text: &str, at: usize) -> Result<CallBlock, Unreadable> {
     let end = text.len() - body.len() + len;
     let recipient = [role, header].iter().find_map(|part| part.split_once(RECIPIENT));
     let Some((_, name)) = recipient else { return Ok(CallBlock { calls: Vec::new(), end }) };
+    if [role, header].iter().map(|part| part.matches(RECIPIENT).count()).sum::<usize>() > 1 {
+        return Err(Unreadable::call("a message to two functions".to_owned()));
+    }
     let name = name.split(|c: char| c.is_whitespace() || c == '<').next().unwrap_or_default();
     if name.is_empty() {
         return Err(Unreadable::call("a message to a function without a name".to_owned()));
@@ -129,6 +132,7 @@ mod tests {
             ("<|channel|>commentary to=functions.f<|message|>{\"a\": }<|call|>", "the arguments of 'f': "),
             ("<|channel|>commentary to=functions.f<|message|>[1]", "the arguments of 'f': expected an object"),
             ("<|channel|>commentary to=functions. <|message|>{}", "without a name"),
+            ("<|channel|>commentary to=functions.f to=functions.g<|message|>{}<|call|>", "two functions"),
             ("<|channel|>commentary to=functions.f {}", "no <|message|>"),
         ] {
             let parsed = parse(text);

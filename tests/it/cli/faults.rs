@@ -409,3 +409,17 @@ fn model_shapes_that_gpus_do_not_support_are_refused() {
     let nf4 = plan("device=cpu quantization=nf4 lora.r=4");
     nf4.assert_error("NF4 of rows of 160", 2, &["quantization = nf4: expected none", "multiple of 64", "have 160"]);
 }
+
+/// Lengths to predict seconds for that no sequence of the model has.
+#[test]
+fn expected_lengths_beyond_the_context_are_refused() {
+    let plan = |lengths: &str| run(&format!("plan --gpu h200 --model_preset qwen2.5-0.5b {lengths}"));
+    let most = "expected prompt and completion of at most 32768 tokens together";
+    for (lengths, what) in [
+        ("--expected_prompt_length 1000000000000", "--expected_prompt_length = 1000000000000"),
+        ("--expected_prompt_length 512 --expected_completion_length 64..32768", "--expected_completion_length = 32768"),
+    ] {
+        plan(lengths).assert_error(lengths, 2, &[what, most]);
+    }
+    assert_eq!(plan("--expected_prompt_length 512 --expected_completion_length 32256").code, Some(0));
+}

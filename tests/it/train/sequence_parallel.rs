@@ -104,10 +104,11 @@ fn every_mixer(mesh: &Mesh) {
     }
 }
 
-/// Ranks that compute attention in two parts of their heads, for all micro-batches, for the longer ones, and for none. `heads` are numbers of query and
-/// key/value heads.
+/// Ranks that compute attention in two parts of their heads, for all micro-batches, for the longer ones, and for none; other numbers of
+/// heads than the first only for all. `heads` are numbers of query and key/value heads.
 fn halves_and_whole_heads(mesh: &Mesh, heads: &[[usize; 2]], tolerance: f64) {
-    for &[num_heads, num_kv_heads] in heads {
+    for (index, &[num_heads, num_kv_heads]) in heads.iter().enumerate() {
+        let thresholds = if index == 0 { &[0, 30, i64::MAX][..] } else { &[0] };
         let run = Run { num_heads, num_kv_heads, recompute: GradientCheckpointing::Full, ..Run::new(0, Kind::Double) };
         let keep_attention = GradientCheckpointing::KeepAttention;
         for run in [
@@ -116,7 +117,7 @@ fn halves_and_whole_heads(mesh: &Mesh, heads: &[[usize; 2]], tolerance: f64) {
             Run { share_prompts: true, factors: true, recompute: GradientCheckpointing::Selective, ..run },
             Run { delta_nets: true, share_prompts: true, recompute: keep_attention, ..run },
         ] {
-            for halved_from in [0, 30, i64::MAX] {
+            for &halved_from in thresholds {
                 let run = Run { halved_from: Some(halved_from), ..run };
                 equals_one_rank(mesh, &run, &|mesh| run.policy(mesh), tolerance);
             }
