@@ -138,14 +138,9 @@ impl ModelSpec {
         generation.entry("bos_token_id").or_insert_with(|| json!(self.bos_token_id));
         generation.insert("eos_token_id".into(), self.eos_json());
         let generation = Value::Object(generation);
-        let mut config = match self.is_text_part {
-            true => text_part::whole_config(self, base)?,
-            false => self.to_config_json(),
-        };
+        let mut config = if self.is_text_part { text_part::whole_config(self, base)? } else { self.to_config_json() };
         // Without it transformers takes the family's default, which may be outside of the vocabulary.
-        if !self.is_text_part
-            && let Some(id) = of_base(CONFIG)?.remove(PADDING)
-        {
+        if let Some(id) = of_base(CONFIG)?.remove(PADDING) {
             config[PADDING] = id;
         }
         if let Some(quantized) = quantized {
