@@ -276,8 +276,7 @@ fn plan(args: &PlanArgs) -> Result<ExitCode> {
         console::say(format_args!("this is a plan for the host memory of this machine (CPU); {FOR_GPUS}"));
     }
     console::print(format_args!("{preflight}\n"))?;
-    let context = preflight.table.spec.max_position_embeddings;
-    check_lengths(args, config.max_model_length.unwrap_or(context))?;
+    check_lengths(args, config.context_len(preflight.table.spec.max_position_embeddings))?;
     tell_seconds(args, gpu, expected.map(|expected| planned.seconds(&preflight, expected)))?;
     if !placement.on_cuda {
         console::say(format_args!(

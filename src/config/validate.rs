@@ -18,12 +18,17 @@ impl Config {
         validated(raw, Self::checks)
     }
 
+    /// Most tokens of a prompt with its completion, for a model with this context.
+    pub fn context_len(&self, max_position_embeddings: usize) -> usize {
+        self.max_model_length.unwrap_or(max_position_embeddings)
+    }
+
     /// Checks the configuration against the model's context length.
     ///
     /// # Errors
     /// [`Error::InvalidValue`] if the completion leaves no space for a prompt.
     pub fn validate_context(&self, max_position_embeddings: usize) -> Result<()> {
-        let context = self.max_model_length.unwrap_or(max_position_embeddings);
+        let context = self.context_len(max_position_embeddings);
         let expected = format!(
             "at most {}: prompt and completion share the model's context of {context} tokens, and rows whose prompt \
              does not fit are dropped",

@@ -51,6 +51,20 @@ pub fn accumulate(
     Ok(())
 }
 
+/// Returns the gradient [R, D] of R rows of which those at `ids` were selected, in the type of `dy`: [`accumulate`] onto zeros.
+///
+/// # Errors
+/// The errors of [`accumulate`].
+pub fn select_backward(
+    dy: &Tensor,  // [T, D]
+    ids: &Tensor, // [T] i64
+    num_rows: i64,
+) -> Result<Tensor> {
+    let mut sum = Tensor::f_zeros([num_rows, dy.size()[1]], (dy.kind(), dy.device()))?;
+    accumulate(dy, ids, &mut sum)?;
+    Ok(sum)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -153,10 +153,8 @@ fn head_bytes(
     let forward = (stream_row + row) * scored + logits;
     let backward = (stream_row + 2 * row) * scored + logits.max(row * scored);
     // If ranks share a micro-batch, the rows of their equal parts are sent, received and put in order, and their gradients on the way back.
-    let (most, traded) = match sharers {
-        1 => (scored, scored),
-        _ => (shape.most_scored_rows(sharers), scored + shape.most_scored_rows(sharers).max(scored)),
-    };
+    let most = shape.most_scored_rows(sharers);
+    let traded = if sharers == 1 { scored } else { scored + most.max(scored) };
     let forward = forward.max(stream_row * traded);
     // The gradients are then added to those of all rows.
     let returned = row * traded.max(most + tokens);

@@ -171,8 +171,7 @@ impl DraftTargets {
         let mut d_norm = norm(grads);
         let into = HeadSums { final_norm: &mut d_norm, table: None, onto: Onto::Sum };
         let d_rows = head_backward(&head, weights.table, &scoring, scored.saved, &d_logprobs, None, None, Some(into))?;
-        let mut d_y = Tensor::f_zeros(y.size(), (d_rows.kind(), d_rows.device()))?;
-        embedding::accumulate(&d_rows, &self.scored, &mut d_y)?;
+        let d_y = embedding::select_backward(&d_rows, &self.scored, y.size()[0])?;
         drop(d_rows);
         let saved = saved.expect("asked for");
         let dx = block_backward(&context, w, &d_y, saved, &mixer, grads)?;

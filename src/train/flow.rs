@@ -127,7 +127,9 @@ impl Bucket {
 }
 
 impl StatePiece {
-    fn new(layout: &StateLayout, index: usize, pass: StatePass, run: &StateRun, elements: Range<usize>) -> Self {
+    /// The piece of at most `len` elements of a run that begins with element `first`.
+    fn new(layout: &StateLayout, (index, run): (usize, &StateRun), pass: StatePass, first: usize, len: usize) -> Self {
+        let elements = first..run.elements.end.min(first.saturating_add(len));
         let parts = match (run.form, pass) {
             (StateForm::Muon, StatePass::Moments) => &[StatePart::M],
             (StateForm::Muon, StatePass::Master) => &[StatePart::Master],
@@ -149,10 +151,8 @@ pub(super) fn pieces(layout: &StateLayout, index: usize, len: usize) -> Vec<Stat
         let runs = layout.runs(index).iter();
         let runs = runs.filter(move |run| pass == StatePass::Moments || run.form == StateForm::Muon);
         runs.flat_map(move |run| {
-            let Range { start, end } = run.elements;
-            (start..end)
-                .step_by(len)
-                .map(move |first| StatePiece::new(layout, index, pass, run, first..end.min(first.saturating_add(len))))
+            let firsts = run.elements.clone().step_by(len);
+            firsts.map(move |first| StatePiece::new(layout, (index, run), pass, first, len))
         })
     };
     pass(StatePass::Moments).chain(pass(StatePass::Master)).collect()
@@ -161,10 +161,9 @@ pub(super) fn pieces(layout: &StateLayout, index: usize, len: usize) -> Vec<Stat
 /// Bytes of all buckets on the device. No piece of a run is larger than its first one.
 pub(super) fn bucket_bytes(layout: &StateLayout) -> usize {
     let first = |index: usize, run: &StateRun| {
-        let Range { start, end } = run.elements;
-        let elements = start..end.min(start.saturating_add(BUCKET_LEN));
         let passes = [StatePass::Moments, StatePass::Master];
-        passes.map(|pass| StatePiece::new(layout, index, pass, run, elements.clone()).bytes()).into_iter().max()
+        let piece = |pass| StatePiece::new(layout, (index, run), pass, run.elements.start, BUCKET_LEN);
+        passes.map(|pass| piece(pass).bytes()).into_iter().max()
     };
     let units = (0..layout.num_units()).flat_map(|index| layout.runs(index).iter().map(move |run| first(index, run)));
     NUM_BUCKETS * units.max().flatten().unwrap_or(0)

@@ -138,9 +138,7 @@ impl RowPart {
                 (self.traded(by_rank, received, sent)?, &sent.index)
             }
         };
-        let mut sum = Tensor::f_zeros([self.token_ids.size()[0], d_rows.size()[1]], (d_rows.kind(), d_rows.device()))?;
-        embedding::accumulate(&d_rows, index, &mut sum)?;
-        Ok(sum)
+        embedding::select_backward(&d_rows, index, self.token_ids.size()[0])
     }
 
     /// Sends each rank its rows, and returns the rows of all ranks. Collective.

@@ -37,7 +37,7 @@ impl TrainingRows {
         let (data, hub) = (&config.data, Hub::cached());
         let options = DatasetOptions {
             max_prompt_length: config.max_prompt_length,
-            max_model_length: Some(config.max_model_length.unwrap_or(model.spec.max_position_embeddings)),
+            max_model_length: Some(config.context_len(model.spec.max_position_embeddings)),
             max_completion_length: config.max_completion_length,
             tools: tools.map_or_else(ToolSchemas::default, |tools| tools.schemas().clone()),
             ..DatasetOptions::of(data, config.seed, required)

@@ -88,11 +88,7 @@ impl ProductTiling {
 /// [`crate::Error::Cuda`].
 pub fn product_serves(rows: usize, w: &Tensor, bias: Option<&Tensor>) -> Result<bool> {
     let lies = lies_well(w) && bias.is_none_or(lies_well);
-    if !(1..=MOST_ROWS).contains(&rows) || !w.device().is_cuda() || !lies || cut_of(w).is_none() {
-        return Ok(false);
-    }
-    let context = Context::retain(ordinal("product", w)?)?;
-    Ok(context.compute_capability()? == Capability::HOPPER && context.num_processors()? == PROCESSORS)
+    Ok((1..=MOST_ROWS).contains(&rows) && lies && cut_of(w).is_some() && has_tuned_gpu(w)?)
 }
 
 /// Whether [`product`], or [`product_8bit`], supports these operands and this result: [`product_serves`] does, and their rows are aligned.
@@ -100,7 +96,15 @@ pub fn product_serves(rows: usize, w: &Tensor, bias: Option<&Tensor>) -> Result<
 /// # Errors
 /// [`crate::Error::Cuda`].
 pub fn product_takes(x: &Tensor, w: &Tensor, bias: Option<&Tensor>, out: &Tensor) -> Result<bool> {
-    Ok(x.dim() == 2 && lies_well(x) && lies_well(out) && product_serves(x.size()[0] as usize, w, bias)?)
+    Ok(cut_for((x, w), bias, out).is_some() && has_tuned_gpu(w)?)
+}
+
+fn has_tuned_gpu(w: &Tensor) -> Result<bool> {
+    if !w.device().is_cuda() {
+        return Ok(false);
+    }
+    let context = Context::retain(ordinal("product", w)?)?;
+    Ok(context.compute_capability()? == Capability::HOPPER && context.num_processors()? == PROCESSORS)
 }
 
 /// A cache key that identifies the kernels and tilings, and so the speed of [`product`], for a compute capability.
@@ -181,7 +185,8 @@ fn run(
     let (&[rows, k], &[features, _]) = (&x.size()[..], &w.size()[..]) else {
         return Err(invalid(op, "matrices", (x.size(), w.size())));
     };
-    let cut = cut_for(op, (x, w), bias, out)?;
+    let expected = "bf16, fp8 or int8 matrices of a supported shape, aligned to 16 bytes (see product_serves)";
+    let cut = cut_for((x, w), bias, out).ok_or_else(|| invalid(op, expected, (x.size(), w.size(), out.size())))?;
     let gpu = ordinal(op, x)?;
     let (source, kind, of_kind) = match (scales, w.kind()) {
         (None, _) => (SOURCE, Kind::BFloat16, ""),
@@ -222,18 +227,11 @@ fn cut_of(w: &Tensor) -> Option<ProductTiling> {
     ProductTiling::of((features as usize, k as usize), w.kind()).filter(|_| features % 8 == 0)
 }
 
-/// The tiling for operands, after checking their shapes.
-fn cut_for(op: &'static str, (x, w): (&Tensor, &Tensor), bias: Option<&Tensor>, out: &Tensor) -> Result<ProductTiling> {
+/// The tiling for operands; `None` if the kernels do not support their shapes, or their rows are not aligned.
+fn cut_for((x, w): (&Tensor, &Tensor), bias: Option<&Tensor>, out: &Tensor) -> Option<ProductTiling> {
     let lie_well = [x, w, out].into_iter().chain(bias).all(lies_well);
     let rows = x.size().first().map_or(0, |&rows| rows as usize);
-    let cut = cut_of(w).filter(|_| (1..=MOST_ROWS).contains(&rows) && x.dim() == 2 && lie_well);
-    cut.ok_or_else(|| {
-        invalid(
-            op,
-            "bf16, fp8 or int8 matrices of a supported shape, aligned to 16 bytes (see product_serves)",
-            (x.size(), w.size(), out.size()),
-        )
-    })
+    cut_of(w).filter(|_| (1..=MOST_ROWS).contains(&rows) && x.dim() == 2 && lie_well)
 }
 
 #[cfg(test)]

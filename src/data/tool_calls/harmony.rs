@@ -71,6 +71,7 @@ pub(super) fn content(text: &str, has_calls: bool) -> String {
 
 fn plain_messages(text: &str) -> Vec<PlainMessage<'_>> {
     let (mut messages, mut rest) = (Vec::new(), text);
+    let boundaries = [&ENDS[..], &[START, CHANNEL]].concat();
     while let Some((role, behind)) = rest.split_once(CHANNEL) {
         let (header, body) = behind.split_once(MESSAGE).unwrap_or((behind, ""));
         // Text of no message: a role follows a marker, or is what a message to a function begins with.
@@ -79,7 +80,7 @@ fn plain_messages(text: &str) -> Vec<PlainMessage<'_>> {
         if !stray.is_empty() && !stray.contains(RECIPIENT) {
             messages.push(PlainMessage { is_thought: false, body: stray });
         }
-        let len = end_of(body, &[&ENDS[..], &[START, CHANNEL]].concat());
+        let len = end_of(body, &boundaries);
         if !role.contains(RECIPIENT) && !header.contains(RECIPIENT) {
             messages.push(PlainMessage { is_thought: header.trim_start().starts_with("analysis"), body: &body[..len] });
         }

@@ -126,8 +126,7 @@ fn run_onto(
     let d_norm = &mut d_head.final_norm;
     let into = Some(HeadSums { final_norm: d_norm, table: Some(d_table), onto });
     let d_rows = head_backward(&head, output, &scoring, scored.saved, a, Some(b), None, into).unwrap();
-    let mut dx = Tensor::zeros(x.size(), (d_rows.kind(), d_rows.device()));
-    embedding::accumulate(&d_rows, &batch.rows, &mut dx).unwrap();
+    let mut dx = embedding::select_backward(&d_rows, &batch.rows, x.size()[0]).unwrap();
     for ((w, kept), mut d_w) in blocks.iter().zip(saved).zip(d_blocks).rev() {
         dx = block_backward(&ctx, w, &dx, kept, &packed, &mut d_w).unwrap();
     }

@@ -185,11 +185,11 @@ impl GpuState {
         hidden: &dyn Fn(&DecoderNetwork, &Tensor /* [rows] i32, pages */) -> Result<Tensor>,
     ) -> Result<OwnProducts> {
         let residual = network.buffers.x.kind();
-        let (stored, adapted) = ((network.weights.stored.is_some(), network.format().rounds()), network.low.is_some());
+        let weights = (network.weights.stored.is_some(), network.format().rounds(), network.low.is_some());
         let mut best = network.own_products;
         for candidate in network.may_own_products(rows)? {
             let trials = if candidate == OwnProducts::FewRows { TRIALS } else { LASTING_TRIALS };
-            let of = (candidate, best, residual, stored, adapted);
+            let of = (candidate, best, residual, weights);
             let mut step = format!("{of:?} {} {:?}", network.memory.kv_cache.block_size(), network.spec);
             if network.tp.size() > 1 {
                 step += &format!(" on {} ranks", network.tp.size());

@@ -1,6 +1,7 @@
 //! Adapters that PEFT wrote: scripts/golden_peft.py recorded the log-likelihood, every gradient, the files and the merged weights.
 
 use std::collections::BTreeMap;
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -10,11 +11,11 @@ use colo_grpo::internal::model::{
 };
 use colo_grpo::internal::ranks::World;
 use colo_grpo::internal::train::{NetworkOptions, OptimizerHome, Policy, PolicyStart, Reference, Sequence, StatePart};
-use serde_json::{Value, json};
+use serde_json::Value;
 use tch::{Device, Kind, Tensor};
 
 use super::{ADAM, backward, options, packed, sequence, tensors, units};
-use crate::program::stdout_of;
+use crate::program::{golden_model, stdout_of};
 
 /// A folder that PEFT wrote, with its settings.
 type Case = (&'static str, usize, f64, &'static [TargetModule]);
@@ -146,7 +147,7 @@ fn merged_adapters_are_pefts() {
     for golden in cases().into_iter().map(Golden::of) {
         let (name, spec, merged) = (golden.name, golden.table.spec.clone(), tempfile::tempdir().unwrap());
         let [base, merged] = ["base", "merged"].map(|name| merged.path().join(name));
-        with_tokenizer(&golden.source.base, &base);
+        golden_model(&base, golden.source.base.file_name().and_then(OsStr::to_str).unwrap());
         let words = format!("export --model {} --output {} --merge", golden.folder.display(), merged.display());
         stdout_of(&format!("{words} --base_model {}", base.display()));
         let (before, after) = (weights(&golden.source.base), weights(&merged));
@@ -188,16 +189,6 @@ fn merged_adapters_are_pefts() {
             assert!(error < of_logits, "{name}: {error}");
         }
     }
-}
-
-/// Copies a golden folder and adds a tokenizer, without which a folder is not exported.
-fn with_tokenizer(golden: &Path, folder: &Path) {
-    std::fs::create_dir(folder).unwrap();
-    for entry in golden.read_dir().unwrap().map(|entry| entry.unwrap()) {
-        std::fs::copy(entry.path(), folder.join(entry.file_name())).unwrap();
-    }
-    let tokenizer = json!({"version": "1.0", "model": {"type": "WordLevel", "vocab": {"w": 0}, "unk_token": "w"}});
-    std::fs::write(folder.join("tokenizer.json"), tokenizer.to_string()).unwrap();
 }
 
 /// All tensors of a model folder.
