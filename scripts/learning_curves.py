@@ -16,7 +16,7 @@ COLOURS = ("#4269d0", "#efb118", "#3ca951", "#ff725c", "#a463f2", "#9c6b4e", "#6
 THEMES = {
     "fewer bits": {"fp8": "FP8: rollouts, cache, training", "int8": "int8: rollouts and cache", "8-bit": "AdamW with 8 bits", "qlora": "QLoRA: NF4, rank 32, 3e-4"},
     "other updates": {"exact": "exact", "muon": "Muon, 3e-5", "muon-faster": "Muon, 1e-4"},
-    "what is sampled, and when": {"replaced": "groups replaced", "drafts": "draft tokens", "two": "two GPUs, colocated", "async": "two GPUs, one samples ahead"},
+    "sampling": {"replaced": "groups replaced", "drafts": "draft tokens", "two": "two GPUs, colocated", "async": "two GPUs, one samples ahead"},
 }
 PLAIN = "#555"
 WIDTH, HEIGHT, LEFT, TOP, GAP, BOTTOM = 470, 330, 52, 34, 70, 44

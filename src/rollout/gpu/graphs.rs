@@ -63,14 +63,17 @@ impl Graphs {
         }
         let start = Instant::now();
         step()?;
+        let chosen = start.elapsed();
         let free_bytes = || Ok::<_, Error>(stream.context().memory()?.free_bytes);
         let free = free_bytes()?;
         let graph = Graph::capture(stream, step)?;
         self.account(self.bytes + free.saturating_sub(free_bytes()?));
         self.of_batch.insert(key, graph);
         if start.elapsed() > MENTIONED {
-            let (batch, seconds) = (key.rows, start.elapsed().as_secs_f64());
-            tracing::info!("prepared decode steps of up to {batch} rows in {seconds:.1} s");
+            let (batch, all, chosen) = (key.rows, start.elapsed().as_secs_f64(), chosen.as_secs_f64());
+            tracing::info!(
+                "prepared decode steps of up to {batch} rows in {all:.2} s, {chosen:.2} of it to choose GEMMs"
+            );
         }
         Ok(())
     }

@@ -195,18 +195,29 @@ impl Controller {
     }
 }
 
-/// The numbers of draft rows to consider: zero, the number that fills the step's size, and the numbers that fill sizes of 8, 16, 32 and so on. So
-/// only a few sizes need captured CUDA graphs.
+/// The numbers of draft rows to consider, at most `most`: zero, those that fill the step's own size, and those that fill sizes of 8, 16, 24, 32, 48, 64,
+/// 96 and so on. A size of decode steps that was not used before has to be prepared, so draft rows do not lead to others.
 fn sizes(num_seqs: usize, most: usize) -> impl Iterator<Item = usize> {
-    let sizes = std::iter::successors(Some(8usize), |size| size.checked_mul(2));
-    let sizes = sizes.take_while(move |&size| size < 2 * (num_seqs + most).max(8));
-    let sizes = sizes.filter(move |&size| size > num_seqs);
-    let with_room = [num_seqs, step_rows(num_seqs, usize::MAX)].into_iter();
-    with_room.chain(sizes).map(move |size| (size - num_seqs).min(most))
+    let all = num_seqs + most;
+    let bucket = |rows| step_rows(rows, usize::MAX);
+    let own = bucket(num_seqs);
+    let is_used = move |size: usize| size == own || size >> size.trailing_zeros() <= 3; // 2^n or 3 x 2^n
+    let doubled =
+        std::iter::successors(Some(8usize), |size| size.checked_mul(2)).take_while(move |&size| size < 2 * all.max(8));
+    let filled = doubled.flat_map(|size| [size, size + size / 2]).filter(move |&size| size > num_seqs);
+    let filled = [num_seqs, own].into_iter().chain(filled).map(move |size| size.min(all));
+    filled.filter(move |&size| is_used(bucket(size))).map(move |size| size - num_seqs)
+}
+
+/// The number of at most `num_drafts` draft rows that a step of `num_seqs` sequences gets: the largest of [`sizes`].
+pub(super) fn fitting(num_seqs: usize, num_drafts: usize) -> usize {
+    sizes(num_seqs, num_drafts).max().unwrap_or(0)
 }
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use super::*;
 
     /// A simulated device: the time of a step by its number of rows and the cost of waiting, in milliseconds, and the acceptance probability of draft
@@ -255,6 +266,25 @@ mod tests {
         assert_eq!([1, 8, 256].map(rows), [7, 56, 0]);
         let (time, tokens, _) = device.run(&mut Controller::default(), 8, 1000);
         assert!(tokens / time > 2.0 * 8.0 / large(8), "{}", tokens / time);
+    }
+
+    #[test]
+    fn drafts_lead_to_few_sizes_of_steps() {
+        let of = |num_seqs, most| {
+            sizes(num_seqs, most).map(|drafts| step_rows(num_seqs + drafts, usize::MAX)).collect::<BTreeSet<_>>()
+        };
+        for (num_seqs, most, expected) in [
+            (1, 7, vec![1, 8]),
+            (3, 2, vec![4, 8]),
+            (20, 40, vec![24, 32, 48, 64]),
+            (60, 100, vec![64, 96, 128]),
+            (100, 20, vec![112, 128]),
+            (140, 116, vec![144, 192, 256]),
+        ] {
+            assert_eq!(of(num_seqs, most).into_iter().collect::<Vec<_>>(), expected, "{num_seqs} {most}");
+        }
+        assert!((1..256).all(|num_seqs| sizes(num_seqs, 7 * num_seqs).all(|drafts| drafts <= 7 * num_seqs)));
+        assert_eq!([(60, 100), (1, 7), (5, 0)].map(|(num_seqs, drafts)| fitting(num_seqs, drafts)), [68, 7, 0]);
     }
 
     #[test]

@@ -25,8 +25,8 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
 use self::acceptance::Acceptance;
-use self::control::Controller;
 pub(super) use self::control::StepTime;
+use self::control::{Controller, fitting};
 pub(super) use self::drafts::{Drafts, StoredDrafts};
 use self::earlier::{EarlierCompletions, prompt_key};
 use self::index::DraftIndex;
@@ -235,6 +235,7 @@ impl Speculator {
         rows.sort_by(|(a, _), (b, _)| b.total_cmp(a)); // stable, so that a sequence's first tokens stay first
         if self.options.method == Speculation::Ngram && self.injection.is_none() {
             rows.retain(|(probability, _)| *probability >= LEAST_PROBABILITY);
+            rows.truncate(fitting(requests.len(), rows.len().min(most_rows)));
         }
         if self.options.method == Speculation::Auto && self.injection.is_none() {
             probabilities.iter().for_each(|rows| self.controller.look(rows));
