@@ -23,8 +23,11 @@ use crate::train::{MicroBatch, PackOptions, Sequence, TrainedModel, UpdateCourse
 use crate::trainer::Trainer;
 use crate::types::Prompt;
 
-/// Steps in addition to the timed ones: a warm-up, and one that is not run, whose batch is sampled ahead in split mode during the last step.
-const EXTRA_STEPS: usize = 2;
+/// Untimed steps before the timed ones. Libraries load in the first, and the second allocates the block that training's tensors are cut from
+/// ([`Policy::keep_block_for`](crate::train::Policy::keep_block_for)).
+const WARM_UP_STEPS: usize = 2;
+/// Steps in addition to the timed ones: the warm-up, and one that is not run, whose batch is sampled ahead in split mode during the last step.
+const EXTRA_STEPS: usize = WARM_UP_STEPS + 1;
 
 /// The benchmark of whole steps.
 #[derive(Debug, Clone)]
@@ -45,7 +48,7 @@ pub struct StepBench {
     pub completion_spread: Option<LengthSpread>,
     /// Number of timed steps.
     pub steps: usize,
-    /// Most tokens of a completion in the untimed first step.
+    /// Most tokens of a completion in the untimed first steps.
     pub warm_up_len: Option<usize>,
     /// Configuration keys (`key=value`) that override those from the other fields.
     pub overrides: Vec<String>,

@@ -6,8 +6,8 @@ use std::time::Instant;
 
 use serde_json::{Value, json};
 
-use super::StepBench;
 use super::report::{self, StepTimesReport};
+use super::{StepBench, WARM_UP_STEPS};
 use crate::bench::limits::GpuLimits;
 use crate::bench::memory::MemoryWatch;
 use crate::bench::{SEED, STREAM, median, synchronize};
@@ -52,7 +52,9 @@ pub fn bench_step(bench: &StepBench, world: Arc<World>) -> Result<BenchedSteps> 
     if bench.completion_spread.is_some() || bench.warm_up_len.is_some() {
         trainer.limit_completions(lengths.up_to(bench.warm_up_len.unwrap_or(lengths.longest)).limit());
     }
-    one_step(&mut trainer, &world)?; // warms up
+    for _ in 0..WARM_UP_STEPS {
+        one_step(&mut trainer, &world)?;
+    }
     if bench.warm_up_len.is_some() {
         trainer.limit_completions(lengths.limit());
     }

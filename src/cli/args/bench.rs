@@ -307,7 +307,7 @@ pub struct BenchStepArgs {
     /// Number of timed steps; medians are printed
     #[arg(long, default_value_t = 5, value_parser = count)]
     pub steps: usize,
-    /// Most tokens of a completion in the untimed first step, which warms up; as in the timed steps unless set
+    /// Most tokens of a completion in the two untimed first steps, which warm up; as in the timed steps unless set
     #[arg(long, value_parser = count)]
     pub warm_up_len: Option<usize>,
     /// Any configuration key: key=value, section.key=value (or --section.key value)
