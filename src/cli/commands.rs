@@ -259,6 +259,7 @@ fn plan(args: &PlanArgs) -> Result<ExitCode> {
         other => other,
     };
     let planned = planned.map_err(told)?;
+    check_lengths(args, planned.context_len())?;
     let located = |error| Config::located(run.config.as_deref(), &overrides, error);
     let preflight = planned.preflight(placement, world_size, room).map_err(located);
     let gpu = gpu_of_plan(args, placement)?;
@@ -276,7 +277,6 @@ fn plan(args: &PlanArgs) -> Result<ExitCode> {
         console::say(format_args!("this is a plan for the host memory of this machine (CPU); {FOR_GPUS}"));
     }
     console::print(format_args!("{preflight}\n"))?;
-    check_lengths(args, config.context_len(preflight.table.spec.max_position_embeddings))?;
     tell_seconds(args, gpu, expected.map(|expected| planned.seconds(&preflight, expected)))?;
     if !placement.on_cuda {
         console::say(format_args!(

@@ -58,6 +58,11 @@ impl PlannedRun {
         Ok(Self { config: config.clone(), model: OpenModel { spec, tokenizer, has_adapters: false } })
     }
 
+    /// Most tokens of a prompt with its completion.
+    pub fn context_len(&self) -> usize {
+        self.config.context_len(self.model.spec.max_position_embeddings)
+    }
+
     /// Checks and plans the run for the number of ranks in `world_size`, at `placement`, within the memory of `room`.
     ///
     /// # Errors

@@ -419,7 +419,9 @@ fn expected_lengths_beyond_the_context_are_refused() {
         ("--expected_prompt_length 1000000000000", "--expected_prompt_length = 1000000000000"),
         ("--expected_prompt_length 512 --expected_completion_length 64..32768", "--expected_completion_length = 32768"),
     ] {
-        plan(lengths).assert_error(lengths, 2, &[what, most]);
+        let refused = plan(lengths);
+        refused.assert_error(lengths, 2, &[what, most]);
+        assert_eq!(refused.stdout, "", "no plan before the error");
     }
     assert_eq!(plan("--expected_prompt_length 512 --expected_completion_length 32256").code, Some(0));
 }
