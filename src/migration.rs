@@ -227,7 +227,7 @@ pub(crate) const KEYS: &[(&[&str], &str)] = &[
     ),
     (
         &["data.filter_overlong_prompts", "data.truncation"],
-        "prompts longer than max_prompt_length are left out, never cut",
+        "prompts longer than max_prompt_length are left out, never truncated",
     ),
     (&["data.apply_chat_template_kwargs"], "chat_template_kwargs"),
     (&["data.reward_fn_key", "data.return_raw_chat"], "rows are verl's as they are"),

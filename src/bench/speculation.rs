@@ -9,6 +9,7 @@ use tch::Kind;
 
 use super::{device_name, dtype_name, median};
 use crate::config::{EngineShape, Speculation};
+use crate::console;
 use crate::data::{Dataset, DatasetOptions};
 use crate::error::{Error, Result};
 use crate::ranks::{ReduceOp, World, all_reduce_f64};
@@ -68,7 +69,7 @@ pub fn bench_speculation(bench: &SpeculationBench, world: &Arc<World>) -> Result
         let mut service = bench.service(world, first)?;
         for (index, method) in served() {
             service.served.engine_mut().set_speculation(method);
-            of_methods[index] = bench.rollouts(world, &mut service)?;
+            of_methods[index] = bench.rollouts(world, &mut service, method)?;
         }
     }
     let mut sizes = Vec::new();
@@ -116,8 +117,8 @@ impl SpeculationBench {
         ModelService::load(&options, world)
     }
 
-    /// Runs the rollouts of the engine's method, by number of sequences.
-    fn rollouts(&self, world: &Arc<World>, service: &mut ModelService) -> Result<Vec<Rollouts>> {
+    /// Runs the rollouts of the engine's method, by number of sequences, and says how fast each was.
+    fn rollouts(&self, world: &Arc<World>, service: &mut ModelService, method: Speculation) -> Result<Vec<Rollouts>> {
         let ModelService { served, tokenizer, max_model_length, .. } = service;
         let limits = DatasetOptions {
             max_model_length: Some(*max_model_length),
@@ -146,6 +147,10 @@ impl SpeculationBench {
                 if repeat > 0 {
                     rollouts.add(&groups, seconds[0], stats);
                 }
+            }
+            if world.rank() == 0 {
+                let rate = rollouts.tokens as f64 / rollouts.seconds.iter().sum::<f64>();
+                console::say(format_args!("{}: {sequences} at once: {rate:.0} tokens/s", method.name()));
             }
             all.push(rollouts);
         }

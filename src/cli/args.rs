@@ -262,12 +262,13 @@ pub struct PlanArgs {
 
 /// Arguments of `import`.
 #[derive(Debug, Args)]
+#[command(rename_all = "snake_case")]
 pub struct ImportArgs {
     /// Open-r1 recipe or file for `trl grpo --config` (YAML), verl configuration (YAML), or a shell script that starts verl, `trl grpo`, `python -m
     /// trl.scripts.grpo` or open-r1's grpo.py (.sh)
     pub file: PathBuf,
     /// TRL version that the file was written for, whose defaults are written out (0.18, 1.16) [default: the version pinned by a requirements.txt,
-    /// setup.py or pyproject.toml beside or above the file, 0.18 for keys of open-r1, else 1.16]
+    /// setup.py or pyproject.toml beside or above the file, 0.18 for keys of open-r1, else the last version that has all keys of the file]
     #[arg(long)]
     pub trl_version: Option<String>,
     /// TOML file to write; it must not exist [default: standard output]
@@ -335,6 +336,19 @@ fn word<T: serde::de::DeserializeOwned>(text: &str) -> Result<T, String> {
 /// Parses a number of at least 1.
 fn count(text: &str) -> Result<usize, String> {
     number(|count: &usize| *count >= 1, "a whole number of at least 1")(text)
+}
+
+/// The most tokens of a prompt, a completion or a sequence of a benchmark.
+const MOST_TOKENS: usize = 1 << 24;
+
+/// Parses a number of tokens of a benchmark's prompts or completions, limited so that sums do not overflow.
+fn tokens(text: &str) -> Result<usize, String> {
+    number(|count: &usize| (1..=MOST_TOKENS).contains(count), "a whole number from 1 to 16777216")(text)
+}
+
+/// Parses a number of concurrent streams, limited so that they fit into memory.
+fn streams(text: &str) -> Result<usize, String> {
+    number(|count: &usize| (1..=65_536).contains(count), "a whole number from 1 to 65536")(text)
 }
 
 /// Parses a number of completions per prompt, limited so that they fit into memory.

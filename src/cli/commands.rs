@@ -261,7 +261,7 @@ fn plan(args: &PlanArgs) -> Result<ExitCode> {
     let planned = planned.map_err(told)?;
     check_lengths(args, planned.context_len())?;
     let located = |error| Config::located(run.config.as_deref(), &overrides, error);
-    let preflight = planned.preflight(placement, world_size, room).map_err(located);
+    let preflight = planned.advised_preflight(placement, world_size, room).map_err(located);
     let gpu = gpu_of_plan(args, placement)?;
     let expected = expected(args, gpu, &planned);
     // What lacks memory is refused below the table, which shows what would have it; any other fault, above it.
@@ -295,7 +295,8 @@ fn plan(args: &PlanArgs) -> Result<ExitCode> {
 }
 
 /// Tip that says how to plan for GPUs of another machine.
-const FOR_GPUS: &str = "to plan for GPUs give the free memory of each with --gpu_memory_gib (H100: 79, H200: 139)";
+const FOR_GPUS: &str =
+    "to plan for GPUs add --gpu h100 or --gpu h200, or the free memory of each with --gpu_memory_gib";
 
 /// Loads a configuration and runs `check`; errors of both and of missing files are reported together.
 fn checked_together<T>(

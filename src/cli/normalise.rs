@@ -168,4 +168,21 @@ mod tests {
         command.build();
         command.debug_assert();
     }
+
+    #[test]
+    fn names_of_options_have_no_dashes() {
+        let mut program = Cli::command();
+        program.build();
+        let mut commands = vec![&program];
+        while let Some(command) = commands.pop() {
+            for option in command.get_arguments().filter_map(clap::Arg::get_long) {
+                assert!(
+                    !option.contains('-'),
+                    "{}: --{option}, which normalise() makes unreachable",
+                    command.get_name()
+                );
+            }
+            commands.extend(command.get_subcommands());
+        }
+    }
 }

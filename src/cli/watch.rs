@@ -16,7 +16,10 @@ const LOOK: Duration = Duration::from_millis(100);
 /// Serves the watch page until TERM or INT.
 pub(super) fn watch(args: WatchArgs) -> Result<()> {
     for folder in &args.folders {
-        if !folder.is_dir() {
+        if !folder.exists() {
+            let folder = folder.display();
+            console::say(format_args!("notice: {folder} does not exist yet; its runs appear once they start"));
+        } else if !folder.is_dir() {
             let expected = "the output folder of a run, or a folder that contains such folders";
             return Err(Error::invalid_value("DIR", folder.display(), expected));
         }

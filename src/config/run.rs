@@ -47,7 +47,8 @@ keys! {
     /// Keys for when and where checkpoints are written and how many are kept, at the top level.
     #[derive(Debug, Clone, PartialEq, serde::Serialize)]
     pub struct SavingConfig: flat {
-        /// Number of steps between checkpoints; the last step is saved, too. `none` saves only the final model.
+        /// Number of steps between checkpoints, rounded up to the end of a generation batch; the last step is saved, too. `none` saves only the final
+        /// model.
         pub save_steps: Option<usize> = Some(500) => COUNT,
         /// Write checkpoints in the background while training continues, from copies in host memory.
         pub save_async: bool = true,

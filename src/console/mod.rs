@@ -21,6 +21,7 @@ use std::borrow::Cow;
 use std::collections::VecDeque;
 use std::fmt::Display;
 use std::io::{self, IsTerminal, Write};
+use std::path::Path;
 use std::sync::{LazyLock, Mutex, PoisonError};
 use std::time::SystemTime;
 
@@ -108,6 +109,11 @@ pub fn print(text: impl Display) -> Result<()> {
         output.write_all(neutral(&text).as_bytes()).and_then(|()| output.flush()).map_err(Error::io(STANDARD_OUTPUT))
     };
     if shows_output() { BARS.beside(write) } else { write() }
+}
+
+/// Whether an error is that the reader of standard output is gone.
+pub fn is_closed_output(error: &Error) -> bool {
+    matches!(error, Error::Io { path, source } if path == Path::new(STANDARD_OUTPUT) && source.kind() == io::ErrorKind::BrokenPipe)
 }
 
 /// Writes a line to standard output about something that is also saved elsewhere; a failure is only a warning.

@@ -185,9 +185,11 @@ impl DatasetCounts {
         let too_long = (self.max_prompt_length.filter(|_| self.over_max_prompt_length > 0))
             .map(|limit| format!("{} longer than max_prompt_length {limit}", self.over_max_prompt_length));
         let without_room = self.context.filter(|_| self.over_context > 0).map(|(context, completion)| {
-            let room = context.saturating_sub(completion);
-            let count = self.over_context;
-            format!("{count} longer than {room} tokens, context {context} less max_completion_length {completion}")
+            let (room, count) = (context.saturating_sub(completion), self.over_context);
+            match room {
+                0 => format!("{count} without room, as max_completion_length {completion} leaves none in the context of {context} tokens"),
+                _ => format!("{count} longer than {room} tokens, context {context} less max_completion_length {completion}"),
+            }
         });
         too_long.into_iter().chain(without_room).collect()
     }

@@ -15,14 +15,15 @@ pub struct EntropyTerm {
 
 impl EntropyTerm {
     /// Keeps the share `quantile` of an update's tokens with the highest entropy. The threshold is `torch.quantile(entropies, 1 - quantile)`, which
-    /// interpolates between neighbours, in float32 as in TRL (arXiv 2506.01939).
+    /// interpolates between neighbours; rank and interpolation are in float32 as in TRL (arXiv 2506.01939).
     pub fn of_highest(mut entropies: Vec<f32>, quantile: f64, coef: f64) -> Self {
         entropies.sort_unstable_by(f32::total_cmp);
         let Some(last) = entropies.len().checked_sub(1) else { return Self { least: None, coef, num_tokens: 0.0 } };
-        let rank = (1.0 - quantile) * last as f64;
+        let rank = (1.0 - quantile) as f32 * last as f32;
         let below = rank.floor();
         let (low, high) = (entropies[below as usize], entropies[(below as usize + 1).min(last)]);
-        let least = low + (rank - below) as f32 * (high - low);
+        let (weight, distance) = (rank - below, high - low);
+        let least = if weight < 0.5 { low + weight * distance } else { high - distance * (1.0 - weight) };
         let num_tokens = entropies.iter().filter(|entropy| **entropy >= least).count() as f64;
         Self { least: Some(f64::from(least)), coef, num_tokens }
     }
@@ -80,5 +81,18 @@ impl From<EntropyControl> for SavedControl {
 impl From<SavedControl> for EntropyControl {
     fn from(saved: SavedControl) -> Self {
         Self { coef: f64::from_bits(saved.coef_bits), entropy: saved.entropy_bits.map(f64::from_bits) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// `torch.quantile` of 86 numbers for 0.6 has the rank 0.6f * 85 = 51.000003 in float32, and so lies above the 51st number.
+    #[test]
+    fn ranks_are_rounded_as_torch_rounds_them() {
+        let entropies: Vec<f32> = (0..86u8).map(f32::from).collect();
+        let term = EntropyTerm::of_highest(entropies, 0.4, 0.0);
+        assert_eq!(term.num_tokens, 34.0);
     }
 }

@@ -61,6 +61,9 @@ pub fn begin_process() -> Result<()> {
 
 /// Reports the failure of this process once: to a worker's launcher through the error file, otherwise on stderr. Returns the exit code to use.
 pub fn report_failure(error: &Error) -> ExitCode {
+    if console::is_closed_output(error) {
+        return error.exit_code(); // its reader has seen enough, as `head` does
+    }
     let rank = std::env::var("RANK").ok().and_then(|rank| rank.parse().ok());
     console::clear_progress(); // bars of phases that will not finish
     report::report_error(error, rank);

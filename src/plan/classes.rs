@@ -177,9 +177,8 @@ pub(super) fn formula(keep: GradientCheckpointing, fullest: Moment, input: &Plan
     let each = |bytes: usize| bytes as f64 / parameters;
     format!(
         "{experts}bytes a parameter between uses: {:.2} weights + {:.2} gradients + {:.2} optimizer, x {:.1} M\n\
-         the column train is training's fullest moment: {} of gradients are there then (at the step {}), and {} of gathered weights, \
-         whole units under way among both\n\
-         bytes a token: {:.0} kept + {:.0} at once, x {tokens}",
+         the column train is the peak of training, with {} of gradients (at the optimizer step {}) and {} of gathered weights\n\
+         bytes a token of a micro-batch: {:.0} until its backward + {:.0} in the layer that is computed, x {tokens} tokens",
         each(bytes.weights),
         each(bytes.gradients),
         each(bytes.optimizer),

@@ -20,8 +20,8 @@ pub(super) const NOBODY: u32 = 65534;
 /// Message with which the process asks the sandbox to map its ids.
 pub(super) const ASKS_FOR_IDS: &str = "ids\n";
 
-/// The program's working folder, if it has its own root file system.
-const WORK: &str = "/work";
+/// The program's working folder, if it has its own root file system. No readable path may be below it, so it has a name of its own.
+const WORK: &str = "/colo-grpo-work";
 /// Maximum size in bytes of all files that the program writes.
 const WORK_BYTES: u64 = 64 << 20;
 /// Maximum number of files and folders that the program creates; their inodes take memory that their size does not count.

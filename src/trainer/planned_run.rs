@@ -11,7 +11,7 @@ use crate::config::{Config, EngineShape, Mode, WorldSize, divisors};
 use crate::console::rows_progress;
 use crate::cuda::Placement;
 use crate::data::Tokenizer;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::model::{ModelSpec, Stages};
 use crate::plan::{MemoryPlan, Room, StepSeconds, human};
 use crate::tools::ToolProcess;
@@ -69,6 +69,24 @@ impl PlannedRun {
     /// Errors of the configuration or the machine.
     pub fn preflight(&self, placement: Placement, world_size: WorldSize, room: Room) -> Result<Preflight> {
         Preflight::of_model(&self.config, self.model.clone(), placement, world_size, room)
+    }
+
+    /// Like [`PlannedRun::preflight`]. If the run does not fit on the GPUs of one machine, the error says with how many it would, up to eight.
+    ///
+    /// # Errors
+    /// The errors of [`PlannedRun::preflight`].
+    pub fn advised_preflight(&self, placement: Placement, world_size: WorldSize, room: Room) -> Result<Preflight> {
+        let WorldSize { ranks, local_ranks } = world_size;
+        let more = [2, 4, 8].into_iter().filter(|&gpus| placement.on_cuda && ranks == local_ranks && gpus > ranks);
+        self.preflight(placement, world_size, room).map_err(|error| match error {
+            Error::Environment { message } => {
+                let fits = |ranks| self.preflight(placement, WorldSize { ranks, local_ranks: ranks }, room).is_ok();
+                let fitting = more.clone().find(|&gpus| fits(gpus));
+                let fits = fitting.map(|gpus| format!("with {gpus} GPUs (--nproc {gpus}) this run fits; as it is, "));
+                Error::Environment { message: fits.unwrap_or_default() + &message }
+            }
+            other => other,
+        })
     }
 
     /// Plans the run with every tensor-parallel size and number of stages that divide the model and the ranks of a node.

@@ -36,7 +36,7 @@ impl Table {
             let packing = PackOptions { max_tokens: 12, share_prompts: false, device: Device::Cpu };
             for micro_batch in pack(&share, &packing).unwrap() {
                 let scores = self.scores(&micro_batch, &share);
-                let _ = sums.differentiate(&micro_batch, &scores, &divisors, &options).unwrap();
+                let _ = sums.differentiate(&micro_batch, &scores, None, &divisors, &options).unwrap();
             }
             sums.read_into(&mut outcome).unwrap();
             loss += outcome.loss;

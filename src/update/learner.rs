@@ -4,6 +4,8 @@ mod shares;
 
 use std::sync::Arc;
 
+use tch::Tensor;
+
 use super::divergence::{Divergence, Numbered, exchange, gather_numbered};
 use super::hand_out::{hand_out, hand_out_top};
 use super::loss::UpdateSums;
@@ -250,7 +252,7 @@ impl Learner {
     ) -> Result<()> {
         let micro_batches = phase::scope(Phase::Pack, || self.micro_batches(share, options))?;
         progress.begin(Phase::ForwardBackward, micro_batches.len());
-        let term = self.entropy_term(&micro_batches, denominators, options, &outcome.entropy_control)?;
+        let (term, entropies) = self.entropy_term(&micro_batches, denominators, options, &outcome.entropy_control)?;
         let coef = self.policy.table().spec.router_aux_loss_coef(options.router_aux_loss_coef)?;
         let (counts, sharers) = (self.mesh.speaks_for_sequences(), self.mesh.sequence.size());
         let mut sums = UpdateSums::new(term, coef, outcome.num_updates == 0).counting(counts);
@@ -266,7 +268,7 @@ impl Learner {
                 let is_counted = counts && !micro_batch.is_empty();
                 outcome.num_trained_tokens += if is_counted { micro_batch.num_tokens() } else { 0 };
                 self.policy.forward_backward(micro_batch, options.temperature, &mut |scores| {
-                    sums.differentiate(micro_batch, scores, denominators, options)
+                    sums.differentiate(micro_batch, scores, entropies.get(index), denominators, options)
                 })?;
                 progress.advance();
             }
@@ -302,30 +304,32 @@ impl Learner {
     }
 
     /// The entropy term of the update's objective. If it only covers the tokens with the highest entropy, an additional pass determines these over
-    /// all ranks; collective.
+    /// all ranks, and the entropies of every micro-batch are returned, too; collective.
     fn entropy_term(
         &mut self,
         micro_batches: &[MicroBatch],
         denominators: &Denominators,
         options: &UpdateOptions,
         control: &EntropyControl,
-    ) -> Result<Option<EntropyTerm>> {
+    ) -> Result<(Option<EntropyTerm>, Vec<Tensor>)> {
         let (config, coef) = (&options.loss, control.applied(&options.loss));
         if !config.selects_by_entropy() {
             let term = EntropyTerm { least: None, coef, num_tokens: denominators.num_update_tokens };
-            return Ok(config.has_entropy_bonus().then_some(term));
+            return Ok((config.has_entropy_bonus().then_some(term), Vec::new()));
         }
         phase::scope(Phase::Score, || {
-            let mut own = Vec::new();
+            let (mut own, mut of_micro_batches) = (Vec::new(), Vec::new());
             for micro_batch in micro_batches {
                 let scores = self.policy.forward_logprobs(micro_batch, options.temperature)?;
                 if !micro_batch.is_empty() && self.mesh.speaks_for_sequences() {
                     own.extend(torch::f32_vec(&scores.entropy)?.into_iter().flat_map(f32::to_le_bytes));
                 }
+                of_micro_batches.push(scores.entropy);
             }
             let all = all_gather_bytes(&*self.mesh.world, &own)?.concat();
             let entropies = all.as_chunks().0.iter().map(|word| f32::from_le_bytes(*word)).collect();
-            Ok(Some(EntropyTerm::of_highest(entropies, config.objective.top_entropy_quantile, coef)))
+            let term = EntropyTerm::of_highest(entropies, config.objective.top_entropy_quantile, coef);
+            Ok((Some(term), of_micro_batches))
         })
     }
 

@@ -46,11 +46,13 @@ impl UpdateSums {
         Self { counts, ..self }
     }
 
-    /// Adds a micro-batch's loss and returns its gradient for each token.
+    /// Adds a micro-batch's loss and returns its gradient for each token. `selected_by` are the entropies that the term's threshold was computed from,
+    /// if it has one: tokens with equal entropies there stay together, whatever the last bits of `scores` are. [C]
     pub(super) fn differentiate(
         &mut self,
         micro_batch: &MicroBatch,
         scores: &Scores,
+        selected_by: Option<&Tensor>,
         denominators: &Denominators,
         options: &UpdateOptions,
     ) -> Result<TokenGradients> {
@@ -68,7 +70,7 @@ impl UpdateSums {
                 .as_ref()
                 .zip(micro_batch.teacher_top.as_ref())
                 .map(|(own, teacher)| TopLogprobs { logprobs: &own.logprobs, teacher_logprobs: &teacher.logprobs }),
-            entropy: Some(&scores.entropy),
+            entropy: Some(selected_by.unwrap_or(&scores.entropy)),
             entropy_term: self.term,
         };
         let LossOutput { loss, dlogprobs, dentropy, dtop, mean_entropy, stats } =

@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use clap::{Args, Subcommand};
 
 use super::{
-    FormatArgs, LaunchArgs, ModelArgs, PipelineArgs, PlaceArgs, Placed, ResidualArgs, SpeculationArgs, count, number,
-    word,
+    FormatArgs, LaunchArgs, MOST_TOKENS, ModelArgs, PipelineArgs, PlaceArgs, Placed, ResidualArgs, SpeculationArgs,
+    count, number, streams, tokens, word,
 };
 use crate::bench::{BenchRouting, LengthSpread};
 use crate::config::{Dtype, GradientCheckpointing, MixedPrecision, OptimizerName, Quantization, Speculation};
@@ -62,13 +62,13 @@ pub struct BenchTrainArgs {
     #[arg(long, default_value_t = 64, value_parser = count)]
     pub sequences: usize,
     /// Tokens per sequence, half of them scored; at least 2
-    #[arg(long, default_value_t = 64, value_parser = number(|len: &usize| *len >= 2, "at least 2"))]
+    #[arg(long, default_value_t = 64, value_parser = number(|len: &usize| (2..=MOST_TOKENS).contains(len), "from 2 to 16777216"))]
     pub sequence_len: usize,
     /// Tokens per prompt instead of half of the sequence
-    #[arg(long, value_parser = count)]
+    #[arg(long, value_parser = tokens)]
     pub prompt_len: Option<usize>,
     /// Tokens per completion, all of them scored, instead of half of the sequence
-    #[arg(long, value_parser = count)]
+    #[arg(long, value_parser = tokens)]
     pub completion_len: Option<usize>,
     /// Random tokens per completion from a range instead, such as 512..4096, or tail:512..4096 for few long ones
     #[arg(long, value_parser = spread)]
@@ -202,13 +202,13 @@ pub struct BenchSpeculationArgs {
     /// File of rows with prompts: JSONL, JSON, Parquet or CSV
     #[arg(long)]
     pub rows: PathBuf,
-    /// Speculation methods to compare with the first one
+    /// Speculation methods to compare with the first one, separated by commas
     #[arg(long, value_delimiter = ',', default_values = ["none", "ngram", "auto"], value_parser = word::<Speculation>)]
     pub methods: Vec<Speculation>,
     /// Maximum number of draft tokens per completion and step
     #[arg(long, default_value_t = 7, value_parser = number(|count: &usize| (1..=64).contains(count), "from 1 to 64"))]
     pub num_speculative_tokens: usize,
-    /// Numbers of completions per rollout, each measured separately
+    /// Numbers of completions per rollout, each measured separately, separated by commas
     #[arg(long, value_delimiter = ',', default_values_t = [1, 8, 64, 256], value_parser = count)]
     pub sequences: Vec<usize>,
     /// Completions per prompt
@@ -237,14 +237,14 @@ pub struct BenchServeArgs {
     pub residual: ResidualArgs,
     #[command(flatten)]
     pub model: ModelArgs,
-    /// Numbers of concurrent streams, each measured separately
-    #[arg(long, value_delimiter = ',', default_values_t = [1, 8, 64, 200], value_parser = count)]
+    /// Numbers of concurrent streams, each measured separately, separated by commas
+    #[arg(long, value_delimiter = ',', default_values_t = [1, 8, 64, 200], value_parser = streams)]
     pub streams: Vec<usize>,
     /// Tokens per prompt
-    #[arg(long, default_value_t = 16, value_parser = count)]
+    #[arg(long, default_value_t = 16, value_parser = tokens)]
     pub prompt_len: usize,
     /// Tokens per completion
-    #[arg(long, default_value_t = 32, value_parser = count)]
+    #[arg(long, default_value_t = 32, value_parser = tokens)]
     pub completion_len: usize,
     /// Number of timed repetitions; medians are printed
     #[arg(long, default_value_t = 3, value_parser = count)]
@@ -256,10 +256,10 @@ pub struct BenchServeArgs {
 #[command(rename_all = "snake_case")]
 pub struct LengthArgs {
     /// Tokens per prompt
-    #[arg(long, default_value_t = 16, value_parser = count)]
+    #[arg(long, default_value_t = 16, value_parser = tokens)]
     pub prompt_len: usize,
     /// Exact number of tokens per completion
-    #[arg(long, default_value_t = 32, value_parser = count)]
+    #[arg(long, default_value_t = 32, value_parser = tokens)]
     pub completion_len: usize,
     /// Random tokens per completion from a range instead: 512..4096, or tail:512..4096 with equally many from every doubling
     #[arg(long, value_parser = spread)]
@@ -284,7 +284,7 @@ pub struct BenchKernelsArgs {
     #[arg(long, default_value_t = 8, value_parser = count)]
     pub group: usize,
     /// Length of the shared prompt in tokens
-    #[arg(long, default_value_t = 512)]
+    #[arg(long, default_value_t = 512, value_parser = number(|len: &usize| *len <= MOST_TOKENS, "at most 16777216"))]
     pub prompt_len: usize,
 }
 

@@ -31,7 +31,9 @@ pub(super) const TRAITS: Traits = Traits {
 fn defaults() -> Value {
     json!({
         "sliding_window": 128, "swiglu_alpha": SWISH_SLOPE, "swiglu_limit": SWISH_LIMIT, "num_experts_per_tok": 4,
-        "router_aux_loss_coef": 0.001, "tie_word_embeddings": false, "rms_norm_eps": 1e-5,
+        "router_aux_loss_coef": 0.001, "tie_word_embeddings": false, "rms_norm_eps": 1e-5, "rope_theta": 150_000.0,
+        "rope_parameters": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": false,
+            "original_max_position_embeddings": 4096},
     })
 }
 

@@ -7,5 +7,6 @@ pub(super) const TRAITS: Traits = Traits {
     model_type: "qwen3_moe",
     window: Window::SwitchedForAll,
     has_experts: true,
+    head_dim: None,
     ..qwen3::TRAITS
 };

@@ -11,6 +11,7 @@ pub(super) const TRAITS: Traits = Traits {
     architecture: "SmolLM3ForCausalLM",
     model_type: "smollm3",
     window: Window::Listed,
+    defaults: || json!({"rope_theta": 2e6}),
     read,
     write,
     ..llama::TRAITS

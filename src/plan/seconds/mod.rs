@@ -54,7 +54,7 @@ pub struct PlannedStep<'a> {
     pub optimizer_step_bytes: usize,
 }
 
-/// Seconds of a step and of its parts, for the slowest rank.
+/// Seconds of a generation batch, which is a step if it makes one update, and of its parts, for the slowest rank.
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]
 pub struct StepSeconds {
     /// Seconds for sampling all completions.
@@ -63,8 +63,10 @@ pub struct StepSeconds {
     pub train_s: f64,
     /// Seconds for moving weights and optimizer state, and mapping the KV cache.
     pub transitions_s: f64,
-    /// Seconds for the whole step, including rewards and packing.
+    /// Seconds for all of it, including an assumed constant for rewards and packing.
     pub step_s: f64,
+    /// Updates that a generation batch makes, each of which is a step of `max_steps`.
+    pub num_updates: usize,
 }
 
 impl StepSeconds {
@@ -80,17 +82,21 @@ impl StepSeconds {
             (Mode::Split, 1..) => generate_s.max(train_s) + transitions_s,
             _ => generate_s + train_s + transitions_s + TRANSITIONS.rewards_s,
         };
-        Ok(Self { generate_s, train_s, transitions_s, step_s })
+        Ok(Self { generate_s, train_s, transitions_s, step_s, num_updates: work.updates * work.config.num_iterations })
     }
 }
 
 impl fmt::Display for StepSeconds {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { generate_s, train_s, transitions_s, step_s } = self;
-        write!(
-            f,
-            "a step: {step_s:.2} s (generate {generate_s:.2}, train {train_s:.2}, transitions {transitions_s:.2})"
-        )
+        let Self { generate_s, train_s, transitions_s, step_s, num_updates } = self;
+        match num_updates {
+            0 | 1 => write!(f, "a step: {step_s:.2} s")?,
+            _ => write!(f, "a generation batch of {num_updates} steps: {step_s:.2} s")?,
+        }
+        let rest = step_s - generate_s - train_s - transitions_s;
+        write!(f, " (generate {generate_s:.2}, train {train_s:.2}, transitions {transitions_s:.2}")?;
+        // Sampling ahead overlaps with training.
+        if rest > 0.0 { write!(f, ", rewards {rest:.2})") } else { write!(f, ")") }
     }
 }
 

@@ -72,7 +72,7 @@ impl Recorded {
             optimizer_step_bytes: model.optimizer_step_bytes(),
         };
         let gpu = Gpu::named(&self.chip).unwrap();
-        let StepSeconds { generate_s, train_s, transitions_s, step_s } = StepSeconds::predict(&work, gpu).unwrap();
+        let StepSeconds { generate_s, train_s, transitions_s, step_s, .. } = StepSeconds::predict(&work, gpu).unwrap();
         let is_alone = self.seconds.keys().eq(["train"]);
         let train_s = if is_alone { train_s / (1.0 + TRAIN.whole_step) } else { train_s };
         BTreeMap::from([("generate", generate_s), ("train", train_s), ("transitions", transitions_s), ("step", step_s)])
