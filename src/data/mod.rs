@@ -18,6 +18,7 @@
 //! assert_eq!(group.completions[0].token_ids, [7]);
 //! ```
 
+mod answers;
 mod chat;
 mod csv;
 mod dataset;

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use super::answers::AnswerEncoder;
 use super::dataset::{copies, is_much, quoted};
 use super::prompt_text::{ChatFormat, RenderedPrompt};
 use super::rows::{DataRow, RawExample, RawPrompt, read_rows};
@@ -33,8 +34,8 @@ pub struct SftDataset {
 
 impl SftDataset {
     /// Reads SFT examples from the rows of one file. A row has a prompt (as [`Dataset`](super::Dataset) reads it) and a `completion`, both as text
-    /// or as messages, or a conversation in `messages`. Prompt and completion are tokenized separately, so that the prompt's ids are
-    /// those of a rollout.
+    /// or as messages, or a conversation in `messages`. The prompt's ids are those of a rollout,
+    /// and the completion's those of its text after the prompt.
     ///
     /// Every assistant message, or every one in the `completion`, becomes an example of its own, with all earlier messages as its
     /// prompt. This is what a rollout would see there, even if the chat template omits parts of earlier answers. The example ends at the
@@ -72,7 +73,7 @@ impl SftDataset {
         options: &DatasetOptions,
         told: &mut dyn FnMut(usize, bool),
     ) -> Result<Self> {
-        let ends = EndTokens { own: tokenizer.eos_token_id(), all: tokenizer.eos_token_ids(model_eos_token_ids) };
+        let answers = AnswerEncoder::new(tokenizer, model_eos_token_ids);
         let format = ChatFormat::new(options.prompt_format, options.system_prompt.as_deref(), tokenizer);
         let max_bytes = tokenizer.max_bytes(max_length);
         let mut data = Self { examples: Vec::new(), num_rows: 0, too_long: 0, max_length, padding: None };
@@ -85,7 +86,7 @@ impl SftDataset {
                 data.padding = data.padding.or_else(|| row.padding(true));
                 let copies = copies(*weight, data.num_rows as u64, options.seed);
                 data.num_rows += 1;
-                for example in examples(&row, options, tokenizer, &ends, &format, max_bytes)? {
+                for example in examples(&row, options, &answers, &format, max_bytes)? {
                     match example.filter(|example| example.token_ids.len() <= max_length) {
                         Some(example) => data.examples.extend((0..copies).map(|_| example.clone())),
                         None => data.too_long += 1,
@@ -128,46 +129,23 @@ impl SftDataset {
     }
 }
 
-/// Token ids that end a completion.
-struct EndTokens {
-    own: Option<u32>,
-    all: Vec<u32>,
-}
-
-impl EndTokens {
-    /// Appends the end-of-sequence token unless the ids end with one.
-    fn close(&self, mut ids: Vec<u32>) -> Result<Vec<u32>> {
-        if !ids.last().is_some_and(|last| self.all.contains(last)) {
-            ids.push(self.own.ok_or_else(|| Error::TokenizerMismatch {
-                message: "tokenizer_config.json has no eos_token to end completions with: add one".into(),
-            })?);
-        }
-        Ok(ids)
-    }
-
-    /// Cuts an answer rendered by a chat template after its first end token; the tokens after it lead to the next message.
-    fn close_turn(&self, mut ids: Vec<u32>) -> Result<Vec<u32>> {
-        let end = ids.iter().position(|id| self.all.contains(id));
-        ids.truncate(end.map_or(ids.len(), |end| end + 1));
-        self.close(ids)
-    }
-}
-
 /// The examples of a row; `None` if it is larger than `max_bytes`. Such a row is not tokenized, because that could need hundreds of
 /// bytes of memory per byte of text.
 fn examples(
     row: &DataRow,
     options: &DatasetOptions,
-    tokenizer: &Tokenizer,
-    ends: &EndTokens,
+    answers: &AnswerEncoder<'_>,
     format: &ChatFormat<'_>,
     max_bytes: usize,
 ) -> Result<Vec<Option<SftExample>>> {
     let format = &ChatFormat { tools: ToolSchemas::new(row.tools()?, BTreeMap::new()), ..format.clone() };
-    let encode = |text: &str| tokenizer.encode(text, false).map_err(|error| row.bad(error.to_string()));
-    let example = |prompt: Vec<u32>, completion: Vec<u32>| {
-        let prompt_len = prompt.len();
-        SftExample { token_ids: [prompt, completion].concat(), prompt_len }
+    let tokenizer = answers.tokenizer;
+    let encode = |prompt: &RenderedPrompt, adds_special: bool, answer: &str| {
+        answers.encode(prompt, adds_special, answer).map_err(|error| row.bad(error.to_string()))
+    };
+    let example = |prompt: RenderedPrompt, completion: Vec<u32>| {
+        let prompt_len = prompt.token_ids.len();
+        SftExample { token_ids: [prompt.token_ids, completion].concat(), prompt_len }
     };
     let (messages, first) = match row.example(options.prompt_column.as_deref(), options.completion_column.as_deref())? {
         RawExample::Conversation(mut messages, first) => {
@@ -183,25 +161,27 @@ fn examples(
         }
         RawExample::Completion(prompt, text) if prompt.num_bytes() + text.len() > max_bytes => return Ok(vec![None]),
         RawExample::Completion(prompt, text) => {
-            let prompt = prompt.render(row, tokenizer, format)?.token_ids;
-            return Ok(vec![Some(example(prompt, ends.close(encode(&text)?)?))]);
+            let adds_special = prompt.is_text() && !format.text_is_chat;
+            let prompt = prompt.render(row, tokenizer, format)?;
+            let completion = answers.close(encode(&prompt, adds_special, &text)?)?;
+            return Ok(vec![Some(example(prompt, completion))]);
         }
     };
-    let answers = (first..messages.len()).filter(|&index| messages[index].role == "assistant");
-    let examples = answers.map(|index| {
+    let turns = (first..messages.len()).filter(|&index| messages[index].role == "assistant");
+    let examples = turns.map(|index| {
         if messages[..=index].iter().map(Message::num_bytes).sum::<usize>() > max_bytes {
             return Ok(None);
         }
-        let RenderedPrompt { text, token_ids: prompt } =
-            RawPrompt::Conversation(messages[..index].to_vec()).render(row, tokenizer, format)?;
+        let prompt = RawPrompt::Conversation(messages[..index].to_vec()).render(row, tokenizer, format)?;
         let whole = tokenizer.converse(format.conversation(row, tokenizer, &messages[..=index], false)?)?;
-        let answer = whole.strip_prefix(&text).ok_or_else(|| {
+        let answer = whole.strip_prefix(&prompt.text).ok_or_else(|| {
             row.bad(format!(
                 "the chat template does not render the answer in message {index} directly after its prompt; give \
                  prompt and completion as text"
             ))
         })?;
-        Ok(Some(example(prompt, ends.close_turn(encode(answer)?)?)))
+        let completion = answers.close_turn(encode(&prompt, false, answer)?)?;
+        Ok(Some(example(prompt, completion)))
     });
     let examples: Vec<_> = examples.collect::<Result<_>>()?;
     if examples.is_empty() {

@@ -15,7 +15,7 @@ use std::io::ErrorKind;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 use tokenizers::models::wordlevel::WordLevel;
 
 use self::merged::{MergedTokens, NamedTokens, TokenFiles};
@@ -225,6 +225,11 @@ impl Tokenizer {
         let failed = |message: String| Error::TokenizerMismatch { message };
         let text = self.inner.to_string(false).map_err(|error| failed(error.to_string()))?;
         serde_json::from_str(&text).map_err(|error| failed(error.to_string()))
+    }
+
+    /// The normalizer and the pre-tokenizer in the format of `tokenizer.json`; null where there is none.
+    pub(super) fn steps_before_model(&self) -> [Value; 2] {
+        [json!(self.inner.get_normalizer()), json!(self.inner.get_pre_tokenizer())]
     }
 
     /// Describes the lowest id with different tokens in the two vocabularies; `None` if the vocabularies are equal.

@@ -49,9 +49,9 @@ pub struct Sft {
 /// Results of a supervised run.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SftSummary {
-    /// Mean negative log-likelihood of a completion token in the last update, in nats.
+    /// Loss of the last update: the mean negative log-likelihood of a completion token, in nats, and the weighted load-balancing loss of experts.
     pub loss: f64,
-    /// Mean loss on the held-out rows, if there are any.
+    /// The loss with the same terms on the held-out rows, if there are any.
     pub eval_loss: Option<f64>,
     /// Folder of the final model.
     pub model_dir: PathBuf,
@@ -198,16 +198,26 @@ impl Sft {
         Ok([nll, balance])
     }
 
-    /// Mean negative log-likelihood of a held-out completion token, in nats.
+    /// The loss on the held-out rows, with the same terms as in training: the mean negative log-likelihood of a completion token, in nats, and the
+    /// weighted load-balancing loss of experts.
     fn evaluate(&mut self) -> Result<f64> {
         let Place { rank: group, size: num_groups } = self.mesh.sequence_group();
         let batch = self.batch(self.eval_examples.iter().skip(group).step_by(num_groups))?;
-        let mut nll = 0.0;
+        let coef = self.policy.table().spec.router_aux_loss_coef(self.config.router_aux_loss_coef)?;
+        let [mut nll, mut balance] = [0.0; 2];
         for micro_batch in &batch.micro_batches {
             phase::beat();
-            nll -= torch::f64_vec(&self.policy.forward_logprobs(micro_batch, 1.0)?.logprobs.f_sum(Kind::Double)?)?[0];
+            let scores = self.policy.balanced_logprobs(micro_batch, 1.0)?;
+            nll -= torch::f64_vec(&scores.logprobs.f_sum(Kind::Double)?)?[0];
+            if let Some(aux_loss) = &scores.aux_loss {
+                let weight = coef * micro_batch.num_sequence_tokens() / batch.num_tokens;
+                balance += weight * torch::f64_vec(&aux_loss.to_kind(Kind::Double))?[0];
+            }
         }
-        self.mean(nll, batch.num_completion_tokens)
+        let mut sums = [nll, balance].map(|sum| sum * self.counted());
+        all_reduce_f64(&*self.mesh.world, &mut sums, ReduceOp::Sum)?;
+        let [nll, balance] = sums;
+        Ok(nll / batch.num_completion_tokens + balance)
     }
 
     /// This rank's examples, in the same number of micro-batches as on every other rank.
@@ -223,12 +233,6 @@ impl Sft {
         all_reduce_f64(&*self.mesh.world, &mut sums, ReduceOp::Sum)?;
         let [num_completion_tokens, num_tokens] = sums;
         Ok(SftBatch { micro_batches, num_completion_tokens, num_tokens })
-    }
-
-    fn mean(&self, own_sum: f64, count: f64) -> Result<f64> {
-        let mut sum = [own_sum * self.counted()];
-        all_reduce_f64(&*self.mesh.world, &mut sum, ReduceOp::Sum)?;
-        Ok(sum[0] / count)
     }
 
     /// Begins to save a checkpoint; it is complete when the next one begins or the saver has finished.

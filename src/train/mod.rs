@@ -7,6 +7,7 @@
 //! | `sequence`, `pack`, `micro_batch` | sequences, and how they are packed into micro-batches, with shared prompts |
 //! | `policy` | the trained model: scores, gradients, the optimizer step |
 //! | `load` | creates a policy: all weights, or adapters on a frozen base |
+//! | `balanced_scores` | scores of a policy with the load-balancing loss of its experts, for evaluation |
 //! | `reference` | a frozen model that only scores |
 //! | `network`, `network_options`, `blocks`, `upcoming` | embedding, blocks and head, forward and backward; which units are needed next |
 //! | `offload` | activations that are kept in host memory until backward |
@@ -35,6 +36,7 @@
 mod activations;
 mod adapters;
 mod balance;
+mod balanced_scores;
 mod blocks;
 mod bytes;
 mod draft_head;

@@ -44,6 +44,8 @@ pub(crate) struct Network {
     pub(super) offload: Option<ActivationOffload>,
     /// Number of most probable tokens that are scored in passes without gradients.
     pub num_top: usize,
+    /// Whether passes without gradients compute the load-balancing loss of experts.
+    pub balances: bool,
     /// The weight of each scored token in the draft head's loss.
     pub draft_weight: f64,
 }
@@ -61,7 +63,8 @@ impl Network {
         weights.table().spec.validate_sequence_parallel(mesh.sequence.size())?;
         let ropes = weights.table().spec.ropes();
         let exchange = TokenExchange::of(&mesh.sequence, &mesh.lane);
-        Ok(Self { weights, adapters, ropes, options, exchange, offload: None, num_top: 0, draft_weight: 1.0 })
+        let (offload, num_top, balances, draft_weight) = (None, 0, false, 1.0);
+        Ok(Self { weights, adapters, ropes, options, exchange, offload, num_top, balances, draft_weight })
     }
 
     pub(crate) fn kind(&self) -> Kind {
@@ -106,12 +109,14 @@ impl Network {
         }
         // A reference model does its own routing.
         let replays = matches!(adapter_use, AdapterUse::On | AdapterUse::Dropped(_));
-        pass.routes = self.routes(&pass, replays, false)?;
+        pass.routes = self.routes(&pass, replays, self.balances)?;
         let (hidden, _) = self.blocks_forward(&mut pass, None)?;
         let head = self.head(&[])?;
         let scored = head_forward(&head.params, &head.table, &part.to_head(&hidden)?, &pass.scoring, false)?;
         let (logprobs, entropy, top) = part.scores(&scored)?;
-        Ok(Scores { logprobs, entropy, top, aux_loss: None, differing_experts: None })
+        let routes = pass.routes.as_ref().filter(|_| !micro_batch.is_empty());
+        let aux_loss = routes.map_or(Ok(None), |routes| routes.aux_loss(&part))?;
+        Ok(Scores { logprobs, entropy, top, aux_loss, differing_experts: None })
     }
 
     /// Logits that predict each scored token of a micro-batch (collective if weights are sharded). [C, V] f32
@@ -263,9 +268,9 @@ impl Network {
         Pass::new((self.spec(), &self.ropes, self.options), rows, temperature, adapter_use)
     }
 
-    fn routes(&self, pass: &Pass<'_>, replays: bool, trains: bool) -> Result<Option<PassRoutes>> {
+    fn routes(&self, pass: &Pass<'_>, replays: bool, balances: bool) -> Result<Option<PassRoutes>> {
         let place = (self.kind(), self.device());
-        PassRoutes::new(self.spec(), (pass.micro_batch, pass.part), place, replays, trains)
+        PassRoutes::new(self.spec(), (pass.micro_batch, pass.part), place, replays, balances)
     }
 
     /// The gradient of an empty micro-batch's last hidden state: zeros.

@@ -22,18 +22,19 @@ pub(super) struct PassRoutes {
     places: Vec<i64>,
     /// Number of recorded choices that differ from the router's own, and number of recorded choices.
     differing: RefCell<Option<Tensor>>, // [2] int64
-    /// The load-balancing loss; set in training only.
+    /// The load-balancing loss, if it is computed.
     balance: Option<LoadBalance>,
 }
 
 impl PassRoutes {
     /// Prepares the routing; `None` for a model without experts. If the pass `replays`, it uses recorded experts where the micro-batch has them.
+    /// If it `balances`, it computes the load-balancing loss.
     pub(super) fn new(
         spec: &ModelSpec,
         (micro_batch, part): (&MicroBatch, &RowPart),
         (kind, device): (Kind, Device),
         replays: bool,
-        trains: bool,
+        balances: bool,
     ) -> Result<Option<Self>> {
         let Some(experts) = spec.experts() else { return Ok(None) };
         let k = experts.router.num_experts_per_tok as i64;
@@ -41,11 +42,11 @@ impl PassRoutes {
         let recorded = recorded.map(|experts| part.rows(experts, -1.0)).transpose()?;
         let recorded = recorded.map(|experts| experts.f_view([experts.size()[0], -1, k])).transpose()?;
         let places = spec.places_among_expert_layers();
-        let balance = if trains { Some(LoadBalance::new(spec, (micro_batch, part), kind, device)?) } else { None };
+        let balance = if balances { Some(LoadBalance::new(spec, (micro_batch, part), kind, device)?) } else { None };
         Ok(Some(Self { recorded, places, differing: RefCell::default(), balance }))
     }
 
-    /// The load-balancing loss over all parts, in training. Collective over the ranks that share the micro-batch.
+    /// The load-balancing loss over all parts, if it is computed. Collective over the ranks that share the micro-batch.
     pub(super) fn aux_loss(&self, part: &RowPart) -> Result<Option<Tensor>> {
         self.balance.as_ref().map(|balance| balance.value(part)).transpose()
     }

@@ -13,7 +13,8 @@ pub struct Scores {
     pub entropy: Tensor, // [C]
     /// Scores of other tokens of each distribution, if they were requested. `[C, K]`
     pub top: Option<TopScores>,
-    /// The load-balancing loss of a model with experts, in training; a scalar.
+    /// The load-balancing loss of a model with experts, a scalar; in training and from
+    /// [`Policy::balanced_logprobs`](super::Policy::balanced_logprobs).
     pub aux_loss: Option<Tensor>,
     /// If the sampler's routing was replayed: the number of choices where the router itself would differ, and the number of choices.
     pub differing_experts: Option<Tensor>, // [2] i64
