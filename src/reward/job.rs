@@ -29,6 +29,8 @@ pub(super) struct RunProgress {
 /// What the run's rows have in common, for requests to Python functions.
 #[derive(Debug, Clone, Default)]
 pub(super) struct RowLayout {
+    /// The column with the prompt; `None` means the first of the default names that a row has.
+    pub prompt_column: Option<String>,
     /// The columns of all rows. A row that lacks one of them has null there, as in a data set of `datasets`.
     pub columns: BTreeSet<String>,
 }

@@ -40,6 +40,9 @@ pub(super) struct ScoreRequest<'a> {
     completion_ids: Vec<&'a [u32]>,
     finish_reasons: Vec<Option<FinishReason>>,
     columns: Cow<'a, Map<String, Value>>,
+    /// The column with the prompt, if the configuration names one; for Python functions.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompt_column: Option<&'a str>,
     trainer_state: RunProgress,
 }
 
@@ -133,7 +136,7 @@ impl<'a> TextRequest<'a> {
 
 impl<'a> ScoreRequest<'a> {
     /// A request for the completions of a job, which belong to `group`. With a `layout`, columns that only other rows have are null.
-    pub fn new(id: u64, group: &'a RolloutGroup, job: &ScoringJob, layout: Option<&RowLayout>) -> Self {
+    pub fn new(id: u64, group: &'a RolloutGroup, job: &ScoringJob, layout: Option<&'a RowLayout>) -> Self {
         let completions = &group.completions[job.completions.clone()];
         let has_turns = completions.iter().any(|completion| !completion.messages.is_empty());
         let has_environments = completions.iter().any(|completion| completion.environment.is_some());
@@ -147,6 +150,7 @@ impl<'a> ScoreRequest<'a> {
             completion_ids: completions.iter().map(|completion| completion.token_ids.as_slice()).collect(),
             finish_reasons: completions.iter().map(|completion| completion.finish_reason).collect(),
             columns: columns_of(group, layout),
+            prompt_column: layout.and_then(|layout| layout.prompt_column.as_deref()),
             trainer_state: job.progress,
         }
     }
