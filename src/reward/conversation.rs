@@ -2,6 +2,7 @@
 //! the worker is lost. A worker with an asynchronous function has several open requests, any other has one.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
@@ -118,7 +119,8 @@ impl<'a> WorkerConversation<'a> {
         let id = self.next_id;
         self.next_id += 1;
         if let Some(worker) = &mut self.worker {
-            worker.send(&self.service.grading.frame(id, &work.job, &work.group));
+            let layout = self.service.is_python_function().then(|| Arc::clone(&self.shared.lock().layout));
+            worker.send(&self.service.grading.frame(id, &work.job, &work.group, layout.as_deref()));
         }
         self.open.push(UnansweredRequest { id, work, deadline: Instant::now() + self.service.timeout });
     }

@@ -28,6 +28,8 @@ pub(super) struct ServiceEndpoint {
     /// Value of the authorization header (secret).
     authorization: Option<String>,
     form: Form,
+    /// The column with the prompt; `None` means the first of the default names that a row has.
+    prompt_column: Option<String>,
     agent: ureq::Agent,
     /// Time limit for one completion, including all attempts.
     timeout: Duration,
@@ -51,11 +53,17 @@ enum AttemptFailure {
 }
 
 impl ServiceEndpoint {
-    /// The service configured by `rewards.NAME.url`.
+    /// The service configured by `rewards.NAME.url`. `prompt_column` names the column with the prompt, if the configuration does.
     ///
     /// # Errors
     /// [`Error::InvalidValue`] for a malformed URL, a rubric that is not a valid template, or an environment variable that is not set.
-    pub fn new(name: &str, index: usize, reward: &ProcessReward, settings: &RewardConfig) -> Result<Self> {
+    pub fn new(
+        name: &str,
+        index: usize,
+        reward: &ProcessReward,
+        settings: &RewardConfig,
+        prompt_column: Option<&str>,
+    ) -> Result<Self> {
         let key = |field: &str| format!("rewards.{name}.{field}");
         let given = reward.url.as_deref().unwrap_or_default();
         let is_http =
@@ -82,6 +90,7 @@ impl ServiceEndpoint {
             name: name.to_owned(),
             concurrency: reward.concurrency,
             form: Form::new(name, reward)?,
+            prompt_column: prompt_column.map(str::to_owned),
             url: Form::url(given, reward),
             authorization: reward.api_key_env.as_ref().map(secret).transpose()?,
             agent: config.build().new_agent(),
@@ -98,7 +107,7 @@ impl ServiceEndpoint {
         group: &RolloutGroup,
         index: usize,
     ) -> Result<Score, RewardFailure> {
-        let body = self.form.body(group, index)?;
+        let body = self.form.body(group, index, self.prompt_column.as_deref())?;
         let end = Instant::now() + self.timeout;
         let mut pause = FIRST_PAUSE;
         loop {

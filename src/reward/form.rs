@@ -81,10 +81,16 @@ impl Form {
         }
     }
 
-    /// The request body for one completion. The completion's text is inserted as a value, never as template code.
-    pub fn body(&self, group: &RolloutGroup, index: usize) -> Result<Vec<u8>, RewardFailure> {
+    /// The request body for one completion. The completion's text is inserted as a value, never as template code. `prompt_column` names the column
+    /// with the prompt, if the configuration does.
+    pub fn body(
+        &self,
+        group: &RolloutGroup,
+        index: usize,
+        prompt_column: Option<&str>,
+    ) -> Result<Vec<u8>, RewardFailure> {
         let completion = group.completions[index].newest_text();
-        let prompt = prompt(group);
+        let prompt = prompt(group, prompt_column);
         let body = match self {
             Self::Score => json!({"prompt": prompt, "completion": completion}),
             Self::Judge(judge) => judge.request(&text(&prompt), completion, &group.prompt.columns)?,
@@ -143,10 +149,10 @@ impl Judge {
 }
 
 /// The row's prompt as Python rewards receive it: text or messages, not rendered.
-fn prompt(group: &RolloutGroup) -> Value {
+fn prompt(group: &RolloutGroup, column: Option<&str>) -> Value {
     let columns = &group.prompt.columns;
-    let given =
-        ["prompt", "problem", "question"].iter().find_map(|name| columns.get(*name).filter(|value| !value.is_null()));
+    let names = column.as_ref().map_or(&["prompt", "problem", "question"][..], std::slice::from_ref);
+    let given = names.iter().find_map(|name| columns.get(*name).filter(|value| !value.is_null()));
     given.cloned().unwrap_or_else(|| group.prompt.text.as_str().into())
 }
 

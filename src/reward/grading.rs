@@ -1,7 +1,7 @@
 //! Converts the scores of a reward's worker processes to rewards.
 
 use super::failures::{RewardFailure, Score};
-use super::job::ScoringJob;
+use super::job::{RowLayout, ScoringJob};
 use super::protocol::{ScoreRequest, ScoreResults, TextRequest, frame};
 use super::verdict::Verdict;
 use crate::types::{RolloutGroup, Trajectory};
@@ -29,9 +29,9 @@ impl Grading {
         scores.transpose()
     }
 
-    /// The request for a job, as a frame.
-    pub fn frame(&self, id: u64, job: &ScoringJob, group: &RolloutGroup) -> Vec<u8> {
-        let Self::Verdict(verdict) = self else { return frame(&ScoreRequest::new(id, group, job)) };
+    /// The request for a job, as a frame. `layout` is given for Python functions.
+    pub fn frame(&self, id: u64, job: &ScoringJob, group: &RolloutGroup, layout: Option<&RowLayout>) -> Vec<u8> {
+        let Self::Verdict(verdict) = self else { return frame(&ScoreRequest::new(id, group, job, layout)) };
         let reference = verdict.reference(&group.prompt.columns).unwrap_or_default(); // `at_once` refuses a row without
         let completions = &group.completions[job.completions.clone()];
         frame(&TextRequest::new(id, completions.iter().map(Trajectory::newest_text).collect(), &reference))

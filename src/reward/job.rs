@@ -1,5 +1,6 @@
 //! A job of a reward pool.
 
+use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -23,6 +24,15 @@ pub(super) struct RunProgress {
     pub global_step: u64,
     /// Total number of updates in the run.
     pub max_steps: u64,
+}
+
+/// What the run's rows have in common, for requests to Python functions.
+#[derive(Debug, Clone, Default)]
+pub(super) struct RowLayout {
+    /// The column with the prompt; `None` means the first of the default names that a row has.
+    pub prompt_column: Option<String>,
+    /// The columns of all rows. A row that lacks one of them has null there, as in a data set of `datasets`.
+    pub columns: BTreeSet<String>,
 }
 
 /// A job with its group of completions.

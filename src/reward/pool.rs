@@ -6,7 +6,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use super::failures::{FailureCount, FailureKind, RewardFailures, Score, weighted_sum};
-use super::job::RunProgress;
+use super::job::{RowLayout, RunProgress};
 use super::servants::{serve_endpoint, serve_service};
 use super::service::RewardService;
 use super::source::{RewardSource, RewardSources};
@@ -66,6 +66,7 @@ impl RewardPool {
             key: "reward_funcs",
             settings: &config.reward,
             processes: &config.rewards,
+            prompt_column: config.data.dataset_prompt_column.as_deref(),
             environment: config.environment_settings(),
             functions,
         };
@@ -81,6 +82,7 @@ impl RewardPool {
             key: option,
             settings,
             processes: &ProcessRewards::default(),
+            prompt_column: None,
             environment: None,
             functions: &[],
         };
@@ -120,6 +122,10 @@ impl RewardPool {
             service_queues: services.iter().map(|_| Default::default()).collect(),
             endpoint_queues: endpoints.iter().map(|_| Default::default()).collect(),
             failures: vec![RewardFailures::default(); entries.len()],
+            layout: Arc::new(RowLayout {
+                prompt_column: sources.prompt_column.map(str::to_owned),
+                ..Default::default()
+            }),
             ..PoolState::default()
         };
         let runs_programs = |service: &RewardService| matches!(service.program.origin, Origin::Sandbox);

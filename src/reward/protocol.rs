@@ -1,5 +1,6 @@
 //! The protocol between a reward pool and a worker process: JSON frames, each prefixed with its length as 4 bytes, big-endian.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::io::{self, Read, Write};
 
@@ -7,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use super::failures::{FailureKind, RewardFailure, Score};
-use super::job::{RunProgress, ScoringJob};
+use super::job::{RowLayout, RunProgress, ScoringJob};
 use crate::types::{FinishReason, RolloutGroup, Trajectory};
 
 /// The score of each completion of a request, or its failure.
@@ -38,7 +39,10 @@ pub(super) struct ScoreRequest<'a> {
     environments: Option<Vec<Option<EnvironmentState<'a>>>>,
     completion_ids: Vec<&'a [u32]>,
     finish_reasons: Vec<Option<FinishReason>>,
-    columns: &'a Map<String, Value>,
+    columns: Cow<'a, Map<String, Value>>,
+    /// The column with the prompt, if the configuration names one; for Python functions.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompt_column: Option<&'a str>,
     trainer_state: RunProgress,
 }
 
@@ -131,8 +135,8 @@ impl<'a> TextRequest<'a> {
 }
 
 impl<'a> ScoreRequest<'a> {
-    /// A request for the completions of a job, which belong to `group`.
-    pub fn new(id: u64, group: &'a RolloutGroup, job: &ScoringJob) -> Self {
+    /// A request for the completions of a job, which belong to `group`. With a `layout`, columns that only other rows have are null.
+    pub fn new(id: u64, group: &'a RolloutGroup, job: &ScoringJob, layout: Option<&'a RowLayout>) -> Self {
         let completions = &group.completions[job.completions.clone()];
         let has_turns = completions.iter().any(|completion| !completion.messages.is_empty());
         let has_environments = completions.iter().any(|completion| completion.environment.is_some());
@@ -145,10 +149,21 @@ impl<'a> ScoreRequest<'a> {
             environments: has_environments.then(|| completions.iter().map(state_of).collect()),
             completion_ids: completions.iter().map(|completion| completion.token_ids.as_slice()).collect(),
             finish_reasons: completions.iter().map(|completion| completion.finish_reason).collect(),
-            columns: &group.prompt.columns,
+            columns: columns_of(group, layout),
+            prompt_column: layout.and_then(|layout| layout.prompt_column.as_deref()),
             trainer_state: job.progress,
         }
     }
+}
+
+/// The columns of a group's row, with null in each column that the row lacks and `layout` has.
+fn columns_of<'a>(group: &'a RolloutGroup, layout: Option<&RowLayout>) -> Cow<'a, Map<String, Value>> {
+    let own = &*group.prompt.columns;
+    let mut columns = Cow::Borrowed(own);
+    for name in layout.iter().flat_map(|layout| &layout.columns).filter(|name| !own.contains_key(*name)) {
+        columns.to_mut().insert(name.clone(), Value::Null);
+    }
+    columns
 }
 
 /// The state of a completion's environment, if it is known.

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::time::Duration;
 
 use super::grading::Grading;
-use super::worker::Program;
+use super::worker::{Origin, Program};
 use crate::config::RewardBatch;
 
 /// A reward that worker processes compute.
@@ -29,4 +29,11 @@ pub(super) struct RewardService {
     pub num_failures: AtomicUsize,
     /// Whether the log already mentions that replies have no ids.
     pub has_no_ids: AtomicBool,
+}
+
+impl RewardService {
+    /// Whether its processes call a Python function with the columns of rows.
+    pub fn is_python_function(&self) -> bool {
+        self.program.is_ours && matches!(self.program.origin, Origin::Key(..))
+    }
 }

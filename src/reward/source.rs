@@ -42,6 +42,8 @@ pub(super) struct RewardSources<'a> {
     pub key: &'a str,
     pub settings: &'a RewardConfig,
     pub processes: &'a ProcessRewards,
+    /// The column with the prompt; `None` means the first of the default names.
+    pub prompt_column: Option<&'a str>,
     /// Settings of the environment, whose own score may be named as a reward.
     pub environment: Option<Value>,
     /// Functions from the caller. They take precedence over other rewards of the same name.
@@ -58,7 +60,7 @@ impl RewardSources<'_> {
             return Ok(RewardSource::Function(Arc::clone(function)));
         }
         if let Some(reward) = self.processes.get(entry).filter(|reward| reward.url.is_some()) {
-            return ServiceEndpoint::new(entry, index, reward, self.settings)
+            return ServiceEndpoint::new(entry, index, reward, self.settings, self.prompt_column)
                 .map(|endpoint| RewardSource::Endpoint(Box::new(endpoint)));
         }
         if let Some(reward) = self.processes.get(entry) {

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use super::RewardFunction;
 use super::endpoint::ServiceEndpoint;
 use super::failures::{FailureKind, RewardFailure, RewardFailures, Score};
-use super::job::{GroupJob, RunProgress, ScoringJob};
+use super::job::{GroupJob, RowLayout, RunProgress, ScoringJob};
 use super::protocol::ScoreResults;
 use super::service::RewardService;
 use crate::config::RewardBatch;
@@ -56,6 +56,8 @@ pub(super) struct PoolState {
     pub num_ready: usize,
     /// Index of each reward, and a column that its function requires.
     pub needed_columns: BTreeSet<(usize, String)>,
+    /// What the run's rows have in common.
+    pub layout: Arc<RowLayout>,
     /// The error because of which the pool cannot continue.
     pub broken: Option<Error>,
     pub closed: bool,

@@ -79,7 +79,8 @@ def environment(end):
 
 def as_trl(request):
     columns, completions = request["columns"], request["completions"]
-    prompts = (columns.get(name) for name in ("prompt", "problem", "question"))
+    names = [request["prompt_column"]] if "prompt_column" in request else ["prompt", "problem", "question"]
+    prompts = (columns.get(name) for name in names)
     prompt = next((prompt for prompt in prompts if prompt is not None), request["prompt"])
     if request.get("messages"):  # the model may call tools
         completions = request["messages"]

@@ -1,6 +1,7 @@
 //! Checks of rewards and their rows before a run begins.
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 use super::RewardPool;
 use crate::error::{Error, MAX_LISTED, Result};
@@ -51,18 +52,19 @@ impl RewardPool {
     }
 
     /// Checks the columns of rows against the parameters of Python reward functions: at least one row must have each required column. Call after
-    /// [`start`](Self::start). If only some rows lack a column, the function needs a default for the parameter.
+    /// [`start`](Self::start) and before the rows' groups are submitted: a row then has null in each column that only other checked rows have.
     ///
     /// # Errors
     /// [`Error::InvalidValue`] with the function, the column and the columns that exist.
     pub(crate) fn check_columns(&self, name: &str, rows: &[Prompt]) -> Result<()> {
-        let needed = self.shared.lock().needed_columns.clone();
-        let Some((index, column)) =
-            needed.into_iter().find(|(_, column)| rows.iter().all(|row| !row.columns.contains_key(column)))
-        else {
+        let columns: BTreeSet<&str> = rows.iter().flat_map(|row| row.columns.keys().map(String::as_str)).collect();
+        let mut state = self.shared.lock();
+        Arc::make_mut(&mut state.layout).columns.extend(columns.iter().map(|name| (*name).to_owned()));
+        let needed = state.needed_columns.clone();
+        drop(state);
+        let Some((index, column)) = needed.into_iter().find(|(_, column)| !columns.contains(&**column)) else {
             return Ok(());
         };
-        let columns: BTreeSet<&str> = rows.iter().flat_map(|row| row.columns.keys().map(String::as_str)).collect();
         let columns: Vec<&str> = columns.into_iter().take(MAX_LISTED).collect();
         let expected = format!(
             "a function whose arguments are columns or have defaults: no row of {name} has a column '{column}'; its \

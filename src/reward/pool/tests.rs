@@ -247,3 +247,34 @@ fn threads_have_the_lock_while_progress_is_shown() {
     };
     drop(pool.await_until(|_| is_shown.get(), show).unwrap());
 }
+
+/// As in a data set of `datasets`, whose rows all have the same columns.
+#[test]
+fn python_functions_get_none_in_columns_that_only_other_rows_have() {
+    const FUNCTION: &str = "def own(completions, target, **columns):\n    assert set(columns) == \
+        {'prompts', 'completion_ids', 'trainer_state', 'level'}\n    return [None if value is None else float(value) \
+        for value in target]\n";
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("own.py");
+    std::fs::write(&file, FUNCTION).unwrap();
+    let mut pool = RewardPool::new(&config(&[&format!("{}:own", file.display()), "format"], 1, 60.0)).unwrap();
+    pool.start().unwrap();
+    let row = |columns: serde_json::Value| {
+        let columns = Arc::new(columns.as_object().unwrap().clone());
+        Prompt { columns, ..fixtures::prompt(0) }
+    };
+    let rows = [serde_json::json!({"prompt": "p", "target": "2"}), serde_json::json!({"prompt": "p"})].map(row);
+    let held_out = [row(serde_json::json!({"prompt": "p", "target": null, "level": 1}))];
+    assert!(pool.check_columns("the rows", &rows[1..]).is_err(), "no row has the column");
+    pool.check_columns("train.jsonl", &rows).unwrap();
+    pool.check_columns("held_out.jsonl", &held_out).unwrap();
+    let of = |prompt: &Prompt| RolloutGroup {
+        completions: vec![fixtures::completion("x")],
+        ..RolloutGroup::new(prompt.clone())
+    };
+    let mut groups = [of(&rows[0]), of(&rows[1]), of(&held_out[0])];
+    pool.score(&mut groups).unwrap();
+    let scores = groups.each_ref().map(|group| group.completions[0].rewards[0]);
+    assert_eq!((scores, pool.take_cause()), ([Some(2.0), None, None], None));
+    assert_eq!(groups[1].completions[0].reward, Some(0.0), "the other reward applies");
+}

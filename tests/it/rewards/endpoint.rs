@@ -137,6 +137,15 @@ fn a_reward_model_over_http_scores_completions() {
 }
 
 #[test]
+fn services_get_the_prompt_from_the_configured_column() {
+    let server = Server::start(|_, stream| reply(stream, "200 OK", "{\"score\": 1}"));
+    let keys = ["reward_funcs=judge", "dataset_prompt_column=instruction"].map(str::to_owned);
+    let mut pool = pool(&[&keys[..], &[format!("rewards.judge.url={}", server.url)]].concat());
+    scores(&mut pool, group(json!({"question": "what?", "instruction": "add 1"}), &["a"]));
+    assert_eq!(server.request()["body"]["prompt"], "add 1");
+}
+
+#[test]
 fn a_judge_gets_the_rubric_and_its_last_score_counts() {
     let server = Server::start(|_, stream| {
         let said = "It lacks detail. A first score: 3. But it is right.\n**Score: 7.5**/10";

@@ -98,6 +98,28 @@ fn reward_functions_of_trl_and_verl_work_unchanged() {
     assert_eq!(both.take_failures(), [FailureCount::new("some", FailureKind::NonFinite, 1)]);
 }
 
+/// `prompts` and the form of `completions` follow the configured column, not another one with a usual name.
+#[test]
+fn python_rewards_get_the_prompt_from_the_configured_column() {
+    const FUNCTION: &str = r#"
+def asked(prompts, completions, instruction, question):
+    assert prompts == instruction
+    return [len(completion if isinstance(prompt, str) else completion[0]["content"])
+            for prompt, completion in zip(prompts, completions)]
+"#;
+    let folder = tempfile::tempdir().unwrap();
+    let file = write(folder.path(), "asked.py", FUNCTION);
+    let mut asked = pool(&[format!("reward_funcs=[\"{file}:asked\"]"), "dataset_prompt_column=instruction".into()]);
+    let messages = json!([{"role": "user", "content": "hello"}]);
+    for row in [
+        json!({"instruction": "add 1", "question": messages}),
+        json!({"question": "what?", "instruction": messages}),
+        json!({"prompt": messages, "question": "what?", "instruction": "add 1"}),
+    ] {
+        assert_eq!(scores(&mut asked, group(row.clone(), &["abc"]))[0].0, Some(3.0), "{row}: {:?}", asked.take_cause());
+    }
+}
+
 /// A reward function that fails in the way that the completion names.
 const FAULTY: &str = r#"
 import os, signal, subprocess, time
