@@ -48,7 +48,7 @@ pub(super) fn load(
     let mut sampler = PromptSampler::new(rows.examples.len(), config.seed, config.shuffle_dataset);
     let (mut global_step, mut num_tokens) = (0, 0);
     if let Some(checkpoint) = &checkpoint {
-        checkpoint.check_rows(rows.examples.len())?;
+        checkpoint.check_rows(rows.examples.len(), Some(&rows.digest.text()))?;
         checkpoint.restore(&mut policy)?;
         sampler.restore(checkpoint.state.sampler.clone())?;
         TrainerState { global_step, num_input_tokens_seen: num_tokens, .. } = checkpoint.state;
@@ -73,6 +73,7 @@ pub(super) fn load(
         world,
         mesh,
         policy,
+        rows_digest: rows.digest.text(),
         examples: rows.examples,
         eval_examples: eval_rows.map_or_else(Vec::new, |rows| rows.examples),
         sampler,

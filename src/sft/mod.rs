@@ -31,6 +31,7 @@ pub struct Sft {
     mesh: Mesh,
     policy: Policy,
     examples: Vec<SftExample>,
+    rows_digest: String, // of the rows that the examples are from
     eval_examples: Vec<SftExample>,
     sampler: PromptSampler,
     schedule: Schedule,
@@ -243,6 +244,7 @@ impl Sft {
             num_input_tokens_seen: self.num_tokens,
             world_size: self.world.size(),
             num_rows: self.examples.len(),
+            rows_digest: Some(self.rows_digest.clone()),
             sampler: self.sampler.state().clone(),
             carried: Vec::new(),
             ahead: Vec::new(),

@@ -60,7 +60,7 @@ pub(super) fn restore(
         return Ok(TrainingProgress { entropy_control, ..TrainingProgress::default() });
     };
     let TrainerState { global_step, generation_step, num_input_tokens_seen: num_tokens, .. } = checkpoint.state;
-    checkpoint.check_rows(data.train.len())?;
+    checkpoint.check_rows(data.train.len(), data.train.digest().as_deref())?;
     model.policy_mut().map_or(Ok(()), |policy| checkpoint.restore(policy))?;
     data.sampler.restore(checkpoint.state.sampler.clone())?;
     data.carried = match checkpoint.state.carried.as_slice() {

@@ -347,3 +347,30 @@ fn a_changed_configuration_is_refused_on_resume_unless_forced() {
     assert_eq!(other_rows.code, Some(5), "{}", other_rows.output);
     assert!(other_rows.output.contains("written with 256 training rows, "), "{}", other_rows.output);
 }
+
+#[test]
+fn other_rows_of_the_same_number_are_refused_on_resume() {
+    let runs = Runs::new();
+    let folder = tempfile::tempdir().unwrap();
+    let rows = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/configs/arithmetic/train.jsonl")).unwrap();
+    let rows: Vec<&str> = rows.lines().take(64).collect();
+    let write = |name: &str, rows: &[&str]| std::fs::write(folder.path().join(name), rows.join("\n")).unwrap();
+    let of = |name: &str| format!("train_file={}/{name}.jsonl", folder.path().display());
+    write("rows.jsonl", &rows);
+    write("renamed.jsonl", &rows);
+    let run = ["tensor_parallel_size=1", "max_steps=2", "save_steps=1"];
+    runs.train_to_the_end("straight", 1, &[&run[..], &[&of("rows")]].concat());
+    let (resume, forced) = (runs.resume("straight", 1), "force_resume=true");
+    runs.train_to_the_end("same", 1, &[&run[..], &[&of("rows"), &resume]].concat());
+    runs.assert_same("same", "straight", &[2]);
+    runs.train_to_the_end("renamed", 1, &[&run[..], &[&of("renamed"), &resume, forced]].concat());
+    runs.assert_same("renamed", "straight", &[2]);
+    let mut other = rows.clone();
+    other.swap(3, 4);
+    write("rows.jsonl", &other);
+    for forced in ["force_resume=false", forced] {
+        let refused = runs.train("other", 1, &[&run[..], &[&of("rows"), &resume, forced]].concat());
+        assert_eq!(refused.code, Some(5), "{}", refused.output);
+        assert!(refused.output.contains("with other training rows: there are 64 of them"), "{}", refused.output);
+    }
+}
