@@ -48,6 +48,10 @@ pub struct TrainerState {
     /// SHA-256 of these rows and their order. `None` in old checkpoints, and for rows that are made instead of read.
     #[serde(default)]
     pub rows_digest: Option<String>,
+    /// Identities of the weights that the run does not train but reads again at every start, by the key that names their folder. Empty in old
+    /// checkpoints.
+    #[serde(default)]
+    pub frozen_weights: BTreeMap<String, String>,
     /// Position in the training rows.
     pub sampler: SamplerState,
     /// Unfinished groups of all ranks that the next step continues.

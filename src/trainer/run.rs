@@ -140,6 +140,7 @@ impl Trainer {
             world_size: self.world.size(),
             num_rows: self.data.train.len(),
             rows_digest: self.data.train.digest(),
+            frozen_weights: self.checkpoints.frozen_weights.clone(),
             sampler: self.data.sampler.state().clone(),
             carried: if self.generation.turns.is_some() {
                 begun_anew(&self.data.carried)

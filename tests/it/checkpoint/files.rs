@@ -88,6 +88,7 @@ pub(super) fn state(global_step: u64) -> TrainerState {
         world_size: 1,
         num_rows: 10,
         rows_digest: None,
+        frozen_weights: BTreeMap::new(),
         sampler: SamplerState::default(),
         carried: Vec::new(),
         ahead: Vec::new(),
