@@ -193,12 +193,12 @@ impl Checkpoint {
         EarlierLog { folder: self.folder.clone(), step: *global_step, history, unlogged }
     }
 
-    /// Refuses a different number of training rows, and positions beyond it.
+    /// Refuses a different number of training rows, rows with another `digest` if both are known, and positions beyond the rows.
     ///
     /// # Errors
-    /// [`Error::Checkpoint`] with both numbers.
-    pub fn check_rows(&self, num_rows: usize) -> Result<()> {
-        self.state.check_rows(num_rows).map_err(|message| self.bad(message))
+    /// [`Error::Checkpoint`] with what differs.
+    pub fn check_rows(&self, num_rows: usize, digest: Option<&str>) -> Result<()> {
+        self.state.check_rows(num_rows, digest).map_err(|message| self.bad(message))
     }
 
     /// Refuses carried groups that a run with `num_generations` completions per prompt and token ids below `vocab_size` cannot continue.

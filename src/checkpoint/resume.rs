@@ -1,5 +1,6 @@
 //! Which checkpoint a run resumes from, and whether it may.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use super::candidates::{refuse_earlier_run, refuse_what_is_missing, refuse_what_is_no_checkpoint};
@@ -121,6 +122,18 @@ impl Checkpoint {
             format!("{name}: was {old} on {old_size} ranks, is {new} on {world_size}")
         };
         Ok(keys.chain(numbers.map(told)).collect())
+    }
+
+    /// Refuses weights that are read, but not trained, and differ from those of the checkpoint's run, or prints a warning if the resume is forced.
+    /// `frozen` has the identities of this run's by key.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] with the keys of the folders.
+    pub fn check_frozen(&self, frozen: &BTreeMap<String, String>, is_forced: bool, is_first: bool) -> Result<()> {
+        let saved = self.state.frozen_weights.iter();
+        let others = saved.filter(|(key, identity)| frozen.get(*key).is_some_and(|own| own != *identity));
+        let told = |key| format!("the folder of {key} contains other weights, or another config.json, than before");
+        check_changes(self, others.map(|(key, _)| told(key)).collect(), is_forced, is_first)
     }
 
     /// The error for a run that changes between full weights and adapters, or changes the rank of adapters.

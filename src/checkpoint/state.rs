@@ -45,6 +45,13 @@ pub struct TrainerState {
     pub world_size: usize,
     /// Number of training rows, after filtering.
     pub num_rows: usize,
+    /// SHA-256 of these rows and their order. `None` in old checkpoints, and for rows that are made instead of read.
+    #[serde(default)]
+    pub rows_digest: Option<String>,
+    /// Identities of the weights that the run does not train but reads again at every start, by the key that names their folder. Empty in old
+    /// checkpoints.
+    #[serde(default)]
+    pub frozen_weights: BTreeMap<String, String>,
     /// Position in the training rows.
     pub sampler: SamplerState,
     /// Unfinished groups of all ranks that the next step continues.
@@ -212,13 +219,21 @@ impl TrainerState {
         format!("run {} step {}", self.run_id, self.global_step)
     }
 
-    /// Refuses positions beyond `num_rows` training rows.
-    pub(super) fn check_rows(&self, num_rows: usize) -> Result<(), String> {
+    /// Refuses training rows of another number or with another `digest`, and positions beyond them.
+    pub(super) fn check_rows(&self, num_rows: usize, digest: Option<&str>) -> Result<(), String> {
         if self.num_rows != num_rows {
             let own = self.num_rows;
             return Err(format!(
                 "the checkpoint was written with {own} training rows, but the data set now has {num_rows}: resume with \
                  the same data"
+            ));
+        }
+        if self.rows_digest.as_deref().zip(digest).is_some_and(|(own, digest)| own != digest) {
+            return Err(format!(
+                "the checkpoint was written with other training rows: there are {num_rows} of them as before, but \
+                 their columns or their order differ. Resume with the same data; to train on the new rows, start a new \
+                 run from these weights, with another output_dir, without resume_from_checkpoint, and with \
+                 model_name_or_path set to this folder"
             ));
         }
         let positions = || std::iter::once(&self.sampler).chain(self.ahead.iter().map(|batch| &batch.before));
@@ -325,7 +340,7 @@ mod tests {
 
     #[test]
     fn sampler_positions_beyond_the_data_set_are_refused() {
-        let check = |pointer: &str, value: Value| read_with(pointer, value).unwrap().check_rows(10);
+        let check = |pointer: &str, value: Value| read_with(pointer, value).unwrap().check_rows(10, None);
         assert_eq!(check("/num_rows", Value::from(10)), Ok(()));
         assert!(check("/num_rows", Value::from(11)).unwrap_err().contains("was written with 11 training rows"));
         let position = check("/sampler/position", Value::from(usize::MAX)).unwrap_err();
@@ -340,6 +355,19 @@ mod tests {
                 "{pointer}"
             );
         }
+    }
+
+    /// Old checkpoints and rows that a program makes have no digest.
+    #[test]
+    fn other_rows_of_the_same_number_are_refused() {
+        let old = read_with("/num_rows", Value::from(10)).unwrap();
+        assert_eq!(old.check_rows(10, Some("a")), Ok(()));
+        let state = TrainerState { rows_digest: Some("a".to_owned()), ..old };
+        assert_eq!(state.check_rows(10, Some("a")), Ok(()));
+        assert_eq!(state.check_rows(10, None), Ok(()));
+        let refused = state.check_rows(10, Some("b")).unwrap_err();
+        assert!(refused.starts_with("the checkpoint was written with other training rows: there are 10"), "{refused}");
+        assert!(state.check_rows(9, Some("b")).unwrap_err().contains("was written with 10 training rows"));
     }
 
     #[test]

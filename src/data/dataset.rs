@@ -8,6 +8,7 @@ use serde_json::{Map, Value};
 
 use super::Message;
 use super::Tokenizer;
+use super::digest::RowsDigest;
 use super::prompt_text::{ChatFormat, RenderedPrompt};
 use super::rows::{DataRow, RawPrompt, read_rows};
 use super::sampler::splitmix64;
@@ -225,6 +226,8 @@ const SHOWN_CHARS: usize = 300;
 pub struct Dataset {
     prompts: Vec<Prompt>,
     counts: DatasetCounts,
+    /// The hash of the kept rows; `None` if they were not read from files that stay.
+    digest: Option<RowsDigest>,
 }
 
 /// The beginning of a text, in quotation marks.
@@ -238,7 +241,7 @@ impl Dataset {
     pub fn new(prompts: Vec<Prompt>) -> Self {
         assert!(!prompts.is_empty(), "no prompts in the data set");
         let counts = DatasetCounts { read: prompts.len(), kept: prompts.len(), ..DatasetCounts::default() };
-        Self { prompts, counts }
+        Self { prompts, counts, digest: None }
     }
 
     /// Reads the rows of one file like [`Dataset::read`].
@@ -283,6 +286,7 @@ impl Dataset {
                 tools_are_hidden: options.tools.are_hidden(tokenizer),
                 ..DatasetCounts::default()
             },
+            digest: Some(RowsDigest::default()),
         };
         for (path, weight) in &sources.files {
             for row in read_rows(path)? {
@@ -327,8 +331,11 @@ impl Dataset {
             return Ok(());
         }
         self.counts.kept += 1;
-        let columns = Arc::new(row.columns);
-        self.prompts.extend((0..copies(weight, id, options.seed)).map(|copy| Prompt {
+        let (columns, copies) = (Arc::new(row.columns), copies(weight, id, options.seed));
+        if let Some(digest) = &mut self.digest {
+            digest.add(id, copies, &columns);
+        }
+        self.prompts.extend((0..copies).map(|copy| Prompt {
             id: id + copy * COPY_STRIDE,
             text: text.clone(),
             token_ids: token_ids.clone(),
@@ -361,6 +368,16 @@ impl Dataset {
     /// All kept prompts.
     pub fn prompts(&self) -> &[Prompt] {
         &self.prompts
+    }
+
+    /// Marks the rows as made anew by each start of a program, so that they have no digest.
+    pub fn without_digest(self) -> Self {
+        Self { digest: None, ..self }
+    }
+
+    /// SHA-256 of the kept rows and their order, if they were read from files.
+    pub fn digest(&self) -> Option<String> {
+        self.digest.as_ref().map(RowsDigest::text)
     }
 
     /// The numbers of rows read, left out and kept.

@@ -23,6 +23,7 @@ mod chat;
 mod csv;
 mod dataset;
 mod date;
+mod digest;
 mod grammar;
 pub(crate) mod hub;
 mod messages;

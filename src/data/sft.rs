@@ -5,6 +5,7 @@ use std::path::Path;
 
 use super::answers::AnswerEncoder;
 use super::dataset::{copies, is_much, quoted};
+use super::digest::RowsDigest;
 use super::prompt_text::{ChatFormat, RenderedPrompt};
 use super::rows::{DataRow, RawExample, RawPrompt, read_rows};
 use super::sources::RowSources;
@@ -21,10 +22,12 @@ pub struct SftExample {
 }
 
 /// Tokenized SFT examples in file order.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct SftDataset {
     /// The examples; never empty.
     pub examples: Vec<SftExample>,
+    /// The hash of the rows and their order.
+    pub(crate) digest: RowsDigest,
     num_rows: usize,
     too_long: usize,
     max_length: usize,
@@ -76,7 +79,7 @@ impl SftDataset {
         let answers = AnswerEncoder::new(tokenizer, model_eos_token_ids);
         let format = ChatFormat::new(options.prompt_format, options.system_prompt.as_deref(), tokenizer);
         let max_bytes = tokenizer.max_bytes(max_length);
-        let mut data = Self { examples: Vec::new(), num_rows: 0, too_long: 0, max_length, padding: None };
+        let mut data = Self { max_length, ..Self::default() };
         for (path, weight) in &sources.files {
             for row in read_rows(path)? {
                 if sources.max_rows.is_some_and(|most| data.num_rows >= most) {
@@ -85,6 +88,7 @@ impl SftDataset {
                 let row = row?;
                 data.padding = data.padding.or_else(|| row.padding(true));
                 let copies = copies(*weight, data.num_rows as u64, options.seed);
+                data.digest.add(data.num_rows as u64, copies, &row.columns);
                 data.num_rows += 1;
                 for example in examples(&row, options, &answers, &format, max_bytes)? {
                     match example.filter(|example| example.token_ids.len() <= max_length) {

@@ -1,5 +1,6 @@
 //! Loads a supervised run; everything is read and checked before anything is trained.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -44,11 +45,19 @@ pub(super) fn load(
     let schedule = Schedule::new(config.learning_rate, &config.optimizer, updates.ceil() as usize);
     let mesh = world.mesh(1, config.zero.shard_group(world.size(), world.local_size()))?;
     let mesh = mesh.with_sequence_groups(&world, world.size(), config.sequence_parallel_size)?;
+    let mut frozen_weights = BTreeMap::new();
+    if config.lora.r.is_some() {
+        let identity = WeightFiles::open(&source.base, spec.clone())?.identity()?;
+        frozen_weights.insert("model_name_or_path".to_owned(), identity);
+    }
+    if let Some(checkpoint) = &checkpoint {
+        checkpoint.check_frozen(&frozen_weights, config.output.force_resume, world.rank() == 0)?;
+    }
     let mut policy = policy(&config, &world, &mesh, &source, spec)?;
     let mut sampler = PromptSampler::new(rows.examples.len(), config.seed, config.shuffle_dataset);
     let (mut global_step, mut num_tokens) = (0, 0);
     if let Some(checkpoint) = &checkpoint {
-        checkpoint.check_rows(rows.examples.len())?;
+        checkpoint.check_rows(rows.examples.len(), Some(&rows.digest.text()))?;
         checkpoint.restore(&mut policy)?;
         sampler.restore(checkpoint.state.sampler.clone())?;
         TrainerState { global_step, num_input_tokens_seen: num_tokens, .. } = checkpoint.state;
@@ -73,6 +82,8 @@ pub(super) fn load(
         world,
         mesh,
         policy,
+        rows_digest: rows.digest.text(),
+        frozen_weights,
         examples: rows.examples,
         eval_examples: eval_rows.map_or_else(Vec::new, |rows| rows.examples),
         sampler,

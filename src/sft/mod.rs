@@ -3,6 +3,7 @@
 
 mod load;
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
@@ -31,6 +32,8 @@ pub struct Sft {
     mesh: Mesh,
     policy: Policy,
     examples: Vec<SftExample>,
+    rows_digest: String,                      // of the rows that the examples are from
+    frozen_weights: BTreeMap<String, String>, // identities of weights that are read but not trained, by key
     eval_examples: Vec<SftExample>,
     sampler: PromptSampler,
     schedule: Schedule,
@@ -247,6 +250,8 @@ impl Sft {
             num_input_tokens_seen: self.num_tokens,
             world_size: self.world.size(),
             num_rows: self.examples.len(),
+            rows_digest: Some(self.rows_digest.clone()),
+            frozen_weights: self.frozen_weights.clone(),
             sampler: self.sampler.state().clone(),
             carried: Vec::new(),
             ahead: Vec::new(),

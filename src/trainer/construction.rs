@@ -1,7 +1,7 @@
 //! Constructs a trainer: all inputs are read and checked before anything is trained. [`TrainerBuilder`] takes the caller's functions and starts
 //! rewards and tools; `load` reads model and rows; `assemble` creates the trainer.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 use std::sync::Arc;
 
@@ -198,6 +198,10 @@ fn load(
     rows.say_unsolvable(&config, &rewards, &world);
     let source = source(&config)?;
     let files = WeightFiles::open(&source.base, preflight.spec.clone())?;
+    let frozen = resume::frozen_weights(&config, &files, preflight.teacher.as_ref())?;
+    if let Some(checkpoint) = &opened.checkpoint {
+        checkpoint.check_frozen(&frozen, config.output.force_resume, world.rank() == 0)?;
+    }
     let weights = |layout: &UnitLayout| read_unit(&files, layout);
     let parts = TrainerParts {
         preflight,
@@ -210,7 +214,9 @@ fn load(
         claim: opened.claim,
         writes_files: true,
     };
-    assemble(config, world, parts)
+    let mut trainer = assemble(config, world, parts)?;
+    trainer.checkpoints.frozen_weights = frozen;
+    Ok(trainer)
 }
 
 /// The parts of a trainer, without its configuration.
@@ -284,7 +290,12 @@ pub(crate) fn assemble(config: Config, world: Arc<World>, parts: TrainerParts<'_
         schedule,
         progress,
         output,
-        checkpoints: Checkpoints { saver, claim: parts.claim, newest_step: progress.global_step },
+        checkpoints: Checkpoints {
+            saver,
+            claim: parts.claim,
+            newest_step: progress.global_step,
+            frozen_weights: BTreeMap::new(),
+        },
     };
     if let Some(checkpoint) = checkpoint {
         trainer.restore_ahead(checkpoint, &preflight)?;

@@ -134,7 +134,7 @@ mod turns;
 mod turns_tests;
 mod verdict;
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
@@ -254,6 +254,8 @@ struct Checkpoints {
     claim: Option<Claim>,
     /// The newest step that has a checkpoint.
     newest_step: u64,
+    /// Identities of the weights that the run reads but does not train.
+    frozen_weights: BTreeMap<String, String>,
 }
 
 /// The progress of the run.

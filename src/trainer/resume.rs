@@ -1,10 +1,12 @@
 //! Resuming a run from a checkpoint.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::batches::begun_anew;
 use super::output::RunOutput;
 use super::policy_and_engine::PolicyAndEngine;
+use super::teacher::Teacher;
 use super::{TrainingData, TrainingProgress};
 use crate::checkpoint::{self, CarriedGroup, Checkpoint, NumberChange, TrainerState};
 use crate::config::Config;
@@ -46,6 +48,24 @@ pub(super) fn mixed_reference(
     folder.map(|folder| WeightFiles::open(&folder, spec.clone())).transpose()
 }
 
+/// Identities of the weights that the run reads but does not train, by key: the base of adapters or a fixed reference in `files`, and the teacher.
+pub(super) fn frozen_weights(
+    config: &Config,
+    files: &WeightFiles,
+    teacher: Option<&Teacher>,
+) -> Result<BTreeMap<String, String>> {
+    let mut found = BTreeMap::new();
+    let is_fixed = !config.objective.sync_ref_model; // else checkpoints contain the reference
+    if config.lora.r.is_some() || (config.has_reference() && is_fixed) {
+        found.insert("model_name_or_path".to_owned(), files.identity()?);
+    }
+    if let Some(Teacher { folder, table }) = teacher {
+        let identity = WeightFiles::open(folder, table.spec.clone())?.identity()?;
+        found.insert("teacher_model_name_or_path".to_owned(), identity);
+    }
+    Ok(found)
+}
+
 /// Restores model and data from `checkpoint`, if there is one, and returns the progress that the run starts from. Carried groups are restored with
 /// the data, if any step continues them.
 pub(super) fn restore(
@@ -60,7 +80,7 @@ pub(super) fn restore(
         return Ok(TrainingProgress { entropy_control, ..TrainingProgress::default() });
     };
     let TrainerState { global_step, generation_step, num_input_tokens_seen: num_tokens, .. } = checkpoint.state;
-    checkpoint.check_rows(data.train.len())?;
+    checkpoint.check_rows(data.train.len(), data.train.digest().as_deref())?;
     model.policy_mut().map_or(Ok(()), |policy| checkpoint.restore(policy))?;
     data.sampler.restore(checkpoint.state.sampler.clone())?;
     data.carried = match checkpoint.state.carried.as_slice() {

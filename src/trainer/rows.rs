@@ -54,6 +54,7 @@ impl TrainingRows {
         };
         let names = (train.name.clone(), held_out.as_ref().map(|sources| sources.name.clone()));
         let (train, eval) = (read(&train)?, held_out.as_ref().map(&mut read).transpose()?);
+        let train = if made.is_some() { train.without_digest() } else { train };
         Ok(Self { train, eval, options, names: Some(names) })
     }
 

@@ -139,6 +139,8 @@ impl Trainer {
             num_input_tokens_seen: self.progress.num_tokens,
             world_size: self.world.size(),
             num_rows: self.data.train.len(),
+            rows_digest: self.data.train.digest(),
+            frozen_weights: self.checkpoints.frozen_weights.clone(),
             sampler: self.data.sampler.state().clone(),
             carried: if self.generation.turns.is_some() {
                 begun_anew(&self.data.carried)

@@ -347,3 +347,71 @@ fn a_changed_configuration_is_refused_on_resume_unless_forced() {
     assert_eq!(other_rows.code, Some(5), "{}", other_rows.output);
     assert!(other_rows.output.contains("written with 256 training rows, "), "{}", other_rows.output);
 }
+
+#[test]
+fn other_rows_of_the_same_number_are_refused_on_resume() {
+    let runs = Runs::new();
+    let folder = tempfile::tempdir().unwrap();
+    let rows = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/configs/arithmetic/train.jsonl")).unwrap();
+    let rows: Vec<&str> = rows.lines().take(64).collect();
+    let write = |name: &str, rows: &[&str]| std::fs::write(folder.path().join(name), rows.join("\n")).unwrap();
+    let of = |name: &str| format!("train_file={}/{name}.jsonl", folder.path().display());
+    write("rows.jsonl", &rows);
+    write("renamed.jsonl", &rows);
+    let run = ["tensor_parallel_size=1", "max_steps=2", "save_steps=1"];
+    runs.train_to_the_end("straight", 1, &[&run[..], &[&of("rows")]].concat());
+    let (resume, forced) = (runs.resume("straight", 1), "force_resume=true");
+    runs.train_to_the_end("same", 1, &[&run[..], &[&of("rows"), &resume]].concat());
+    runs.assert_same("same", "straight", &[2]);
+    runs.train_to_the_end("renamed", 1, &[&run[..], &[&of("renamed"), &resume, forced]].concat());
+    runs.assert_same("renamed", "straight", &[2]);
+    let mut other = rows.clone();
+    other.swap(3, 4);
+    write("rows.jsonl", &other);
+    for forced in ["force_resume=false", forced] {
+        let refused = runs.train("other", 1, &[&run[..], &[&of("rows"), &resume, forced]].concat());
+        assert_eq!(refused.code, Some(5), "{}", refused.output);
+        assert!(refused.output.contains("with other training rows: there are 64 of them"), "{}", refused.output);
+    }
+}
+
+/// Adapters and a fixed reference read the base again; full weights without a reference do not.
+#[test]
+fn another_base_at_the_same_path_is_refused_on_resume_unless_forced() {
+    let runs = Runs::new();
+    let base = tempfile::tempdir().unwrap();
+    for file in Path::new(env!("CARGO_MANIFEST_DIR")).join("configs/arithmetic/model").read_dir().unwrap() {
+        let file = file.unwrap();
+        std::fs::copy(file.path(), base.path().join(file.file_name())).unwrap();
+    }
+    let model = format!("model_name_or_path={}", base.path().display());
+    let run = ["tensor_parallel_size=1", "max_steps=2", "save_steps=1", &model];
+    let kinds = [("adapters", "lora.r=4"), ("reference", "beta=0.05"), ("alone", "beta=0.0")];
+    for (name, kind) in kinds {
+        runs.train_to_the_end(name, 1, &[&run[..], &[kind]].concat());
+        let resume = runs.resume(name, 1);
+        let again = [&run[..], &[kind, &resume]].concat();
+        runs.train_to_the_end(&format!("{name}-same"), 1, &again);
+        runs.assert_same(&format!("{name}-same"), name, &[2]);
+    }
+    let weights = base.path().join("model.safetensors");
+    let mut bytes = std::fs::read(&weights).unwrap();
+    let last = bytes.len() - 2; // in the last number's mantissa
+    bytes[last] ^= 1;
+    std::fs::write(&weights, bytes).unwrap();
+    for (name, kind) in kinds {
+        let resume = runs.resume(name, 1);
+        let again = [&run[..], &[kind, &resume]].concat();
+        let ended = runs.train(&format!("{name}-other"), 1, &again);
+        if name == "alone" {
+            assert_eq!(ended.code, Some(0), "{}", ended.output);
+            continue;
+        }
+        assert_eq!(ended.code, Some(2), "{name}: {}", ended.output);
+        let told = "the folder of model_name_or_path contains other weights";
+        assert!(ended.output.contains(told), "{}", ended.output);
+        let forced =
+            runs.train_to_the_end(&format!("{name}-forced"), 1, &[&again[..], &["force_resume=true"]].concat());
+        assert!(forced.output.contains("warning: force_resume from ") && forced.output.contains(told));
+    }
+}

@@ -4,6 +4,7 @@
 //! and `write` transfer one unit at a time.
 
 mod header;
+mod identity;
 mod interleaved;
 mod mxfp4;
 pub(super) mod names;

@@ -37,7 +37,7 @@ const MAX_LISTED: usize = 8;
 #[derive(Debug)]
 pub struct WeightFiles {
     spec: Arc<ModelSpec>,
-    shards: Vec<MappedFile>,
+    pub(super) shards: Vec<MappedFile>,
     /// Index in `shards` for every tensor name.
     places: BTreeMap<String, usize>,
 }

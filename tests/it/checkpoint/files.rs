@@ -87,6 +87,8 @@ pub(super) fn state(global_step: u64) -> TrainerState {
         num_input_tokens_seen: 1000,
         world_size: 1,
         num_rows: 10,
+        rows_digest: None,
+        frozen_weights: BTreeMap::new(),
         sampler: SamplerState::default(),
         carried: Vec::new(),
         ahead: Vec::new(),
