@@ -147,16 +147,6 @@ fn absent_config_keys_have_transformers_defaults() {
     let mistral = with(&with(&qwen2, "architectures", json!(["MistralForCausalLM"])), "model_type", json!("mistral"));
     assert_eq!(load(&mistral).unwrap().windows(), [None]);
     assert_eq!(load(&with(&mistral, "sliding_window", json!("remove"))).unwrap().windows(), [Some(4096)]);
-    let bare = |preset: &str, keys: &[&str]| {
-        let whole = ModelSpec::preset(preset).unwrap().to_config_json();
-        load(&keys.iter().fold(whole, |config, key| with(&config, key, json!("remove")))).unwrap()
-    };
-    let ropes = ["rope_theta", "rope_scaling", "rope_parameters"];
-    let rope = bare("smollm3-3b", &ropes).rotations()[0].unwrap();
-    assert!(rope.theta == 2e6 && rope.scaling.is_none(), "{rope:?}");
-    let rope = bare("gpt-oss-20b", &ropes).rotations()[0].unwrap();
-    assert_eq!(rope, ModelSpec::preset("gpt-oss-20b").unwrap().rotations()[0].unwrap());
-    assert_eq!(bare("qwen3-30b-a3b", &["head_dim"]).attention().head_dim, 2048 / 32);
 }
 
 #[test]

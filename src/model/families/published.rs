@@ -139,3 +139,18 @@ fn unsupported_features_of_known_families_are_refused_by_key() {
         assert!(error.contains(message), "{error}");
     }
 }
+
+/// transformers' own values of keys that hand-made or stripped files leave out.
+#[test]
+fn families_without_rope_keys_or_head_widths_have_transformers_defaults() {
+    let bare = |preset: &str, keys: &[&str]| {
+        let mut config = ModelSpec::preset(preset).unwrap().to_config_json();
+        config.as_object_mut().unwrap().retain(|key, _| !keys.contains(&key.as_str()));
+        read(&config)
+    };
+    let ropes = ["rope_theta", "rope_scaling", "rope_parameters"];
+    let rope = bare("smollm3-3b", &ropes).rotations()[0].unwrap();
+    assert!(rope.theta == 2e6 && rope.scaling.is_none(), "{rope:?}");
+    assert_eq!(bare("gpt-oss-20b", &ropes).rotations(), ModelSpec::preset("gpt-oss-20b").unwrap().rotations());
+    assert_eq!(bare("qwen3-30b-a3b", &["head_dim"]).attention().head_dim, 2048 / 32);
+}
