@@ -13,9 +13,17 @@ pub struct EntropyTerm {
     pub num_tokens: f64,
 }
 
+/// Difference, as a share of the larger one, up to which two entropies count as equal.
+const TIE: f32 = 1e-6;
+/// Entropies below this, in nats, are compared as if they were this large, since rounding errors of float32 do not become smaller with them.
+const LEAST_COMPARED: f32 = 1.0;
+
 impl EntropyTerm {
     /// Keeps the share `quantile` of an update's tokens with the highest entropy. The threshold is `torch.quantile(entropies, 1 - quantile)`, which
     /// interpolates between neighbours; rank and interpolation are in float32 as in TRL (arXiv 2506.01939).
+    ///
+    /// Tokens with one distribution, such as the first ones of a group, may differ in their last bits. If the threshold lies between two such tokens,
+    /// all that are as near to the upper one are kept.
     pub fn of_highest(mut entropies: Vec<f32>, quantile: f64, coef: f64) -> Self {
         entropies.sort_unstable_by(f32::total_cmp);
         let Some(last) = entropies.len().checked_sub(1) else { return Self { least: None, coef, num_tokens: 0.0 } };
@@ -24,6 +32,9 @@ impl EntropyTerm {
         let (low, high) = (entropies[below as usize], entropies[(below as usize + 1).min(last)]);
         let (weight, distance) = (rank - below, high - low);
         let least = if weight < 0.5 { low + weight * distance } else { high - distance * (1.0 - weight) };
+        let is_tie = |entropy: f32| high - entropy <= TIE * high.max(LEAST_COMPARED);
+        let lowest = entropies.iter().copied().find(|entropy| is_tie(*entropy)).filter(|_| is_tie(low));
+        let least = lowest.map_or(least, |lowest| lowest.min(least));
         let num_tokens = entropies.iter().filter(|entropy| **entropy >= least).count() as f64;
         Self { least: Some(f64::from(least)), coef, num_tokens }
     }
@@ -94,5 +105,16 @@ mod tests {
         let entropies: Vec<f32> = (0..86u8).map(f32::from).collect();
         let term = EntropyTerm::of_highest(entropies, 0.4, 0.0);
         assert_eq!(term.num_tokens, 34.0);
+    }
+
+    #[test]
+    fn equal_entropies_stay_together_though_their_last_bits_differ() {
+        let tied = |ulps: u32| f32::from_bits(2.5f32.to_bits() + ulps);
+        let entropies = vec![1.0, tied(0), tied(2), tied(1), tied(2), 3.0, 3.5, 4.0];
+        for quantile in [0.75, 0.6, 0.5] {
+            let term = EntropyTerm::of_highest(entropies.clone(), quantile, 0.0);
+            assert_eq!((term.least, term.num_tokens), (Some(2.5), 7.0), "{quantile}");
+        }
+        assert_eq!(EntropyTerm::of_highest(entropies, 0.4, 0.0).num_tokens, 3.0);
     }
 }
