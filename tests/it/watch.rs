@@ -130,10 +130,11 @@ fn watch_follows_running_and_hostile_runs() {
 #[test]
 fn watch_refuses_invalid_queries_and_foreign_origins() {
     let folder = tempfile::tempdir().unwrap();
-    run(&format!("watch {}/none", folder.path().display())).assert_error(
-        "a missing folder",
+    std::fs::write(folder.path().join("file"), "").unwrap();
+    run(&format!("watch {}/file", folder.path().display())).assert_error(
+        "a file",
         2,
-        &["DIR", "none", "output folder of a run"],
+        &["DIR", "file", "output folder of a run"],
     );
     let watcher = Watcher::start(&[folder.path()]);
     assert!(text(&watcher.found("/live")["message"]).contains("no run in"));
