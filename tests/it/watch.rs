@@ -130,7 +130,7 @@ fn watch_follows_running_and_hostile_runs() {
 #[test]
 fn watch_refuses_invalid_queries_and_foreign_origins() {
     let folder = tempfile::tempdir().unwrap();
-    std::fs::write(folder.path().join("file"), "").unwrap();
+    fs::write(folder.path().join("file"), "").unwrap();
     run(&format!("watch {}/file", folder.path().display())).assert_error(
         "a file",
         2,
