@@ -26,7 +26,7 @@ pub(super) struct RunProgress {
     pub max_steps: u64,
 }
 
-/// What the run's rows have in common, for requests to Python functions.
+/// The prompt column and all columns of the training and held-out rows, by which a row becomes the arguments of a Python reward function.
 #[derive(Debug, Clone, Default)]
 pub(super) struct RowLayout {
     /// The column with the prompt; `None` means the first of the default names that a row has.

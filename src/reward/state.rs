@@ -56,7 +56,7 @@ pub(super) struct PoolState {
     pub num_ready: usize,
     /// Index of each reward, and a column that its function requires.
     pub needed_columns: BTreeSet<(usize, String)>,
-    /// What the run's rows have in common.
+    /// The prompt column and all columns of the training and held-out rows.
     pub layout: Arc<RowLayout>,
     /// The error because of which the pool cannot continue.
     pub broken: Option<Error>,

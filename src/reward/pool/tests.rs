@@ -248,7 +248,7 @@ fn threads_have_the_lock_while_progress_is_shown() {
     drop(pool.await_until(|_| is_shown.get(), show).unwrap());
 }
 
-/// As in a data set of `datasets`, whose rows all have the same columns.
+/// TRL reads rows with the library `datasets`, which gives all rows the same columns, with None where a row lacks one.
 #[test]
 fn python_functions_get_none_in_columns_that_only_other_rows_have() {
     const FUNCTION: &str = "def own(completions, target, **columns):\n    assert set(columns) == \
